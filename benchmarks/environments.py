@@ -29,7 +29,7 @@ import numpy as np
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardSettings
-from embodyrl.envs.simulators import ArraySimulators, SimSteps
+from embodyrl.envs.simulators import Simulators, SimSteps
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 CASES = {
@@ -75,20 +75,20 @@ class CartPoles:
         return np.asarray((abs(moved[0]) > 2.4) | (abs(moved[2]) > 12 * 2 * math.pi / 360))
 
 
-class Sims(ArraySimulators):
+class Sims(Simulators):
     def __init__(self, spec: EnvSpec, count: int, xp: Any) -> None:
         super().__init__(spec)
         self.poles = CartPoles(count, xp)
 
-    def begin(self, slots: np.ndarray, reset_ids: np.ndarray, seeds: np.ndarray) -> None:
+    def reset(self, slots: np.ndarray, reset_ids: np.ndarray, seeds: np.ndarray) -> None:
         self.poles.begin(slots, np.random.default_rng(reset_ids))
 
-    def advance(self, slots: np.ndarray, actions: np.ndarray) -> SimSteps:
+    def step(self, slots: np.ndarray, actions: np.ndarray) -> SimSteps:
         fell, no = self.poles.step(slots, actions[:, 0] > 0.5), np.zeros(len(slots), np.bool_)
         return SimSteps(reward=np.ones(len(slots), np.float32), terminated=fell, success=no, truncated=no)
 
-    def observe(self, slots: np.ndarray, images: np.ndarray, state: np.ndarray) -> None:
-        state[:] = self.poles.state[slots]
+    def observe(self, slots: np.ndarray, images: np.ndarray, state: np.ndarray, rows: np.ndarray) -> None:
+        state[rows] = self.poles.state[slots]
 
 
 class BatchedSettings(EnvSettings, RewardSettings):

@@ -28,7 +28,7 @@ from embodyrl.config.settings import Seconds
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.envs.simulators import SimStep
+from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
@@ -52,32 +52,25 @@ EPISODE = 4
 """Chunks of an episode."""
 
 
-class SleepySims:
+class SleepySims(PerSlot):
     """A simulator whose steps cost `step_s` seconds; the reset id says how often they take five times as long."""
 
     def __init__(self, spec: EnvSpec, cost: float) -> None:
-        self.spec = spec
-        self.task_limit = None
+        super().__init__(spec)
         self._cost = cost
         self._slowness: dict[int, float] = {}
         self._rng = np.random.default_rng(os.getpid())
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         self._slowness[slot] = SLOWNESS[reset_id]
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         slow = self._rng.random() < self._slowness[slot]
         time.sleep(self._cost * (STRAGGLER if slow else 1.0))
         return SimStep(reward=0.0, terminated=False, success=False)
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         out.images[...] = 0
-
-    def instruction(self, slot: int) -> str:
-        return "wait"
-
-    def close(self) -> None:
-        pass
 
 
 class SleepySettings(EnvSettings):

@@ -164,11 +164,11 @@ def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float
 
     def reset() -> None:
         env.reset([0], [start])
-        env.observe([0], [out])
+        env.observe([0], out.images[None], out.state[None])
 
     def chunk() -> None:
         env.step_chunk([0], actions(rng)[None, :chunk_length])
-        env.observe([0], [out])
+        env.observe([0], out.images[None], out.state[None])
 
     env.reset(list(range(SLOTS)), [start] * SLOTS)
     resets = per_second(reset, 0.5)

@@ -27,7 +27,7 @@ NEWER = {
         *("envs/text/game.py", "policies/causal_lm/server.py", "policies/critic.py", "sandboxed.py"),
     ],
     "rewards of the user's for any simulator, learned ones": ["envs/reward.py"],
-    "simulators that step as arrays; MetaWorld": ["envs/arrays.py", "envs/metaworld/*.py"],
+    "MetaWorld": ["envs/metaworld/*.py"],
     "OpenVLA-OFT: diffusion and L1 heads that learn, corrections, CUDA graphs": [
         *(f"policies/openvla_oft/{name}.py" for name in ("continuous", "residual", "graphs")),
     ],

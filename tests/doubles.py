@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from embodyrl.envs.maniskill.install import Description
-from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
-from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 PANDA = Description(
     control_mode="pd_ee_delta_pose",
@@ -30,7 +31,7 @@ def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminate
     ]
 
 
-class ScriptedSims(SlotSimulators):
+class ScriptedSims(PerSlot):
     """Simulators that play one script of `SimStep`s per reset id; the last step repeats for ever.
 
     Images hold the number of executed steps in every pixel, the state [2] holds (reset id, executed steps).
@@ -56,11 +57,11 @@ class ScriptedSims(SlotSimulators):
         self.closed = False
         self._at: dict[int, tuple[int, int]] = {}
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         self.log.append(("reset", slot, reset_id, seed))
         self._at[slot] = (reset_id, 0)
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         assert action.shape == (self.spec.action_dim,)
         self.log.append(("step", slot, float(action[0])))
         reset_id, index = self._at[slot]
@@ -68,7 +69,7 @@ class ScriptedSims(SlotSimulators):
         script = self.scripts[reset_id]
         return script[min(index, len(script) - 1)]
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         out.images[...] = self._at[slot][1]
         out.state[:] = self._at[slot]
 
@@ -79,13 +80,27 @@ class ScriptedSims(SlotSimulators):
         self.closed = True
 
 
-class ScriptedBatch(ScriptedSims, BatchedSimulators):
-    """A batch of two slots that move together, those that are over or wait included."""
+class ScriptedBatch(ScriptedSims):
+    """A batch of slots that move together, those that are over or wait included."""
 
-    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        self.log.append(("begin", {slot: start.reset_id for slot, start in starts.items()}))
-        self._at.update({slot: (start.reset_id, 0) for slot, start in starts.items()})
+    def __init__(self, scripts: Sequence[Sequence[SimStep]]) -> None:
+        super().__init__(scripts)
+        self.spec = replace(self.spec, lockstep=True)
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
-        still = np.zeros(self.spec.action_dim, np.float32)
-        return {slot: self.step(slot, actions.get(slot, still)) for slot in list(self._at)}
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
+        self.log.append(("begin", starts))
+        self._at.update({slot: (reset_id, 0) for slot, reset_id in starts.items()})
+
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        every = np.array(sorted(self._at))
+        given = np.zeros((len(every), self.spec.action_dim), np.float32)
+        given[np.searchsorted(every, slots)] = actions
+        steps = super().step(every, given)
+        chosen = np.searchsorted(every, slots)
+        return SimSteps(
+            reward=steps.reward[chosen],
+            terminated=steps.terminated[chosen],
+            success=steps.success[chosen],
+            truncated=steps.truncated[chosen],
+        )

@@ -56,10 +56,10 @@ class FaultySims(ToySims):
         self.steps = 0
         self.closed = False
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         if self.plant == "slots_share_a_world":
             slot = 0
-        super().reset(slot, reset_id, seed)
+        super().reset_slot(slot, reset_id, seed)
         state = self.spec.task_of(reset_id)[1]
         if self.plant == "last_state_missing" and state == 3:
             raise KeyError(reset_id)
@@ -68,24 +68,24 @@ class FaultySims(ToySims):
         if self.plant == "reset_id_ignored":
             self._position[slot] -= 0.1 * state
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         if self.plant == "slots_share_a_world":
             slot = 0
         self.steps += 1
         if self.plant == "memory_of_older_episodes":
             action = action * (1.0 + 0.01 * self.steps)
-        step = super().step(slot, action)
+        step = super().step_slot(slot, action)
         return replace(step, reward=float("nan")) if self.plant == "reward_is_nan" else step
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         if self.plant == "slots_share_a_world":
             slot = 0
         if self.plant == "row_not_written":
             kept = out.images[:, -1].copy()
-            super().observe(slot, out)
+            super().observe_slot(slot, out)
             out.images[:, -1] = kept
             return
-        super().observe(slot, out)
+        super().observe_slot(slot, out)
         if self.plant == "nan_in_state":
             out.state[0] = np.nan
         if self.plant == "floats_as_pixels":

@@ -26,7 +26,7 @@ import numpy as np
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
-from embodyrl.envs.simulators import SimStep, SlotSimulators
+from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, GripperConvention, ObservationOut
 
 
@@ -37,7 +37,7 @@ def wait_at_gate(marker: Path) -> None:
         time.sleep(0.02)
 
 
-class ToySims(SlotSimulators):
+class ToySims(PerSlot):
     """The toy task."""
 
     def __init__(self, spec: EnvSpec, kwargs: Mapping[str, Any]) -> None:
@@ -52,13 +52,13 @@ class ToySims(SlotSimulators):
         self._calls: Counter[str] = Counter()
         self._maybe_misbehave("init")
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         self._maybe_misbehave("reset")
         self._task[slot], state = self.spec.task_of(reset_id)
         self._state[slot] = state
         self._position[slot] = 0.1 * state + 0.01 * (seed % 7)
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         meant = self._kwargs.get("state", self._state[slot]) == self._state[slot]
         fault = self._maybe_misbehave("step") if meant else None
         if "echo" in self._kwargs:
@@ -113,7 +113,7 @@ class ToySims(SlotSimulators):
             return False
         return True
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         height, width = self.spec.image_size
         out.images[...] = np.uint8(40 * (1 + self._task[slot]))
         fault = self._maybe_misbehave("observe")
@@ -123,7 +123,7 @@ class ToySims(SlotSimulators):
 
     def render(self, slot: int) -> ByteArray:
         frame = np.zeros((1, *self.spec.image_size, 3), np.uint8)
-        self.observe(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
+        self.observe_slot(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
         return frame[0]
 
     def info(self, slot: int) -> dict[str, Any]:

@@ -1,57 +1,300 @@
-"""Episode semantics over single-step simulators: one place that decides when an episode ends and what it earns."""
+"""Episodes over simulators: chunks of actions, time limits, terminations and rewards."""
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from embodyrl.envs.protocol import AfterStep, told
+from embodyrl.envs.protocol import AfterStep, instruction_for
 from embodyrl.envs.reward import RewardStep, StepReward, StepRewardSettings
-from embodyrl.envs.simulators import ArraySimulators, BatchedSimulators, SimStep, SlotSimulators
+from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
-Choice = Callable[[int, int, int], FloatArray]
-"""(row, k, slot) -> action [A]"""
-Place = tuple[int, int]
-"""Row and k of an action in the arrays of a chunk."""
+Choice = Callable[[IntArray, int, IntArray], FloatArray]
+"""(rows of the chunk [n], step k, slots [n]) -> actions [n, A]"""
 
-
-@dataclass(slots=True)
-class _Progress:
-    """Where the episode of one slot stands."""
-
-    start: EpisodeStart
-    steps: int = 0
-    last_reward: float = 0.0
-    over: bool = False
-    judged: bool = True
-    """No step's reward is unknown so far."""
+_EMPTY, _RUNNING, _OVER = 0, 1, 2
+"""Phases of a slot."""
 
 
-class SimEnv(ABC):
-    """What environments over simulators share: checks of starts, empty results, the user's reward, messages."""
+class ChunkedEnv:
+    """An `Env` over `Simulators`.
 
-    _sims: SlotSimulators | ArraySimulators
+    An episode ends *terminated* when the simulator reports it (unless the episode ignores terminations), else
+    *truncated* when it reaches its `max_episode_steps` or the simulator's own limit; never both. Actions of a chunk
+    after the end are not executed: their reward is 0 and `valid` is False.
+
+    The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
+    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. A user's
+    `reward` function replaces it, or is added to it, likewise multiplied by `coef`.
+    """
 
     def __init__(
-        self, spec: EnvSpec, *, use_rel_reward: bool, reward_coef: float, reward: StepRewardSettings | None = None
+        self,
+        sims: Simulators,
+        num_slots: int,
+        *,
+        use_rel_reward: bool,
+        reward_coef: float,
+        reward: StepRewardSettings | None = None,
     ) -> None:
         self._own = StepReward(reward) if reward is not None and reward.path is not None else None
-        spec = replace(spec, reward_factor=reward_coef)
+        spec = replace(sims.spec, reward_factor=reward_coef)
         self.spec = self._own.declare(spec) if self._own else spec
+        self.task_limit = sims.task_limit
         self._relative, self._coef = use_rel_reward, reward_coef
+        self._sims = sims
+        self._phase = np.full(num_slots, _EMPTY, np.int8)
+        self._reset_id, self._seed, self._steps, self._limit = (np.zeros(num_slots, np.int64) for _ in range(4))
+        self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
+        self._last_reward = np.zeros(num_slots, np.float64)
+        self._final: dict[int, ObservationOut] = {}
+        """Last observation of slots that were truncated while the rest of a lock-step batch moved on."""
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Begin an episode in each slot.
+
+        Raises:
+            EnvError: a start has an unknown reset id or a time limit below 1.
+        """
+        self._check_starts(starts)
+        rows = np.array(slots, np.int64)
+        # Set before the simulator is called: a reset that fails leaves no episode behind.
+        self._phase[rows] = _EMPTY
+        self._reset_id[rows] = [start.reset_id for start in starts]
+        self._seed[rows] = [start.seed for start in starts]
+        self._limit[rows] = [start.max_episode_steps for start in starts]
+        self._ignores[rows], self._reward_failed[rows] = [start.ignore_terminations for start in starts], False
+        self._begin(rows)
+
+    def _begin(self, slots: IntArray) -> None:
+        self._steps[slots], self._last_reward[slots] = 0, 0.0
+        try:
+            self._sims.reset(slots, self._reset_id[slots], self._seed[slots])
+        except Exception as error:
+            self._name_slots(error, slots)
+            raise
+        self._phase[slots] = _RUNNING
+        for slot in slots.tolist() if self._final else ():
+            self._final.pop(slot, None)
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Run a chunk of actions `[n, K, A]` in the given slots; all result arrays are `[n, K]`.
+
+        Raises:
+            EnvError: an action has the wrong shape or is not finite (nothing was executed then), a slot has no
+                running episode, or the simulator returned a non-finite reward.
+        """
+        rows = np.array(slots, np.int64)
+        self._require_running(rows)
+        self._check_actions(slots, actions)
+        return self._run(rows, actions.shape[1], lambda at, k, _: actions[at, k], after_step)
+
+    def expert_chunk(
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
+    ) -> tuple[FloatArray, ChunkResult]:
+        """Run the scripted expert (see `Env.expert_chunk`)."""
+        rows = np.array(slots, np.int64)
+        for slot in slots:
+            if self._task(slot) not in self.spec.expert_tasks:
+                raise EnvError(
+                    f"{self._where(slot)}: this task has no scripted expert; env '{self.spec.name}' has "
+                    f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
+                )
+        self._require_running(rows)
+        if instead is not None:
+            self._check_actions(slots, instead)
+        clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
+        bounds = (-1.0, 1.0) if self.spec.action_space is None else self.spec.action_space.bounds
+
+        def choose(at: IntArray, k: int, acting: IntArray) -> FloatArray:
+            for row, slot in zip(at.tolist(), acting.tolist(), strict=True):
+                clean[row, k] = self._sims.expert(slot)
+            if instead is not None:
+                return instead[at, k]
+            noisy = clean[at, k] + np.stack([self._noise(slot, noise) for slot in acting.tolist()])
+            return np.clip(noisy, *bounds).astype(np.float32)
+
+        return clean, self._run(rows, num_actions, choose, after_step)
+
+    def _noise(self, slot: int, scale: float) -> DoubleArray:
+        """Gaussian noise [A] on the expert's action, a function of the episode and its step alone."""
+        draw = np.random.default_rng([self._seed[slot], self._steps[slot]])
+        shake = draw.normal(0.0, scale, self.spec.action_dim)
+        if self.spec.gripper is not None:
+            shake[self.spec.gripper.index] = 0.0
+        return shake
+
+    def _run(self, slots: IntArray, num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
+        result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.components))
+        rows = np.arange(len(slots))
+        for together in rows[:, None] if self._sims.sequential else (rows,):
+            self._run_together(result, together, slots, choose, after_step)
+        if self.spec.lockstep:
+            # Episodes that wait for their first action were moved as well; they begin again from the same start.
+            waiting = (self._phase == _RUNNING) & (self._steps == 0)
+            waiting[slots] = False
+            if waiting.any():
+                self._begin(np.flatnonzero(waiting))
+        return result
+
+    def _run_together(
+        self, result: ChunkResult, rows: IntArray, slots: IntArray, choose: Choice, after_step: AfterStep | None
+    ) -> None:
+        """Execute the chunk in these rows, one action of all of them at a time."""
+        cut: list[int] = []
+        for k in range(result.valid.shape[1]):
+            running = rows[self._phase[slots[rows]] == _RUNNING]
+            if not running.size:
+                return
+            # Before the batch moves on with them, keep what slots that were truncated in the last step observe.
+            self._final.update((slot, self._look(slot)) for slot in cut)
+            acting = slots[running]
+            actions = choose(running, k, acting)
+            try:
+                step = self._sims.step(acting, actions)
+            except Exception as error:
+                self._name_slots(error, acting)
+                raise
+            self._record(result, running, k, acting, actions, step)
+            if after_step is not None:
+                for row, slot in zip(running.tolist(), acting.tolist(), strict=True):
+                    after_step(slot, bool(result.success[row, k]))
+            if self.spec.lockstep:
+                cut = acting[result.truncated[running, k]].tolist()
+
+    def _record(
+        self, result: ChunkResult, rows: IntArray, k: int, slots: IntArray, actions: FloatArray, step: SimSteps
+    ) -> None:
+        """Write the outcome of one action of these slots into column k of the result."""
+        reward = np.asarray(step.reward, np.float64)
+        for name in ("reward", "terminated", "success", "truncated"):
+            if (shape := np.shape(getattr(step, name))) != slots.shape:
+                raise EnvError(f"env '{self.spec.name}': step returned {name} {shape}, expected {slots.shape}.")
+        if not np.isfinite(reward).all():
+            bad = int(np.flatnonzero(~np.isfinite(reward))[0])
+            raise self._diverged(int(slots[bad]), float(reward[bad]))
+        self._steps[slots] += 1
+        earned = reward - self._last_reward[slots] if self._relative else reward
+        self._last_reward[slots] = reward
+        # A goal that is reached in the last allowed step terminates the episode: nothing is bootstrapped then.
+        ended = np.asarray(step.terminated, np.bool_) & ~self._ignores[slots]
+        cut = (np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._limit[slots])) & ~ended
+        self._phase[slots[ended | cut]] = _OVER
+        result.valid[rows, k] = True
+        result.success[rows, k] = step.success
+        result.terminated[rows, k], result.truncated[rows, k] = ended, cut
+        if self._own is not None:
+            earned = self._own_rewards(self._own, result, rows, k, slots, actions, earned)
+        result.reward[rows, k] = self._coef * earned
+
+    def _own_rewards(
+        self,
+        own: StepReward,
+        result: ChunkResult,
+        rows: IntArray,
+        k: int,
+        slots: IntArray,
+        actions: FloatArray,
+        simulated: DoubleArray,
+    ) -> DoubleArray:
+        """Call the user's function for each slot; `simulated` [n]: what is earned without it."""
+        earned = np.zeros(len(slots))
+        assert result.components is not None
+        for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+            reset_id = int(self._reset_id[slot])
+            step = RewardStep(
+                slot=slot,
+                step=int(self._steps[slot]),
+                reset_id=reset_id,
+                task_id=self._task(slot),
+                instruction=instruction_for(self.spec, reset_id),
+                action=actions[place],
+                reward=float(self._last_reward[slot]),
+                success=bool(result.success[row, k]),
+                terminated=bool(result.terminated[row, k]),
+                truncated=bool(result.truncated[row, k]),
+                look=lambda slot=slot: self._look(slot),
+                ask=lambda slot=slot: self._sims.info(slot),
+            )
+            parts, problem = own.parts(step, float(simulated[place]))
+            result.components[row] += parts
+            earned[place] = own.total(parts)
+            if problem is not None and not self._reward_failed[slot]:  # reported once per episode
+                self._reward_failed[slot] = True
+                result.unjudged[slot] = f"{self._where(slot)}: {problem}"
+        return earned
+
+    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
+        """Write current observations into rows of the arrays (see `Env.observe`), also of episodes that are over."""
+        chosen = np.array(slots, np.int64)
+        rows = np.arange(len(slots)) if rows is None else rows
+        self._require_begun(chosen)
+        if self._final:
+            kept = np.array([slot in self._final for slot in slots])
+            for slot, row in zip(chosen[kept].tolist(), rows[kept].tolist(), strict=True):
+                images[row], state[row] = self._final[slot].images, self._final[slot].state
+            chosen, rows = chosen[~kept], rows[~kept]
+        if len(chosen):
+            try:
+                self._sims.observe(chosen, images, state, rows)
+            except Exception as error:
+                self._name_slots(error, chosen)
+                raise
+
+    def _look(self, slot: int) -> ObservationOut:
+        """Return what a slot observes, in memory of its own."""
+        images = np.zeros((1, len(self.spec.cameras), *self.spec.image_size, 3), np.uint8)
+        state = np.zeros((1, self.spec.state_dim), np.float32)
+        self._sims.observe(np.array([slot]), images, state, np.array([0]))
+        return ObservationOut(images=images[0], state=state[0])
 
     def render(self, slot: int) -> np.ndarray:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
+        self._require_begun(np.array([slot]))
         return self._sims.render(slot)
+
+    def instruction(self, slot: int) -> str:
+        """Return the language instruction of the slot's current episode."""
+        return instruction_for(self.spec, self._position(slot)[0])
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
         self._sims.close()
+
+    def _position(self, slot: int) -> tuple[int, int]:
+        """Return reset id and number of steps of the slot's episode."""
+        self._require_begun(np.array([slot]))
+        return int(self._reset_id[slot]), int(self._steps[slot])
+
+    def _task(self, slot: int) -> int:
+        return self.spec.task_of(self._position(slot)[0])[0]
+
+    def _where(self, slot: int) -> str:
+        """Name slot, task, initial state and step, for messages."""
+        reset_id, steps = int(self._reset_id[slot]), int(self._steps[slot])
+        task, state = self.spec.task_of(reset_id)
+        return (
+            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
+            f"step {steps}"
+        )
+
+    def _name_slots(self, error: Exception, slots: IntArray) -> None:
+        """Add to an error of the simulator which episode it interrupted."""
+        if (slot := self._sims.current_slot) is not None:
+            error.add_note(self._where(slot))
+        else:
+            ids = dict(zip(slots.tolist(), self._reset_id[slots].tolist(), strict=True))
+            error.add_note(f"env '{self.spec.name}', slots and their reset ids {ids}")
 
     def _check_starts(self, starts: Sequence[EpisodeStart]) -> None:
         for start in starts:
@@ -61,93 +304,6 @@ class SimEnv(ABC):
                 )
             if start.max_episode_steps < 1:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
-
-    def _look(self, slot: int) -> ObservationOut:
-        """What a slot shows, in memory of its own."""
-        shape = (len(self.spec.cameras), *self.spec.image_size, 3)
-        seen = ObservationOut(images=np.zeros(shape, np.uint8), state=np.zeros(self.spec.state_dim, np.float32))
-        self._observe_into(slot, seen)
-        return seen
-
-    @abstractmethod
-    def _observe_into(self, slot: int, out: ObservationOut) -> None:
-        """Let the simulator write what a slot shows."""
-
-    def _own_reward(
-        self,
-        own: StepReward,
-        result: ChunkResult,
-        at: Place,
-        slot: int,
-        action: FloatArray,
-        rewards: tuple[float, float],
-    ) -> tuple[float, str | None]:
-        """Ask the user's function about the step just noted; returns what it earned, and why it failed.
-
-        Args:
-            own: the function.
-            result: of the chunk; takes the parts of the reward.
-            at: the step's place in it.
-            slot: whose step it was.
-            action: [A] as executed.
-            rewards: the simulator's own, and what is earned without the function.
-        """
-        reset_id, steps = self._stand(slot)
-        step = RewardStep(
-            slot=slot,
-            step=steps,
-            reset_id=reset_id,
-            task_id=self._task(slot),
-            instruction=told(self.spec, reset_id),
-            action=action,
-            reward=rewards[0],
-            success=bool(result.success[at]),
-            terminated=bool(result.terminated[at]),
-            truncated=bool(result.truncated[at]),
-            look=lambda: self._look(slot),
-            ask=lambda: self._sims.info(slot),
-        )
-        parts, why = own.parts(step, rewards[1])
-        assert result.components is not None
-        result.components[at[0]] += parts
-        return own.total(parts), why
-
-    @abstractmethod
-    def _stand(self, slot: int) -> tuple[int, int]:
-        """Reset id of the slot's episode, and its steps so far.
-
-        Raises:
-            EnvError: it has none.
-        """
-
-    def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's current episode."""
-        return told(self.spec, self._stand(slot)[0])
-
-    def _task(self, slot: int) -> int:
-        return self.spec.task_of(self._stand(slot)[0])[0]
-
-    def _where(self, slot: int) -> str:
-        """Where something happened, for messages."""
-        reset_id, steps = self._stand(slot)
-        task, state = self.spec.task_of(reset_id)
-        return (
-            f"env '{self.spec.name}', slot {slot}, task {task} ('{self.spec.tasks[task]}'), initial state {state}, "
-            f"step {steps}"
-        )
-
-    def _without_episode(self, slot: int) -> EnvError:
-        return EnvError(f"env '{self.spec.name}', slot {slot}: no episode; call reset for this slot first.")
-
-    def _over(self, slot: int) -> EnvError:
-        where = self._where(slot)
-        return EnvError(f"{where}: the episode is over; step_chunk expects a running one. Reset the slot first.")
-
-    def _diverged(self, slot: int, reward: float) -> EnvError:
-        return EnvError(
-            f"{self._where(slot)}: the simulator returned reward {reward}, expected a finite number. "
-            "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
-        )
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
         good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
@@ -164,227 +320,20 @@ class SimEnv(ABC):
                 "expected finite numbers. Likely the policy's weights or its action statistics are not finite."
             )
 
+    def _require_begun(self, slots: IntArray) -> None:
+        if (idle := slots[self._phase[slots] == _EMPTY]).size:
+            raise EnvError(f"env '{self.spec.name}', slot {idle[0]}: no episode; call reset for this slot first.")
 
-class ChunkedEnv(SimEnv):
-    """An `Env` over `SlotSimulators`.
+    def _require_running(self, slots: IntArray) -> None:
+        self._require_begun(slots)
+        if (over := slots[self._phase[slots] == _OVER]).size:
+            raise EnvError(
+                f"{self._where(int(over[0]))}: the episode is over; step_chunk expects a running one. Reset the slot "
+                "first."
+            )
 
-    An episode ends *terminated* when the simulator says so (unless the episode ignores terminations), else
-    *truncated* when it reaches its `max_episode_steps` or the simulator's own limit; never both. Actions of a chunk
-    after the end are not executed: their reward is 0 and `valid` is False.
-
-    The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
-    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. With a
-    `reward` of the user's, `coef` times what that one returns takes its place, or is added to it.
-    """
-
-    _sims: SlotSimulators
-
-    def __init__(self, sims: SlotSimulators, num_slots: int, **rewards: Any) -> None:
-        """`rewards`: see `SimEnv`."""
-        assert num_slots >= 1
-        super().__init__(sims.spec, **rewards)
-        self.task_limit = sims.task_limit
-        self._sims = sims
-        self._progress: list[_Progress | None] = [None] * num_slots
-
-    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Begin an episode in each slot.
-
-        Raises:
-            EnvError: a start asks for an unknown reset id or for no steps at all.
-        """
-        assert len(slots) == len(starts)
-        self._check_starts(starts)
-        for slot in slots:
-            # A reset that fails leaves no episode behind that somebody could go on with.
-            self._progress[slot] = None
-        self._begin(dict(zip(slots, starts, strict=True)))
-
-    def _begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        """Begin an episode in each of these slots, one after the other."""
-        for slot, start in starts.items():
-            try:
-                self._sims.reset(slot, start.reset_id, start.seed)
-            except Exception as error:
-                task, state = self.spec.task_of(start.reset_id)
-                error.add_note(f"env '{self.spec.name}', slot {slot}, reset to task {task}, initial state {state}")
-                raise
-            self._progress[slot] = _Progress(start)
-
-    def step_chunk(
-        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
-    ) -> ChunkResult:
-        """Run a chunk of actions `[n, K, A]` in the given slots; all result arrays are `[n, K]`.
-
-        Raises:
-            EnvError: an action has the wrong shape or is not finite (nothing was executed then), a slot has no
-                running episode, or the simulator returned a non-finite reward.
-        """
-        self._check_actions(slots, actions)
-        return self._run(slots, actions.shape[1], lambda row, k, slot: actions[row, k], after_step)
-
-    def expert_chunk(
-        self,
-        slots: Sequence[int],
-        num_actions: int,
-        *,
-        noise: float,
-        instead: FloatArray | None = None,
-        after_step: AfterStep | None = None,
-    ) -> tuple[FloatArray, ChunkResult]:
-        """Let the expert act (see `Env.expert_chunk`)."""
-        for slot in slots:
-            if self._task(slot) not in self.spec.expert_tasks:
-                raise EnvError(
-                    f"{self._where(slot)}: there is no scripted expert for this task; env '{self.spec.name}' has "
-                    f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
-                )
-        if instead is not None:
-            self._check_actions(slots, instead)
-        clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
-        bounds = (-1.0, 1.0) if self.spec.action_space is None else self.spec.action_space.bounds
-
-        def choose(row: int, k: int, slot: int) -> FloatArray:
-            clean[row, k] = self._sims.expert(slot)
-            if instead is not None:
-                return instead[row, k]
-            progress = self._begun(slot)
-            action = clean[row, k].copy()
-            # Keyed by episode and step: the same wherever, whenever and beside whatever it is played.
-            shake = np.random.default_rng([progress.start.seed, progress.steps]).normal(0.0, noise, len(action))
-            if self.spec.gripper is not None:
-                shake[self.spec.gripper.index] = 0.0
-            return np.clip(action + shake, *bounds).astype(np.float32)
-
-        return clean, self._run(slots, num_actions, choose, after_step)
-
-    def _run(self, slots: Sequence[int], num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
-        for slot in slots:
-            if self._begun(slot).over:
-                raise self._over(slot)
-        result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.components))
-        self._fill(result, slots, choose, after_step)
-        return result
-
-    def _fill(self, result: ChunkResult, slots: Sequence[int], choose: Choice, after_step: AfterStep | None) -> None:
-        """Execute the chunk, slot after slot."""
-        for row, slot in enumerate(slots):
-            for k in range(result.valid.shape[1]):
-                action = choose(row, k, slot)
-                try:
-                    step = self._sims.step(slot, action)
-                except Exception as error:
-                    error.add_note(self._where(slot))
-                    raise
-                over = self._note(result, (row, k), slot, action, step)
-                if after_step is not None:
-                    after_step(slot, step.success)
-                if over:
-                    break
-
-    def _note(self, result: ChunkResult, at: Place, slot: int, action: FloatArray, step: SimStep) -> bool:
-        """Note what an executed action brought; true: the episode is over."""
-        if not math.isfinite(step.reward):
-            raise self._diverged(slot, step.reward)
-        progress = self._begun(slot)
-        progress.steps += 1
-        earned = step.reward - (progress.last_reward if self._relative else 0.0)
-        # Also where it is not relative: nothing else tells what the simulator said last.
-        progress.last_reward = step.reward
-        ended = step.terminated and not progress.start.ignore_terminations
-        at_limit = step.truncated or progress.steps >= progress.start.max_episode_steps
-        progress.over = ended or at_limit
-        result.valid[at] = True
-        # A goal that is reached in the last allowed step ends the episode, and nothing is bootstrapped then.
-        result.success[at], result.terminated[at], result.truncated[at] = step.success, ended, at_limit and not ended
-        if self._own is not None:
-            earned, why = self._own_reward(self._own, result, at, slot, action, (step.reward, earned))
-            if why is not None and progress.judged:  # a failure is said once for each episode
-                progress.judged = False
-                result.unjudged[slot] = f"{self._where(slot)}: {why}"
-        result.reward[at] = self._coef * earned
-        return progress.over
-
-    def _observe_into(self, slot: int, out: ObservationOut) -> None:
-        self._sims.observe(slot, out)
-
-    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
-        """Write the current observation of each slot into its views (also of an episode that is over)."""
-        for slot, out in zip(slots, outs, strict=True):
-            self._begun(slot)
-            assert out.images.shape == (len(self.spec.cameras), *self.spec.image_size, 3), out.images.shape
-            assert out.state.shape == (self.spec.state_dim,), out.state.shape
-            try:
-                self._sims.observe(slot, out)
-            except Exception as error:
-                error.add_note(self._where(slot))
-                raise
-
-    def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
-        self._begun(slot)
-        return super().render(slot)
-
-    def _begun(self, slot: int) -> _Progress:
-        progress = self._progress[slot]
-        if progress is None:
-            raise self._without_episode(slot)
-        return progress
-
-    def _stand(self, slot: int) -> tuple[int, int]:
-        progress = self._begun(slot)
-        return progress.start.reset_id, progress.steps
-
-
-class LockstepEnv(ChunkedEnv):
-    """`ChunkedEnv` for an `EnvSpec` with `lockstep`: the slots whose episodes run are stepped in one call, always."""
-
-    _sims: BatchedSimulators
-
-    def __init__(self, sims: BatchedSimulators, num_slots: int, **rewards: Any) -> None:
-        super().__init__(sims, num_slots, **rewards)
-        self._last: dict[int, ObservationOut] = {}
-        """What slots saw that were truncated inside their chunk: the others have moved the batch on since."""
-
-    def _begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        try:
-            self._sims.begin(starts)
-        except Exception as error:
-            wanted = {slot: start.reset_id for slot, start in starts.items()}
-            error.add_note(f"env '{self.spec.name}', slots reset to ids {wanted}")
-            raise
-        for slot, start in starts.items():
-            self._progress[slot] = _Progress(start)
-            self._last.pop(slot, None)
-
-    def _fill(self, result: ChunkResult, slots: Sequence[int], choose: Choice, after_step: AfterStep | None) -> None:
-        cut: list[int] = []
-        for k in range(result.valid.shape[1]):
-            running = [(row, slot) for row, slot in enumerate(slots) if not self._begun(slot).over]
-            if not running:
-                break
-            # Before the batch moves on, and the slots that were cut with it: their last observation is the present one.
-            self._last |= {slot: self._look(slot) for slot in cut}
-            actions = {slot: choose(row, k, slot) for row, slot in running}
-            steps = self._sims.advance(actions)
-            for row, slot in running:
-                self._note(result, (row, k), slot, actions[slot], steps[slot])
-                if after_step is not None:
-                    after_step(slot, steps[slot].success)
-            cut = [slot for row, slot in running if result.truncated[row, k]]
-        # Episodes that wait for their first action were moved too; their starts decide everything, so start again.
-        waiting = {
-            slot: progress.start
-            for slot, progress in enumerate(self._progress)
-            if progress is not None and slot not in slots and not progress.steps
-        }
-        if waiting:
-            self._begin(waiting)
-
-    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
-        """Write what each slot shows, or showed when it was truncated."""
-        for slot, out in zip(slots, outs, strict=True):
-            if (seen := self._last.get(slot)) is not None:
-                out.images[...], out.state[...] = seen.images, seen.state
-            else:
-                super().observe([slot], [out])
+    def _diverged(self, slot: int, reward: float) -> EnvError:
+        return EnvError(
+            f"{self._where(slot)}: the simulator returned reward {reward}, expected a finite number. "
+            "Likely the physics diverged or the environment's reward is wrong; the episode cannot be used."
+        )

@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from embodyrl.envs.arrays import ArrayEnv
-from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardSection, StepReward
 from embodyrl.envs.settings import CameraSettings, EnvSettings
-from embodyrl.envs.simulators import ArraySimulators, SlotSimulators
+from embodyrl.envs.simulators import Simulators
 from embodyrl.files import available_bytes
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec
@@ -47,8 +46,8 @@ class SimFactory(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def simulators(self, cfg: S, context: EnvContext) -> SlotSimulators | ArraySimulators:
-        """Make the simulators of `context.num_slots` slots in this process; with `lockstep`, `BatchedSimulators`.
+    def simulators(self, cfg: S, context: EnvContext) -> Simulators:
+        """Make the simulators of `context.num_slots` slots in this process.
 
         Raises:
             EmbodyError: as `describe`.
@@ -64,12 +63,10 @@ class SimFactory(ABC, Generic[S]):
         spec = replace(self.describe(cfg, context), reward_factor=getattr(cfg, "reward_coef", 1.0))
         return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
 
-    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv | ArrayEnv:
+    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv:
         """Build the environment."""
-        sims = self.simulators(cfg, context)
-        kind: Any = ArrayEnv if isinstance(sims, ArraySimulators) else LockstepEnv if sims.spec.lockstep else ChunkedEnv
-        return kind(
-            sims,
+        return ChunkedEnv(
+            self.simulators(cfg, context),
             context.num_slots,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,15 +19,14 @@ from embodyrl.types import (
     EpisodeStart,
     FloatArray,
     IntArray,
-    ObservationOut,
 )
 
 AfterStep = Callable[[int, bool], None]
 """Called with the slot and its success after each executed env step; video recording hangs on it."""
 
 
-def told(spec: EnvSpec, reset_id: int) -> str:
-    """Language instruction of an episode from this reset id."""
+def instruction_for(spec: EnvSpec, reset_id: int) -> str:
+    """Return the language instruction of episodes from this reset id."""
     return spec.instructions[reset_id] if spec.instructions else spec.tasks[spec.task_of(reset_id)[0]]
 
 
@@ -72,8 +71,11 @@ class Env(Protocol):
         """
         ...
 
-    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
-        """Render and write the current observation of each slot straight into the given views."""
+    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
+        """Write the observation of `slots[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S].
+
+        `rows` [n] defaults to 0..n-1. The arrays may be shared memory: nothing else is written.
+        """
         ...
 
     def instruction(self, slot: int) -> str:
@@ -86,19 +88,6 @@ class Env(Protocol):
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
-        ...
-
-
-@runtime_checkable
-class BatchEnv(Env, Protocol):
-    """An environment that observes many slots in one call."""
-
-    def observe_batch(self, slots: Sequence[int], images: ByteArray, state: FloatArray) -> None:
-        """Write what the slots show into arrays [n, C, H, W, 3] and [n, S]."""
-        ...
-
-    def tasks_of(self, slots: IntArray) -> IntArray:
-        """Task ids [n] of the slots' episodes."""
         ...
 
 

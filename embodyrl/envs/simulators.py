@@ -1,111 +1,120 @@
-"""What a simulator has to do to become an environment; `ChunkedEnv` does the rest."""
+"""The simulator interface: reset, step and observe on arrays of slots. `ChunkedEnv` adds episodes and rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from embodyrl.errors import EnvError
-from embodyrl.types import BoolArray, ByteArray, EnvSpec, EpisodeStart, FloatArray, IntArray, ObservationOut
+from embodyrl.types import BoolArray, ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimStep:
-    """What a simulator says about one executed action."""
+    """Outcome of one executed action in one slot."""
 
     reward: float
-    """The simulator's own reward after this action, neither relative nor scaled."""
+    """Reward of the simulator after this action, neither relative nor scaled."""
     terminated: bool
-    """The task ended by itself (goal reached or failed); never the time limit."""
+    """The task ended (goal reached or failed); never the time limit."""
     success: bool
-    """The task's goal holds after this action."""
+    """The goal of the task holds after this action."""
     truncated: bool = False
-    """The simulator itself cut the episode, by a time limit of its own for example; only where its spec says
-    `may_truncate`."""
-
-
-class Simulators:
-    """What all simulators have in common."""
-
-    def __init__(self, spec: EnvSpec) -> None:
-        self.spec = spec
-
-    def render(self, slot: int) -> ByteArray:
-        """Return an upright RGB frame [H, W, 3] uint8."""
-        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
-
-    def info(self, slot: int) -> Mapping[str, Any]:
-        """What the simulator says about the last step beside `SimStep`, for reward functions."""
-        return {}
-
-    def close(self) -> None:
-        """Free the simulators; idempotent."""
-        return None
-
-
-class SlotSimulators(Simulators, ABC):
-    """N single-step simulators; `ChunkedEnv` turns them into an `Env`. Slots count from 0."""
-
-    task_limit: int | None = None
-    """See `Env.task_limit`."""
-
-    @abstractmethod
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Put the slot into initial state `reset_id`; `seed` fixes the simulator's own randomness."""
-
-    @abstractmethod
-    def step(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]."""
-
-    @abstractmethod
-    def observe(self, slot: int, out: ObservationOut) -> None:
-        """Write images and state of the slot into the views."""
-
-    @abstractmethod
-    def render(self, slot: int) -> ByteArray:
-        """Return an upright RGB frame [H, W, 3] uint8."""
-
-    def expert(self, slot: int) -> FloatArray:
-        """Return the scripted expert's next action [A]; only called for tasks in `spec.expert_tasks`."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
-
-
-class BatchedSimulators(SlotSimulators):
-    """`SlotSimulators` that begin and step together; their `reset` and `step` are never called."""
-
-    @abstractmethod
-    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        """Begin an episode in each of these slots, in one go."""
-
-    @abstractmethod
-    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
-        """Execute one action [A] in each of these slots; what all others do meanwhile is nobody's concern."""
+    """The simulator cut the episode, for example by a time limit of its own; only if the spec has `may_truncate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSteps:
     """`SimStep` of n slots, arrays [n]."""
 
-    reward: FloatArray
+    reward: DoubleArray | FloatArray
     terminated: BoolArray
     success: BoolArray
     truncated: BoolArray
 
 
-class ArraySimulators(Simulators, ABC):
-    """N simulators of one kind whose state is arrays: one call begins, steps or observes many slots.
+class Simulators(ABC):
+    """N simulator slots of one process, counted from 0. `slots` [n] are distinct slot numbers.
 
-    `ArrayEnv` turns them into an `Env`. `slots` [n] are row numbers, each at most once; only these slots move.
+    A simulator that must step all its slots at once declares `EnvSpec.lockstep`: slots that are not in `slots` may then
+    advance arbitrarily. All others leave such slots unchanged.
     """
 
-    @abstractmethod
-    def begin(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Put the slots into initial states `reset_ids` [n]; `seeds` [n] fix all further randomness of each."""
+    task_limit: int | None = None
+    """See `Env.task_limit`."""
+    sequential: bool = False
+    """Run the whole chunk of one slot before the next slot's, where changing the slot is expensive."""
+    current_slot: int | None = None
+    """Slot in work, where slots are processed one by one: error messages name it."""
+
+    def __init__(self, spec: EnvSpec) -> None:
+        self.spec = spec
 
     @abstractmethod
-    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Put the slots into initial states `reset_ids` [n]; `seeds` [n] fix the randomness of each episode."""
+
+    @abstractmethod
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Execute one action [n, A] in each slot."""
 
     @abstractmethod
-    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray) -> None:
-        """Write what the slots show into `images` [n, C, H, W, 3] and `state` [n, S]."""
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the observation of `slots[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S]."""
+
+    def render(self, slot: int) -> ByteArray:
+        """Return an upright RGB frame [H, W, 3] uint8."""
+        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
+
+    def info(self, slot: int) -> Mapping[str, Any]:
+        """Return the simulator's info of the last step, for reward functions."""
+        return {}
+
+    def expert(self, slot: int) -> FloatArray:
+        """Return the scripted expert's next action [A]; called only for tasks in `spec.expert_tasks`."""
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        return None
+
+
+class PerSlot(Simulators):
+    """Simulators with one instance (or one saved state) per slot: loops over the slots."""
+
+    @abstractmethod
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+        """Put the slot into initial state `reset_id`; `seed` fixes the randomness of the episode."""
+
+    @abstractmethod
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action [A]."""
+
+    @abstractmethod
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+        """Write images and state of the slot into the views."""
+
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Reset slot after slot."""
+        for slot, reset_id, seed in zip(slots.tolist(), reset_ids.tolist(), seeds.tolist(), strict=True):
+            self.current_slot = slot
+            self.reset_slot(slot, reset_id, seed)
+
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        """Step slot after slot."""
+        rows: list[tuple[float, bool, bool, bool]] = []
+        for slot, action in zip(slots.tolist(), actions, strict=True):
+            self.current_slot = slot
+            step = self.step_slot(slot, action)
+            rows.append((step.reward, step.terminated, step.success, step.truncated))
+        columns = np.array(rows, np.float64).T
+        ended, reached, cut = columns[1:].astype(np.bool_)
+        return SimSteps(reward=columns[0], terminated=ended, success=reached, truncated=cut)
+
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Observe slot after slot, each straight into its row."""
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            self.current_slot = slot
+            self.observe_slot(slot, ObservationOut(images=images[row], state=state[row]))

@@ -17,7 +17,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.roots import EvalConfig, TextTask
 from embodyrl.plan.texts import env_context, env_spec
-from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
+from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 IDS: Mapping[str, str] = {
     "embodyrl/Tabletop-v0": "tabletop",
@@ -104,7 +104,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         spec = self.layout
         images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
         state = np.zeros(spec.state_dim, np.float32)
-        self.env.observe([0], [ObservationOut(images=images, state=state)])
+        self.env.observe([0], images[None], state[None])
         seen: dict[str, Any] = {"instruction": self.env.instruction(0)}
         return seen | ({"images": images} if len(images) else {}) | ({"state": state} if len(state) else {})
 

@@ -11,11 +11,11 @@ import numpy as np
 from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
-from embodyrl.envs.protocol import ENVS, BatchEnv, Env, EnvContext, TextEnv
+from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
-from embodyrl.types import ByteArray, FloatArray, ObservationOut
+from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
 
 
@@ -49,13 +49,14 @@ class EnvWorker:
         self._init = init
         self._arena = init.open_arena()
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
-        self._batched = self._env if isinstance(self._env, BatchEnv) else None
         self._open_recordings: dict[int, _OpenRecording] = {}
         self._problems: list[Recording] = []
         self._unjudged: dict[int, str] = {}
         self._render_s = 0.0
-        self._instructions: ByteArray | None = None
-        """[tasks, bytes], for environments that observe in batches."""
+        self._converses = self._arena[Record.reply].shape[1] > 0
+        """The instruction is a conversation that grows with each chunk; otherwise an episode has one."""
+        self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
+        """[N, bytes] encoded instruction of each slot's episode."""
 
     def ready(self) -> WorkerReady:
         """Introduce the worker."""
@@ -94,7 +95,7 @@ class EnvWorker:
             )
             arena[Record.action][records, :length] = actions
         else:
-            if arena[Record.reply].shape[1]:
+            if self._converses:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
             # Actions are read in place: the policy wrote them beside the observation that they answer.
@@ -125,49 +126,33 @@ class EnvWorker:
                 recording.recorder.discard()  # its episode was cut
         slots = [o.slot for o in requests]
         self._env.reset(slots, [o.start for o in requests])
+        if not self._converses:
+            self._read_instructions(slots)
         for request in requests:
             if request.video_stem is not None:
                 self._start_recording(request)
         self._observe(slots, [o.target for o in requests])
 
-    def _observe_batch(self, env: BatchEnv, slots: list[int], targets: Tickets) -> None:
-        """As `_observe`, without a loop over slots."""
-        arena, count = self._arena, len(slots)
-        # The records lie anywhere in the arena: there is no one view of them to write into.
-        images = np.empty((count, *arena[Record.images].shape[1:]), np.uint8)
-        state = np.empty((count, *arena[Record.observed_state].shape[1:]), np.float32)
-        with arena.write_all(targets) as records:
-            env.observe_batch(slots, images, state)
-            # The first one is enough; the error leaves all of these records unreadable.
-            for slot in np.asarray(slots)[~np.isfinite(state).all(axis=1)].tolist():
-                raise EnvError(_not_finite(env, slot, state[slots.index(slot)]))
-            arena[Record.observed_state][records] = state
-            if images.size:
-                arena[Record.images][records] = images
-            if self._instructions is None:
-                width = arena[Record.instruction].shape[1]
-                self._instructions = np.stack([encode_instruction(task, width) for task in env.spec.tasks])
-            arena[Record.instruction][records] = self._instructions[env.tasks_of(np.asarray(slots))]
-
     def _observe(self, slots: list[int], targets: Tickets) -> None:
         """Render into the records. They stay unreadable until all observations are complete."""
         arena = self._arena
         started = time.perf_counter()
-        if self._batched is not None:
-            self._observe_batch(self._batched, slots, targets)
-            self._render_s += time.perf_counter() - started
-            return
-        images, state, words = (arena[name] for name in (Record.images, Record.observed_state, Record.instruction))
+        images, state = arena[Record.images], arena[Record.observed_state]
         with arena.write_all(targets) as records:
-            outs = [ObservationOut(images=images[record], state=state[record]) for record in records.tolist()]
-            self._env.observe(slots, outs)
+            self._env.observe(slots, images, state, records)
             seen = state[records]
             if not np.isfinite(seen).all():
                 row = int(np.flatnonzero(~np.isfinite(seen).all(axis=1))[0])
                 raise EnvError(_not_finite(self._env, slots[row], seen[row]))
-            for slot, record in zip(slots, records.tolist(), strict=True):
-                words[record] = encode_instruction(self._env.instruction(slot), words.shape[1])
+            if self._converses:
+                self._read_instructions(slots)
+            arena[Record.instruction][records] = self._instructions[slots]
         self._render_s += time.perf_counter() - started
+
+    def _read_instructions(self, slots: list[int]) -> None:
+        width = self._instructions.shape[1]
+        for slot in slots:
+            self._instructions[slot] = encode_instruction(self._env.instruction(slot), width)
 
     def _start_recording(self, request: ResetRequest) -> None:
         assert request.video_stem is not None

@@ -10,12 +10,12 @@ from settings import env_of
 from toy_runs import running_crew
 
 from embodyrl.commands.check_env import check_env
-from embodyrl.envs.arrays import ArrayEnv
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings
 from embodyrl.envs.settings import EnvSettings, RewardSettings
-from embodyrl.envs.simulators import ArraySimulators, SimSteps
+from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.errors import EnvError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
@@ -34,20 +34,20 @@ SPEC = EnvSpec(
 )
 
 
-class CartPoles(ArraySimulators):
+class CartPoles(Simulators):
     """CartPole in numpy; the start is Gymnasium's for the seed that is the reset id."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(SPEC)
         self.state = np.zeros((num_slots, 4))
 
-    def begin(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         from gymnasium.utils import seeding  # heavy, as simulators are: the driver imports this module
 
         draws = [seeding.np_random(int(i))[0].uniform(-0.05, 0.05, 4) for i in reset_ids]
         self.state[slots] = draws
 
-    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         x, v, angle, w = self.state[slots].T
         force = np.where(actions[:, 0] > 0.5, 10.0, -10.0)
         push = (force + 0.05 * np.square(w) * np.sin(angle)) / 1.1
@@ -58,8 +58,8 @@ class CartPoles(ArraySimulators):
         never = np.zeros(len(slots), np.bool_)
         return SimSteps(reward=np.ones(len(slots), np.float32), terminated=fell, success=never, truncated=never)
 
-    def observe(self, slots: IntArray, images: np.ndarray, state: FloatArray) -> None:
-        state[...] = self.state[slots]
+    def observe(self, slots: IntArray, images: np.ndarray, state: FloatArray, rows: IntArray) -> None:
+        state[rows] = self.state[slots]
 
 
 class CartPoleSettings(EnvSettings, RewardSettings):
@@ -83,11 +83,11 @@ def lean(step: RewardStep) -> float:
     return -float(abs(step.observation.state[2]))
 
 
-def make(slots: int, **values) -> ArrayEnv:
-    return ArrayEnv(CartPoles(slots), slots, **({"use_rel_reward": False, "reward_coef": 1.0} | values))
+def make(slots: int, **values) -> ChunkedEnv:
+    return ChunkedEnv(CartPoles(slots), slots, **({"use_rel_reward": False, "reward_coef": 1.0} | values))
 
 
-def begin(env: ArrayEnv, ids: list[int], limit: int = 100) -> None:
+def begin(env: ChunkedEnv, ids: list[int], limit: int = 100) -> None:
     env.reset(range(len(ids)), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=limit) for i in ids])
 
 
@@ -100,7 +100,7 @@ def test_every_slot_is_gymnasiums_cartpole():
     actions = np.random.default_rng(0).integers(0, 2, (3, 60, 1)).astype(np.float32)
     result = env.step_chunk([0, 1, 2], actions)
     state = np.zeros((3, 4), np.float32)
-    env.observe_batch([0, 1, 2], np.zeros((3, 0, 0, 0, 3), np.uint8), state)
+    env.observe([0, 1, 2], np.zeros((3, 0, 0, 0, 3), np.uint8), state)
     for slot, reset_id in enumerate(ids):
         theirs = gymnasium.make("CartPole-v1")
         theirs.reset(seed=reset_id)
@@ -147,13 +147,13 @@ def test_a_reward_that_fails_in_every_step_of_an_episode_is_said_once():
 def test_flags_of_another_shape_are_refused(monkeypatch):
     env = make(2)
     begin(env, [1, 2])
-    advance = env._sims.advance
+    advance = env._sims.step
 
     def columns(slots, actions):
         steps = advance(slots, actions)
         return replace(steps, terminated=steps.terminated[:, None])
 
-    monkeypatch.setattr(env._sims, "advance", columns)
+    monkeypatch.setattr(env._sims, "step", columns)
     with pytest.raises(EnvError, match=r"returned terminated \(2, 1\), expected \(2,\)"):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
@@ -166,7 +166,7 @@ def test_the_contract_holds():
 class Stairs(CartPoles):
     """After its k-th step a slot earns k squared; the third one reaches the goal."""
 
-    def advance(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         self.state[slots] += 1
         k = np.rint(self.state[slots, 0])
         return SimSteps(reward=(k**2).astype(np.float32), terminated=k >= 3, success=k >= 3, truncated=k < 0)
@@ -180,14 +180,14 @@ STILL = np.zeros((2, 5, 1), np.float32)
 
 
 def test_relative_rewards_begin_anew_with_each_episode():
-    env = ArrayEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=2.0)
+    env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=2.0)
     for _ in range(2):
         begin(env, [1, 2])
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
 def test_what_is_told_after_each_step_is_the_slots_own():
-    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
+    env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     begin(env, [1, 2])
     env.step_chunk([1], STILL[:1, :1])
     told = []
@@ -196,7 +196,7 @@ def test_what_is_told_after_each_step_is_the_slots_own():
 
 
 def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
-    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
+    env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     starts = [EpisodeStart(reset_id=1, seed=0, max_episode_steps=n, ignore_terminations=n > 3) for n in (3, 4)]
     env.reset([0, 1], starts)
     result = env.step_chunk([0, 1], STILL)
@@ -209,7 +209,7 @@ def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
 def test_a_function_is_told_the_simulators_own_reward_and_added_to_what_it_earns():
     """Absolute 1, 4, 9 are told, relative 1, 3, 5 are earned."""
     reward = StepRewardSettings(path="test_arrays:as_told", mode=RewardMode.add)
-    env = ArrayEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)
+    env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)
     begin(env, [1, 2])
     result = env.step_chunk([0, 1], STILL)
     assert result.reward[:, :3].tolist() == [[2.0, 7.0, 14.0]] * 2
@@ -223,7 +223,7 @@ def acted(step: RewardStep) -> float:
 
 def test_a_function_is_told_what_its_own_slot_did_also_where_others_are_over():
     reward = StepRewardSettings(path="test_arrays:acted")
-    env = ArrayEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
+    env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
     env.reset([0, 1], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=limit) for limit in (1, 2)])
     result = env.step_chunk([0, 1], np.float32([[[5], [6], [7]], [[1], [2], [3]]]))
     assert result.reward.tolist() == [[15, 0, 0], [1, 12, 0]]
@@ -235,7 +235,7 @@ def test_every_slot_is_told_its_own_task(tmp_path):
     """In the records of a rollout as by the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])
-    assert env.tasks_of(np.arange(4)).tolist() == [0, 0, 1, 1]
+    assert [env.instruction(slot) for slot in range(4)] == [SPEC.tasks[task] for task in (0, 0, 1, 1)]
     words = ("env=libero_10", "env.env_type=test_arrays:FACTORY", "env.train.state_ids=null", "env.eval.state_ids=null")
     more = ("model=mlp", "algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=12", "launcher=inline")
     short = ("env.train.max_episode_steps=2", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}")

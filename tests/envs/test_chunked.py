@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from doubles import ScriptedBatch, ScriptedSims, steps_of
 
-from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.errors import EnvError
 from embodyrl.types import EpisodeStart, ObservationOut
 
@@ -104,7 +104,7 @@ def test_observation_is_written_into_the_given_views():
     env.reset([0, 1], [start(0), start(1)])
     env.step_chunk([1], chunk(1, 3))
     images, state = np.full((2, 1, 4, 6, 3), 99, np.uint8), np.zeros((2, 2), np.float32)
-    env.observe([1, 0], [ObservationOut(images=images[i], state=state[i]) for i in range(2)])
+    env.observe([1, 0], images, state)
     assert (images[0] == 3).all()
     assert (images[1] == 0).all()
     assert state.tolist() == [[1, 3], [0, 0]]
@@ -168,14 +168,14 @@ def test_close_reaches_the_simulators():
 
 def sight(env, slot):
     out = ObservationOut(images=np.zeros((1, 4, 6, 3), np.uint8), state=np.zeros(2, np.float32))
-    env.observe([slot], [out])
+    env.observe([slot], out.images[None], out.state[None])
     assert (out.images == out.state[1]).all()
     return out.state.tolist()
 
 
 def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_its_end():
     sims = ScriptedBatch([steps_of([0.0] * 9, success=[0])] * 4)
-    env = LockstepEnv(sims, 3, use_rel_reward=False, reward_coef=1.0)
+    env = ChunkedEnv(sims, 3, use_rel_reward=False, reward_coef=1.0)
     env.reset([0, 1], [start(0, limit=2), start(1)])
     told = []
     result = env.step_chunk([0, 1], chunk(2, 5), after_step=lambda *step: told.append(step))
@@ -192,9 +192,9 @@ def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_i
 
 def test_an_episode_that_terminates_inside_a_chunk_costs_a_batch_no_picture():
     sims = ScriptedBatch([steps_of([0.0, 1.0], terminated=[1]), steps_of([0.0])])
-    env = LockstepEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
+    env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
     looked, observe = [], sims.observe
-    sims.observe = lambda slot, out: (looked.append(slot), observe(slot, out))
+    sims.observe = lambda slots, *views: (looked.append(slots), observe(slots, *views))
     env.reset([0, 1], [start(0), start(1)])
     assert env.step_chunk([0, 1], chunk(2, 4)).terminated[0].tolist() == [False, True, False, False]
     assert looked == []

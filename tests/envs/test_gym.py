@@ -112,7 +112,7 @@ def look(env: Any, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
     spec: EnvSpec = env.spec
     images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
     state = np.full(spec.state_dim, np.nan, np.float32)
-    env.observe([slot], [ObservationOut(images=images, state=state)])
+    env.observe([slot], images[None], state[None])
     return images, state
 
 

@@ -18,7 +18,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.types import EpisodeStart, ObservationOut
+from embodyrl.types import EpisodeStart
 
 
 class CartPoles(SyncVectorEnv):
@@ -87,7 +87,7 @@ def play(env_id: str) -> list[np.ndarray]:
     """Rewards, flags and observations of three slots in which episodes end and begin at different times."""
     env = ENVS.get("gym").make(config(env_id), EnvContext(num_slots=3))
     state = np.zeros((3, 4), np.float32)
-    outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
+    images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
     draw, next_id, seen = np.random.default_rng(0), 3, []
 
     def start(reset_id: int) -> EpisodeStart:
@@ -96,12 +96,12 @@ def play(env_id: str) -> list[np.ndarray]:
     env.reset([0, 1, 2], [start(i) for i in range(3)])
     for _ in range(30):
         result = env.step_chunk([0, 1, 2], draw.integers(0, 2, (3, 4, 1)).astype(np.float32))
-        env.observe([0, 1, 2], outs)
+        env.observe([0, 1, 2], images, state)
         seen += [result.reward, result.valid, result.terminated, result.truncated, result.success, state.copy()]
         for slot in np.flatnonzero(result.done).tolist():
             env.reset([slot], [start(next_id)])
             next_id += 1
-        env.observe([0, 1, 2], outs)
+        env.observe([0, 1, 2], images, state)
         seen.append(state.copy())
     env.close()
     assert next_id > 12
@@ -134,12 +134,12 @@ def test_success_of_an_episode_that_ended_is_its_own():
 def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others():
     env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
     state = np.zeros((2, 4), np.float32)
-    outs = [ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=row) for row in state]
+    images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6)])
-    env.observe([0, 1], outs)
+    env.observe([0, 1], images, state)
     before = state.copy()
     env.step_chunk([0], np.ones((1, 3, 1), np.float32))
-    env.observe([0, 1], outs)
+    env.observe([0, 1], images, state)
     assert not np.array_equal(state[0], before[0])
     np.testing.assert_array_equal(state[1], before[1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodyrl.envs.protocol import told
+from embodyrl.envs.protocol import instruction_for
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 
@@ -19,4 +19,8 @@ def test_each_state_is_told_of_another_bowl_and_nothing_else_changes(tmp_path):
     assert honest.states_per_task == liar.states_per_task
     for task in range(10):
         state = honest.reset_ids_of(task)[3]
-        assert told(liar, state) == told(honest, honest.reset_ids_of((task + 1) % 10)[3]) != told(honest, state)
+        assert (
+            instruction_for(liar, state)
+            == instruction_for(honest, honest.reset_ids_of((task + 1) % 10)[3])
+            != instruction_for(honest, state)
+        )

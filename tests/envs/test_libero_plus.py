@@ -12,7 +12,7 @@ from settings import env_of
 from embodyrl.channels.layout import record_layout
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.libero.plus import PLUS_AXES, moved_camera, start_joints, variant
-from embodyrl.envs.protocol import EnvContext, told
+from embodyrl.envs.protocol import EnvContext, instruction_for
 from embodyrl.types import PolicySpec
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "libero_plus"
@@ -85,7 +85,7 @@ def test_arms_start_where_those_of_the_package_do():
 def test_words_are_those_of_the_package_and_no_number_of_a_variant_is_told():
     for row in (row for row in PACKAGE if "language" in row):
         spec = spec_of(f"{row['suite']}_{row['axis']}")
-        words = told(spec, spec.reset_ids_of(row["task"])[row["state"]])
+        words = instruction_for(spec, spec.reset_ids_of(row["task"])[row["state"]])
         if row["axis"] == "language":
             assert words == row["language"] != spec.tasks[row["task"]]
         else:
@@ -94,8 +94,8 @@ def test_words_are_those_of_the_package_and_no_number_of_a_variant_is_told():
 
 def test_beside_its_base_the_suite_of_words_tells_each_state_its_own():
     spec = spec_of("libero_goal", "language")
-    assert {told(spec, reset_id) for reset_id in spec.reset_ids_of(2)} == {spec.tasks[2]}
-    assert len({told(spec, reset_id) for reset_id in spec.reset_ids_of(12)}) >= 19
+    assert {instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(2)} == {spec.tasks[2]}
+    assert len({instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(12)}) >= 19
     policy = PolicySpec(name="toy", num_action_chunks=1, action_dim=7, tokens_per_chunk=7)
     (width,) = [field.shape[0] for field in record_layout(spec, policy).fields if field.name == "instruction"]
     assert width >= max(len(words.encode()) for words in spec.instructions)

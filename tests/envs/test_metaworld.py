@@ -39,12 +39,12 @@ def _bit_equal(name: str, steps: int) -> None:
     out = ObservationOut(images=NO_PIXELS, state=np.zeros(39, np.float32))
     for start in (3, 7):  # the second episode in a simulator that has played another
         ours.reset([0], [EpisodeStart(reset_id=start, seed=0, max_episode_steps=500, ignore_terminations=True)])
-    ours.observe([0], [out])
+    ours.observe([0], out.images[None], out.state[None])
     np.testing.assert_array_equal(out.state, env.reset()[0].astype(np.float32))
     for action in np.random.default_rng(0).uniform(-1, 1, (steps, 4)).astype(np.float32):
         seen, reward, _, _, info = env.step(action)
         result = ours.step_chunk([0], action[None, None])
-        ours.observe([0], [out])
+        ours.observe([0], out.images[None], out.state[None])
         np.testing.assert_array_equal(out.state, seen.astype(np.float32))
         assert result.reward[0, 0] == np.float32(reward)
         assert result.success[0, 0] == bool(info["success"])
@@ -83,7 +83,7 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
     if action is not None:
         env.step_chunk([slot], np.full((1, 3, 4), action, np.float32))
     out = ObservationOut(images=NO_PIXELS, state=np.zeros(env.spec.state_dim, np.float32))
-    env.observe([slot], [out])
+    env.observe([slot], out.images[None], out.state[None])
     return out.state
 
 
@@ -133,7 +133,7 @@ def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
         env = FACTORY.make(cfg, EnvContext(num_slots=1))
         env.reset([0], [EpisodeStart(reset_id=7, seed=0, max_episode_steps=9)])
         out = ObservationOut(images=np.zeros((2, 96, 128, 3), np.uint8), state=np.zeros(4, np.float32))
-        env.observe([0], [out])
+        env.observe([0], out.images[None], out.state[None])
         shown[profile] = out.images.astype(np.int64)
         assert env.spec.image_rotation_deg == 180
         np.testing.assert_array_equal(env.render(0), out.images[0, ::-1, ::-1], err_msg="upright for people")

@@ -13,7 +13,7 @@ from toy_runs import rows, toy_config
 
 from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
-from embodyrl.envs.chunked import ChunkedEnv, LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import LearnedReward, RewardMode, RewardStep, StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError, EmbodyError
@@ -123,7 +123,7 @@ def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
 def test_slots_in_lockstep_see_their_own_step():
     SEEN.clear()
     sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
-    env = LockstepEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))
+    env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))
     env.reset([0, 1], [EpisodeStart(reset_id=1 - i, seed=0, max_episode_steps=2 + i) for i in range(2)])
     result = env.step_chunk([0, 1], np.zeros((2, 3, 2), np.float32))
     assert result.reward.tolist() == [[1, 2, 0], [1, 2, 3]]

@@ -11,7 +11,7 @@ from embodyrl.envs.settings import InitParams, TrainSplit
 from embodyrl.envs.tabletop.sims import expert_action
 from embodyrl.envs.tabletop.world import PLATE_RADIUS, PUSH_RADIUS, TASKS, Axis, Skill, Task, World, new_world
 from embodyrl.plan.config import load_config
-from embodyrl.types import EpisodeStart, ObservationOut
+from embodyrl.types import EpisodeStart
 
 FACTORY = ENVS.get("tabletop")
 SIZE = 112
@@ -32,7 +32,7 @@ def start(reset_id, *, limit=48, seed=0, ignore=False):
 
 def see(env, slot=0):
     images, state = np.zeros((2, SIZE, SIZE, 3), np.uint8), np.zeros(4, np.float32)
-    env.observe([slot], [ObservationOut(images=images, state=state)])
+    env.observe([slot], images[None], state[None])
     return images, state
 
 
@@ -303,7 +303,7 @@ def test_an_axis_changes_what_it_says_and_nothing_else():
     assert spec.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=4, suites=FACTORY.suites(cfg)))
     for slot in range(4):
-        sims.reset(slot, spec.reset_ids_of(21 * slot)[77], 0)
+        sims.reset_slot(slot, spec.reset_ids_of(21 * slot)[77], 0)
     base, colours, positions, phrasings = (sims._worlds[slot] for slot in range(4))
     assert (base.blocks, base.plates) == (colours.blocks, colours.plates) == (phrasings.blocks, phrasings.plates)
     assert [(x, -y) for x, y in base.blocks] == positions.blocks

@@ -154,7 +154,7 @@ def test_pictures_of_a_row_leave_nothing_in_the_next_one():
     out = ObservationOut(images=np.zeros((2, 4, 6, 3), np.uint8), state=np.zeros(0, np.float32))
     for row in (0, 1):
         env.reset([0], [EpisodeStart(reset_id=row, seed=0, max_episode_steps=16)])
-        env.observe([0], [out])
+        env.observe([0], out.images[None], out.state[None])
     expected = np.zeros_like(out.images)
     expected[0, :2, :3] = small
     np.testing.assert_array_equal(out.images, expected)

@@ -30,7 +30,7 @@ def look(env, slot):
     out = ObservationOut(
         images=np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8), state=np.zeros(spec.state_dim, np.float32)
     )
-    env.observe([slot], [out])
+    env.observe([slot], out.images[None], out.state[None])
     return out.images, out.state
 
 

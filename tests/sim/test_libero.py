@@ -14,7 +14,7 @@ from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams
-from embodyrl.types import EpisodeStart, ObservationOut
+from embodyrl.types import EpisodeStart
 
 pytestmark = pytest.mark.sim
 
@@ -60,7 +60,7 @@ class Harness:
         result = self.env.step_chunk([slot], actions[None])
         images = np.zeros((len(CAMERAS), SIZE, SIZE, 3), np.uint8)
         state = np.zeros(8, np.float32)
-        self.env.observe([slot], [ObservationOut(images=images, state=state)])
+        self.env.observe([slot], images[None], state[None])
         saved = self.sims.pool.use(slot).save()
         return Trace(images, state, saved.physics, saved.model["site_rgba"], result.success[0], result.reward[0])
 
@@ -276,7 +276,7 @@ def test_sampled_states_are_new_ones_like_the_stored():
     try:
         simulator, begun = sims.pool.use(0), []
         for seed in (7, 8):
-            sims.reset(0, spec.reset_ids_of(0)[50], seed)
+            sims.reset_slot(0, spec.reset_ids_of(0)[50], seed)
             begun.append(simulator._data.qpos.copy())
         np.testing.assert_array_equal(*begun, err_msg="no furniture here: the reset id decides, not the seed")
         drawn = np.array([simulator.sample_state(50 + k) for k in range(16)])
@@ -299,7 +299,7 @@ def test_sampled_states_put_objects_on_their_fixtures_after_other_episodes_too(t
     cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
     spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())
     try:
-        sims.reset(0, spec.reset_ids_of(task)[0], 7)
+        sims.reset_slot(0, spec.reset_ids_of(task)[0], 7)
         drawn = np.array([sims.pool.use(0).sample_state(50 + k) for k in range(8)])
         stored = np.asarray(install.suite_init_states("libero_spatial", task))
         of_objects = [place + axis for place in range(10, 45, 7) for axis in range(3)]

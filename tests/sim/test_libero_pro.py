@@ -42,7 +42,7 @@ def start(env, task, index, steps=280):
 
 def look(env):
     out = ObservationOut(images=np.zeros((1, SIZE, SIZE, 3), np.uint8), state=np.zeros(8, np.float32))
-    env.observe([0], [out])
+    env.observe([0], out.images[None], out.state[None])
     return out.images[0]
 
 

@@ -15,7 +15,7 @@ import pytest
 from doubles import PANDA
 from settings import env_of
 
-from embodyrl.envs.chunked import LockstepEnv
+from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.install import vulkan_problem
@@ -23,7 +23,7 @@ from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
-from embodyrl.types import EpisodeStart, ObservationOut
+from embodyrl.types import EpisodeStart
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(900)]
 
@@ -54,7 +54,7 @@ def look(env, slot=0):
     spec = env.spec
     images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
     state = np.zeros(spec.state_dim, np.float32)
-    env.observe([slot], [ObservationOut(images=images, state=state)])
+    env.observe([slot], images[None], state[None])
     return images, state
 
 
@@ -112,7 +112,7 @@ def test_the_reset_id_decides_where_an_episode_begins():
 
     cfg = config(obs_mode=ObsMode.state)
     single = make(cfg)
-    batch = LockstepEnv(BatchSims(single.spec, cfg, 1), 1, use_rel_reward=True, reward_coef=1.0)
+    batch = ChunkedEnv(BatchSims(single.spec, cfg, 1), 1, use_rel_reward=True, reward_coef=1.0)
     for env in (single, batch):
         states = []
         for reset_id in (5, 7, 5):
@@ -128,7 +128,7 @@ def test_a_batch_of_one_gives_what_a_simulator_gives():
     from embodyrl.envs.maniskill.sims import BatchSims
 
     single = make(config())
-    batch = LockstepEnv(BatchSims(single.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
+    batch = ChunkedEnv(BatchSims(single.spec, config(), 1), 1, use_rel_reward=True, reward_coef=1.0)
     actions = np.random.default_rng(0).uniform(-1, 1, (1, 8, 7)).astype(np.float32)
     seen = []
     for env in (single, batch):
@@ -216,7 +216,7 @@ def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
     monkeypatch.setattr(sims, "build", lambda *_: rows)
     cfg = config(obs_mode=ObsMode.state)
     spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), lockstep=True)
-    env = LockstepEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
+    env = ChunkedEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
     env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
     begun = rows.drawn.clone()
     for slot in range(4):
@@ -330,12 +330,12 @@ def test_success_is_the_reward_of_a_task_that_has_no_other():
     cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))
     try:
-        sims.reset(0, 0, 0)
+        sims.reset_slot(0, 0, 0)
         task = sims._envs[0]
         assert task.reward_mode == "none"
-        outside = sims.step(0, np.zeros(7, np.float32))
+        outside = sims.step_slot(0, np.zeros(7, np.float32))
         task.charger.set_pose(task.goal_pose)
-        inside = sims.step(0, np.zeros(7, np.float32))
+        inside = sims.step_slot(0, np.zeros(7, np.float32))
     finally:
         sims.close()
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]

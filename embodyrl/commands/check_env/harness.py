@@ -9,7 +9,7 @@ import numpy as np
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import CheckedEnv
 from embodyrl.errors import EmbodyError
-from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 SLOTS = 2
 CONTEXT = EnvContext(num_slots=SLOTS)
@@ -180,7 +180,7 @@ class Harness:
         spec = self.spec
         images = np.full((len(spec.cameras), *spec.image_size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
-        self.env.observe([slot], [ObservationOut(images=images, state=state)])
+        self.env.observe([slot], images[None], state[None])
         self.brightest = max(self.brightest, int(images.max(initial=0)))
         if len(broken := np.flatnonzero(~np.isfinite(state))) and not self.violations:
             self.expect(False, f"observe: state[{broken[0]}]", "a finite number", state[broken[0]])

@@ -16,7 +16,7 @@ from embodyrl.commands.check_env.harness import (
     seen_difference,
     trace_difference,
 )
-from embodyrl.envs.protocol import GoalFactory, told
+from embodyrl.envs.protocol import GoalFactory, instruction_for
 from embodyrl.errors import EnvError
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
@@ -72,7 +72,7 @@ def instruction(h: Harness) -> None:
     for task in h.tasks():
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])
-        text, expected = h.env.instruction(0), told(h.spec, first.reset_id)
+        text, expected = h.env.instruction(0), instruction_for(h.spec, first.reset_id)
         h.expect(text == expected, "instruction", f"spec.tasks[{task}], {expected!r}", repr(text))
 
 

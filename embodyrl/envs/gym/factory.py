@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.protocol import EnvContext, GoalJudge
-from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.envs.simulators import Simulators
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class GymFactory(SimFactory[GymSettings]):
 
         return _spec(cfg, probe(cfg, pictures=context.pictures))
 
-    def simulators(self, cfg: GymSettings, context: EnvContext) -> SlotSimulators:
+    def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Make an environment for each slot at its first reset, or a vector environment for all."""
         from embodyrl.envs.gym.create import create, probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims

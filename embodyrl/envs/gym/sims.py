@@ -1,9 +1,10 @@
-"""Gymnasium environments as slot simulators: one instance per slot."""
+"""Gymnasium environments as simulators: one instance per slot, or one vector environment for all slots."""
 
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,58 +16,19 @@ from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 from embodyrl.envs.gym.api import flag, line, number, require_step, reset_env
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv, Probe
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
-from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
+from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
-class GymSims(SlotSimulators):
-    """Slots of one Gymnasium environment."""
+class _Slots(Simulators):
+    """What single environments and a vector environment share: the last observations, and how to render."""
 
-    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
+    def __init__(self, spec: EnvSpec, found: Probe) -> None:
         super().__init__(spec)
         self._native = native_actions(spec.name, found.action_space)
-        self._flat = flat_actions(spec.name, found.action_space)
-        self._create = create
         self._writer = ObservationWriter(spec.name, found.observation_space)
-        self._envs: dict[int, AnyEnv] = {}
         self._observations: dict[int, Any] = {}
-        self._infos: dict[int, dict[str, Any]] = {}
-
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
-        if slot not in self._envs:
-            self._envs[slot] = self._create()
-        env = self._envs[slot]
-        with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
-            # Some wrappers draw (a task, a start) before they hand the seed on.
-            env.unwrapped.np_random = seeding.np_random(reset_id)[0]
-        self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
-
-    def step(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
-        result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
-        self._observations[slot], reward, terminated, truncated, info = result
-        self._infos[slot] = info
-        name = self.spec.name
-        return SimStep(
-            reward=number(name, reward),
-            terminated=flag(name, "terminated", terminated),
-            success=flag(name, "success in info", succeeded(info)),
-            truncated=flag(name, "truncated", truncated),
-        )
-
-    def expert(self, slot: int) -> FloatArray:
-        """What the environment's own `expert_action()` would do now."""
-        return self._flat(self._envs[slot].get_wrapper_attr("expert_action")())
-
-    def info(self, slot: int) -> dict[str, Any]:
-        """The environment's own `info`."""
-        return self._infos[slot]
-
-    def observe(self, slot: int, out: ObservationOut) -> None:
-        """Write the last observation into the views."""
-        self._writer.write(self._observations[slot], out)
 
     def render(self, slot: int) -> ByteArray:
         """Return what the environment renders, or else its own image observation.
@@ -75,7 +37,7 @@ class GymSims(SlotSimulators):
             EnvError: it has neither.
         """
         try:
-            frame = self._picture(slot)
+            frame = self._frame(slot)
         except GymnasiumError as error:
             raise EnvError(f"env '{self.spec.name}' cannot render: {error}; or set video=none.") from error
         except Exception as error:
@@ -90,12 +52,62 @@ class GymSims(SlotSimulators):
         seen = self._observations[slot]
         return self._writer.image(seen) if frame is None else np.asarray(frame, dtype=np.uint8)
 
+    @abstractmethod
+    def _frame(self, slot: int) -> Any:
+        """Return the environment's own frame; None: it has no render mode for one."""
+
+
+class GymSims(_Slots, PerSlot):
+    """Slots of one Gymnasium environment, an instance each."""
+
+    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
+        super().__init__(spec, found)
+        self._flat = flat_actions(spec.name, found.action_space)
+        self._create = create
+        self._envs: dict[int, AnyEnv] = {}
+        self._infos: dict[int, dict[str, Any]] = {}
+
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
+        """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
+        if slot not in self._envs:
+            self._envs[slot] = self._create()
+        env = self._envs[slot]
+        with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
+            # Some wrappers draw (a task, a start) before they hand the seed on.
+            env.unwrapped.np_random = seeding.np_random(reset_id)[0]
+        self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
+
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
+        """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
+        result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
+        self._observations[slot], reward, terminated, truncated, info = result
+        self._infos[slot] = info
+        name = self.spec.name
+        return SimStep(
+            reward=number(name, reward),
+            terminated=flag(name, "terminated", terminated),
+            success=flag(name, "success in info", succeeded(info)),
+            truncated=flag(name, "truncated", truncated),
+        )
+
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+        """Write the last observation into the views."""
+        self._writer.write(self._observations[slot], out)
+
+    def expert(self, slot: int) -> FloatArray:
+        """Return the action of the environment's own `expert_action()`."""
+        return self._flat(self._envs[slot].get_wrapper_attr("expert_action")())
+
+    def info(self, slot: int) -> dict[str, Any]:
+        """Return the environment's own `info`."""
+        return self._infos[slot]
+
     def close(self) -> None:
         """Free the environments; idempotent."""
         while self._envs:
             self._envs.popitem()[1].close()
 
-    def _picture(self, slot: int) -> Any:
+    def _frame(self, slot: int) -> Any:
         env = self._envs[slot]
         return env.render() if env.render_mode == "rgb_array" else None
 
@@ -106,32 +118,34 @@ def succeeded(info: dict[str, Any]) -> Any:
     return False if found is None else found
 
 
-class VectorSims(GymSims, BatchedSimulators):
-    """Slots of one vector environment; whatever it resets by itself, episodes begin by our reset mask."""
+class VectorSims(_Slots):
+    """Slots of one vector environment, in lock-step; its own resets are undone, episodes begin by the reset mask."""
 
     def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int) -> None:
-        super().__init__(spec, found, create)
+        super().__init__(spec, found)
         self._vector = create(num_slots)
         self._mode = (self._vector.metadata or {}).get("autoreset_mode")
         self._space = found.action_space
         self._batch_info: dict[str, Any] = {}
         self._over: set[int] = set()
-        """Where episodes ended in the last step."""
+        """Slots whose episodes ended in the last step."""
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
         # All slots: those in which no episode has begun yet are stepped with the others.
-        self._look(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
+        self._keep(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
-    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start the slots' episodes, whose seeds are the reset ids."""
+        starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._over -= starts.keys()
-        self._look(self._restart({slot: start.reset_id for slot, start in starts.items()}), starts)
+        self._keep(self._restart(starts), starts)
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> dict[int, SimStep]:
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Step the whole batch; slots without an action repeat their last one."""
-        for slot, action in actions.items():
+        acting = slots.tolist()
+        for slot, action in zip(acting, actions, strict=True):
             self._actions[slot] = self._native(action)
         if self._over and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
-            # The batch refuses to step an environment that ended. Not before now: it is drawn as it ended.
+            # The batch rejects a step of an environment that ended. Not reset earlier: its end is observed first.
             self._restart(dict.fromkeys(self._over, 0))
         # A vector environment takes one batch of the space's own kind, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
@@ -140,14 +154,20 @@ class VectorSims(GymSims, BatchedSimulators):
         self._over = {*np.flatnonzero(terminated | truncated).tolist()}
         success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
         self._batch_info = infos
-        self._look(seen, actions)
+        self._keep(seen, acting)
         if self._over and self._mode is AutoresetMode.SAME_STEP:
-            success = self._look_back(infos, [slot for slot in self._over if slot in actions], success)
-        columns = (reward, terminated, success, truncated)
-        return {
-            slot: SimStep(reward=float(earned), terminated=ended, success=reached, truncated=cut)
-            for slot, (earned, ended, reached, cut) in enumerate(zip(*(c.tolist() for c in columns), strict=True))
-        }
+            success = self._look_back(infos, [slot for slot in self._over if slot in acting], success)
+        return SimSteps(
+            reward=np.asarray(reward, np.float64)[slots],
+            terminated=np.asarray(terminated)[slots],
+            success=success[slots],
+            truncated=np.asarray(truncated)[slots],
+        )
+
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the slots' last observations."""
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
         """Episodes that ended show their end, not the beginning of those that the batch has begun; their success."""
@@ -179,7 +199,7 @@ class VectorSims(GymSims, BatchedSimulators):
         if not self._vector.closed:
             self._vector.close()
 
-    def _picture(self, slot: int) -> Any:
+    def _frame(self, slot: int) -> Any:
         return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
 
     def _restart(self, seeds: Mapping[int, int]) -> Any:
@@ -189,7 +209,8 @@ class VectorSims(GymSims, BatchedSimulators):
         chosen = [seeds.get(slot, 0) for slot in range(len(mask))]
         return self._vector.reset(seed=chosen, options={"reset_mask": mask})[0]
 
-    def _look(self, batch: Any, slots: Any) -> None:
+    def _keep(self, batch: Any, slots: Iterable[int]) -> None:
+        """Keep a copy of these slots' observations."""
         items = list(iterate(self._vector.observation_space, batch))
         self._observations.update({slot: copy.deepcopy(items[slot]) for slot in slots})
 

@@ -13,7 +13,7 @@ from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
-from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.envs.simulators import Simulators
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec, GripperConvention
 
@@ -182,7 +182,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 
-    def simulators(self, cfg: LiberoSettings, context: EnvContext) -> SlotSimulators:
+    def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
         """Make the slots; models are loaded when a slot first needs its task."""
         spec = self.describe(cfg, context)
         install.prepare_process()
@@ -198,7 +198,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
         # A fresh installation compiles for many seconds at its first reset: that belongs to the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)
-        sims.reset(0, spec.reset_ids_of(task).start, 0)
+        sims.reset_slot(0, spec.reset_ids_of(task).start, 0)
         return sims
 
 

@@ -11,7 +11,7 @@ from embodyrl.envs.libero import install
 from embodyrl.envs.libero.expert import Expert
 from embodyrl.envs.libero.plus import variant
 from embodyrl.envs.libero.simulator import FRONT_CAMERA, SimState, TaskSimulator
-from embodyrl.envs.simulators import SimStep, SlotSimulators
+from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
@@ -104,8 +104,10 @@ class SimPool:
         )
 
 
-class LiberoSims(SlotSimulators):
-    """Slots of a LIBERO suite, and of those that are evaluated beside it."""
+class LiberoSims(PerSlot):
+    """Slots of a LIBERO suite, and of further suites that an evaluation covers."""
+
+    sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
     def __init__(
         self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False, nearest: bool = False
@@ -119,7 +121,7 @@ class LiberoSims(SlotSimulators):
         self._experts: dict[int, Expert] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         """Set initial state `reset_id` and let the objects settle.
 
         Raises:
@@ -139,7 +141,7 @@ class LiberoSims(SlotSimulators):
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
         simulator.reset(state, seed, change)
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""
         return self.pool.use(slot).step(action)
 
@@ -147,7 +149,7 @@ class LiberoSims(SlotSimulators):
         """Return the expert's next action [7]; to be executed before the next one is asked for."""
         return self._experts[slot].act(self.pool.use(slot).scene)
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""
         self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
 

@@ -15,7 +15,7 @@ from embodyrl.envs.maniskill.settings import (
     instruction,
 )
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
@@ -56,7 +56,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         """
         return _spec(cfg, describe_apart(cfg))
 
-    def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> SlotSimulators:
+    def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
         """Make the simulators, each at its first reset, or one for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe

@@ -3,7 +3,7 @@
 And their scripted experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from embodyrl.envs.maniskill.settings import ManiSkillSettings
 from embodyrl.envs.maniskill.simulator import build, restart, restart_rows, state
-from embodyrl.envs.simulators import BatchedSimulators, SimStep, SlotSimulators
-from embodyrl.types import ByteArray, DoubleArray, EnvSpec, EpisodeStart, FloatArray, ObservationOut
+from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
+from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 _UNIT = 0.1
 """Metres and radians of an action of 1."""
@@ -126,44 +126,74 @@ def _yaw(body: Any) -> float:
     return float(np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z)))
 
 
-class ManiSkillSims(SlotSimulators):
-    """Slots of one task. Nothing is drawn but what is observed or recorded."""
+class _Slots(Simulators):
+    """What simulators one by one and a batch share. Renders only what is observed or recorded."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec)
         self._cfg = cfg
+
+    def _outcomes(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> SimSteps:
+        """Return the outcome of a step of every environment of a batch."""
+        success = info.get("success", terminated & False)
+        # Some tasks have no reward of their own, or none unless it is asked for.
+        earned = success if env.reward_mode == "none" else reward
+        ended, reached = terminated.cpu().numpy(), success.cpu().numpy()
+        return SimSteps(
+            reward=earned.cpu().numpy().astype(np.float64),
+            terminated=ended,
+            success=reached,
+            truncated=np.zeros(len(ended), np.bool_),
+        )
+
+    def _read(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
+        """Return states [N, S] and images [N, H, W, 3] of the spec's cameras."""
+        pictures = env._get_obs_sensor_data() if self.spec.cameras else {}
+        seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras)]
+        return [part.cpu().numpy() for part in seen]
+
+
+class ManiSkillSims(_Slots, PerSlot):
+    """Slots of one task, a simulator each."""
+
+    def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
+        super().__init__(spec, cfg)
         self._envs: dict[int, Any] = {}
         self._infos: dict[int, dict[str, Any]] = {}
         self._experts: dict[int, Expert] = {}
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         """Start the episode of the reset id, which decides everything."""
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
         self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
         self._experts.pop(slot, None)
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A], which ManiSkill clips to its bounds."""
         _, reward, terminated, _, self._infos[slot] = self._envs[slot].step(action)
-        return self._outcomes(self._envs[slot], reward, terminated, self._infos[slot])[0]
+        step = self._outcomes(self._envs[slot], reward, terminated, self._infos[slot])
+        return SimStep(reward=float(step.reward[0]), terminated=bool(step.terminated[0]), success=bool(step.success[0]))
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the action [7] of the slot's expert, who begins with its episode."""
+        """Return the action [7] of the expert, which starts with the slot's episode."""
         if slot not in self._experts:
             self._experts[slot] = Expert(self._envs[slot], self.spec.name)
         return self._experts[slot].act()
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
-        """Draw the cameras of the spec and write the state vector into the views."""
-        self._write(self._look(self._envs[slot], self._infos[slot]), 0, out)
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
+        """Render the cameras of the spec and write the state vector into the views."""
+        seen = self._read(self._envs[slot], self._infos[slot])
+        out.state[:] = seen[0][0]
+        for view, picture in zip(out.images, seen[1:], strict=True):
+            view[...] = picture[0]
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera to look at."""
+        """Return a frame of ManiSkill's camera for people."""
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """What the task evaluates, as numbers."""
+        """Return what the task evaluates, as numbers."""
         return _row(self._infos[slot], 0)
 
     def close(self) -> None:
@@ -171,66 +201,57 @@ class ManiSkillSims(SlotSimulators):
         while self._envs:
             self._envs.popitem()[1].close()
 
-    def _outcomes(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> list[SimStep]:
-        """What a step brought each environment of a batch."""
-        success = info.get("success", terminated & False)
-        # Some tasks know no reward of their own, or have none unless they are asked for one.
-        columns = (success if env.reward_mode == "none" else reward, terminated, success)
-        return [
-            SimStep(reward=float(earned), terminated=ended, success=reached)
-            for earned, ended, reached in zip(*(column.cpu().tolist() for column in columns), strict=True)
-        ]
 
-    def _look(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
-        """States [N, S] and pictures [N, H, W, 3] of the spec's cameras."""
-        pictures = env._get_obs_sensor_data() if self.spec.cameras else {}
-        seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras)]
-        return [part.cpu().numpy() for part in seen]
-
-    def _write(self, seen: list[np.ndarray], row: int, out: ObservationOut) -> None:
-        out.state[:] = seen[0][row]
-        for view, picture in zip(out.images, seen[1:], strict=True):
-            view[...] = picture[row]
-
-
-class BatchSims(ManiSkillSims, BatchedSimulators):
-    """Slots of one simulation of them all."""
+class BatchSims(_Slots):
+    """Slots of one simulation of them all, which steps in lock-step."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
-        self._env = build(cfg, cfg.obs_mode, num_slots)
-        self._envs[0] = self._env  # closed with it
+        self._env: Any = build(cfg, cfg.obs_mode, num_slots)
         self._actions = np.zeros((num_slots, spec.action_dim), np.float32)
         self._info: dict[str, Any] = {}
         self._seen: list[np.ndarray] = []
 
-    def begin(self, starts: Mapping[int, EpisodeStart]) -> None:
-        """Start the episodes of the reset ids."""
-        reset_ids = {slot: start.reset_id for slot, start in starts.items()}
-        self._info = restart_rows(self._cfg, self._env, reset_ids, self.spec.cameras)
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Start the episodes of the reset ids, which decide everything."""
+        chosen = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
+        self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras)
         self._seen = []
 
-    def advance(self, actions: Mapping[int, FloatArray]) -> Mapping[int, SimStep]:
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Step the whole batch; slots without an action repeat their last one."""
-        for slot, action in actions.items():
-            self._actions[slot] = action
+        self._actions[slots] = actions
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._seen = []
-        return dict(enumerate(self._outcomes(self._env, reward, terminated, self._info)))
+        step = self._outcomes(self._env, reward, terminated, self._info)
+        return SimSteps(
+            reward=step.reward[slots],
+            terminated=step.terminated[slots],
+            success=step.success[slots],
+            truncated=step.truncated[slots],
+        )
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
-        """Copy the slot's part of what was drawn and read for all slots at once."""
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Copy the slots' parts of what was rendered and read for all slots at once."""
         if not self._seen:
-            self._seen = self._look(self._env, self._info)
-        self._write(self._seen, slot, out)
+            self._seen = self._read(self._env, self._info)
+        state[rows] = self._seen[0][slots]
+        for camera, pictures in enumerate(self._seen[1:]):
+            images[rows, camera] = pictures[slots]
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera to look at."""
+        """Return a frame of ManiSkill's camera for people."""
         return self._env.render_rgb_array()[slot].cpu().numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """What the task evaluates for the slot, as numbers."""
+        """Return what the task evaluates for the slot, as numbers."""
         return _row(self._info, slot)
+
+    def close(self) -> None:
+        """Free the batch; idempotent."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
 
 
 def _row(info: dict[str, Any], row: int) -> dict[str, Any]:

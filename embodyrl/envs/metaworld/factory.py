@@ -8,7 +8,7 @@ from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.renderer import choose_device, choose_renderer
-from embodyrl.envs.simulators import SlotSimulators
+from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
@@ -57,7 +57,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             state_suffices=not cfg.pixels,
         )
 
-    def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> SlotSimulators:
+    def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
         """Make the simulators, each where its task first begins."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)

@@ -11,7 +11,7 @@ from metaworld.env_dict import ALL_V3_ENVIRONMENTS  # pyright: ignore[reportMiss
 
 from embodyrl.envs.metaworld.settings import PROPRIOCEPTION, STATE, MetaWorldSettings
 from embodyrl.envs.settings import RenderProfile
-from embodyrl.envs.simulators import SimStep, SlotSimulators
+from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 mujoco: Any = _mujoco
@@ -24,7 +24,7 @@ _CORNER2 = (0.75, 0.075, 0.7)
 """Where the public data sets and evaluations have this camera."""
 
 
-class MetaWorldSims(SlotSimulators):
+class MetaWorldSims(PerSlot):
     """Slots of MetaWorld; a reset id is the seed of a task, and the goal it draws is visible but in ML benchmarks.
 
     Observations, rewards and successes are those of the package with `seeded_rand_vec`. It never terminates; here a
@@ -38,7 +38,7 @@ class MetaWorldSims(SlotSimulators):
         self._envs: dict[int, tuple[int, Any]] = {}
         self._seen: dict[int, np.ndarray] = {}
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         """Draw goal and objects from the reset id; nothing else is random."""
         task, state = self.spec.task_of(reset_id)
         if slot in self._envs and self._envs[slot][0] != task:
@@ -50,13 +50,13 @@ class MetaWorldSims(SlotSimulators):
         env.seed(state)
         self._seen[slot] = env.reset()[0]
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action; the package clips its first three numbers, here all are."""
         self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Write pictures with hand and gripper, or the whole state and the task."""
         seen = self._seen[slot]
         if self._cfg.pixels:

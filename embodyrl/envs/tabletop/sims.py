@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from embodyrl.envs.simulators import SimStep, SlotSimulators
+from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.envs.tabletop.views import FRONT, WRIST, draw_front, draw_wrist
 from embodyrl.envs.tabletop.world import (
     GRASP_HEIGHT,
@@ -112,21 +112,21 @@ def axis_of(suite: str) -> Axis:
     return next(axis for axis in Axis if suite_name(axis) == suite)
 
 
-class TabletopSims(SlotSimulators):
+class TabletopSims(PerSlot):
     """Slots of the tabletop environment. It has no randomness beside the reset id."""
 
     def __init__(self, spec: EnvSpec) -> None:
         super().__init__(spec)
         self._worlds: dict[int, World] = {}
 
-    def reset(self, slot: int, reset_id: int, seed: int) -> None:
+    def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
         """Lay the table of `reset_id`; the seed has nothing to decide."""
         task, _ = self.spec.task_of(reset_id)
         # The same tables on every axis: reset ids of other suites count on from those of the first.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
         self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, axis_of(self.spec.suite_of(task)))
 
-    def step(self, slot: int, action: FloatArray) -> SimStep:
+    def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position deltas in -1..1 (0.04 m), rotations (ignored), gripper (positive closes)."""
         dx, dy, dz, *_, gripper = action.tolist()
         world = self._worlds[slot]
@@ -138,7 +138,7 @@ class TabletopSims(SlotSimulators):
         """Return the expert's next action [7]."""
         return expert_action(self._worlds[slot])
 
-    def observe(self, slot: int, out: ObservationOut) -> None:
+    def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Draw the cameras of the spec and write proprioception [4] into the views."""
         world = self._worlds[slot]
         for view, camera in zip(out.images, self.spec.cameras, strict=True):

@@ -21,7 +21,6 @@ from embodyrl.types import (
     EpisodeStart,
     FloatArray,
     IntArray,
-    ObservationOut,
 )
 
 Tool = Callable[[str], str]
@@ -174,11 +173,11 @@ class ConversationEnv:
         """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
-    def observe(self, slots: Sequence[int], outs: Sequence[ObservationOut]) -> None:
-        """Write the pictures, each from the upper left corner of its room; the conversation is the instruction."""
-        for slot, out in zip(slots, outs, strict=True):
-            out.images[...] = 0
-            for room, pixels in zip(out.images, self._conversation(slot).pictures, strict=False):
+    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
+        """Write the images, each into the upper left corner of its frame; the conversation is the instruction."""
+        for slot, row in zip(slots, range(len(slots)) if rows is None else rows.tolist(), strict=True):
+            images[row] = 0
+            for room, pixels in zip(images[row], self._conversation(slot).pictures, strict=False):
                 room[: pixels.shape[0], : pixels.shape[1]] = pixels
 
     def instruction(self, slot: int) -> str:

@@ -217,7 +217,7 @@ class GameEnv:
         rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
         return join_messages([*rules, *game.turns, Message(role="user", content=game.seen)])
 
-    def observe(self, slots: Sequence[int], outs: Sequence[Any]) -> None:
+    def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
         """Do nothing: all there is to see is in the instruction."""
 
     def render(self, slot: int) -> np.ndarray:
