@@ -29,7 +29,7 @@ import numpy as np
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardSettings
-from embodyrl.envs.simulators import Simulators, SimSteps
+from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 CASES = {
