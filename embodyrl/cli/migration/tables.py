@@ -109,6 +109,8 @@ class _Evaluator:
                 return _OPERATORS[type(node.op)](self.value(node.operand))
             case ast.BinOp():
                 return _OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+            case ast.Compare(ops=[ast.In()]):  # of paths, also with variables of a shell in them
+                return self.value(node.left) in str(self._values.get(ast.unparse(node.comparators[0])))
             case ast.Compare(ops=[one]):
                 return _OPERATORS[type(one)](self._or_none(node.left), self._or_none(node.comparators[0]))
             case ast.Call(func=ast.Name(id="first")):
