@@ -226,6 +226,8 @@ class PolicySpec(Footprint):
     """Key and value by which frozen weights act and only what steers them is trained; empty: not so."""
     corrects: bool = False  # what steers is a difference of actions, which demonstrations tell too
     steering_features: int = 0  # F: numbers that are kept of an observation where it steers
+    doubts: tuple[str, ...] = ()
+    """What works, but may not be meant, a line each; printed in the banner."""
     reply_bytes: int = 0
     """UTF-8 bytes kept of what a chunk says in words; 0: it says nothing."""
     rates: bool = False

@@ -31,8 +31,8 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
-    if env.doubts:
-        lines["warning"] = "; ".join(env.doubts)
+    if env.doubts or policy.doubts:
+        lines["warning"] = "; ".join((*env.doubts, *policy.doubts))
     if env.cameras and not policy.num_images and blueprint.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
     if env.task_bytes:

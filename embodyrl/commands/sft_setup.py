@@ -29,6 +29,7 @@ from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import ANY_TEXT, checked_rows
 from embodyrl.policies import POLICIES
+from embodyrl.policies.folder import check_statistics
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
@@ -140,7 +141,7 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     if measured:
         # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
         # statistics will do.
-        action, state = (np.zeros((1, size), np.float32) for size in (env.action_dim, env.state_dim))
+        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action_dim, env.state_dim))
         model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
     spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
     if model.weights is None and not spec.num_parameters:
@@ -229,6 +230,9 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
     if states.shape[-1]:
         entry["proprio"] = _describe(states)
+    for part in entry:
+        numbers = {name: row for name, row in entry[part].items() if name != "mask"}
+        check_statistics(numbers, f"the {part} of the data", varies=part == "action")
     return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
 
 
@@ -251,7 +255,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
         else:
             # Weights are large and are only read; what changes are the statistics beside them.
             copy.symlink_to(path.resolve())
-    text = json.dumps({key: entry}, indent=2) + "\n"
+    text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
     (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
     own = {"unnorm_key": key} if "unnorm_key" in type(model).model_fields else {}
     return model.updated({"path": str(target), **own})

@@ -1,8 +1,14 @@
 """Small files that the checkpoint folders of several policies have. No torch."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.errors import CheckpointError
+from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -45,3 +51,55 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
             f"model.is_lora=true: {folder} has no trained weights, and adapters on random ones cannot learn; set "
             "model.is_lora=false, or model.path to a trained checkpoint."
         )
+
+
+_SUFFIX = "_no_noops"
+"""What names of data sets end in whose steps without motion were removed; statistics are named with or without it."""
+
+
+def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
+    """Return the data set of a name, which may have or lack the suffix `_no_noops`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    plain = wanted.removesuffix(_SUFFIX)
+    for key in (wanted, plain, f"{plain}{_SUFFIX}"):
+        if key in known:
+            return key
+    raise CheckpointError(
+        f"No statistics '{wanted}' (with or without '{_SUFFIX}') in {where}.{closest(wanted, known)} "
+        f"Known: {', '.join(sorted(known))}. Set model.unnorm_key to the data set that the checkpoint was trained on, "
+        "or choose another model.path."
+    )
+
+
+def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = True) -> None:
+    """Check statistics of vectors: name of a number (mean, std, min, max, q01, q99, ...) to one value a dimension.
+
+    Args:
+        numbers: as read.
+        where: file and part, the beginning of the message.
+        varies: at least one dimension must vary, as actions do.
+
+    Raises:
+        CheckpointError: a number is not finite, lengths differ, a spread is negative, or nothing varies.
+    """
+    cure = "The file is damaged, or was made of damaged data; fetch or compute it again."
+    rows = {name: np.asarray(row, np.float64).reshape(-1) for name, row in numbers.items()}
+    for name, row in rows.items():
+        if not np.isfinite(row).all():
+            place = int(np.flatnonzero(~np.isfinite(row))[0])
+            raise CheckpointError(f"{where}: {name}[{place}] is {row[place]}, which is not finite. {cure}")
+    lengths = {name: len(row) for name, row in rows.items() if name != "count"}
+    if len(set(lengths.values())) > 1:
+        raise CheckpointError(f"{where} has numbers of different length: {lengths}. {cure}")
+    pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]
+    spreads = {f"{low} and {high}": rows[high] - rows[low] for low, high in pairs}
+    spreads |= {"std": rows["std"]} if "std" in rows else {}
+    for name, spread in spreads.items():
+        if (spread < 0).any():
+            place = int(np.flatnonzero(spread < 0)[0])
+            raise CheckpointError(f"{where}: the spread of dimension {place} is negative ({name}). {cure}")
+        if varies and len(spread) and not spread.any():
+            raise CheckpointError(f"{where} is degenerate: no dimension varies ({name}). {cure}")

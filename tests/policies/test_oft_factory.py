@@ -168,6 +168,25 @@ def test_statistics_key_rule(checkpoint):
         found.find(None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "row", "said"),
+    [
+        ("q01", [float("nan")] * 7, "q01.* is nan"),
+        ("q99", [float("inf")] * 7, "q99.* is inf"),
+        ("q01", [9.0] * 7, "spread of dimension 0 is negative"),
+        ("q01", None, "degenerate: no dimension varies"),
+    ],
+)
+def test_unusable_statistics_are_rejected_before_anything_is_built(checkpoint, env_spec, name, row, said):
+    statistics = checkpoint / "dataset_statistics.json"
+    raw = json.loads(statistics.read_text())
+    action = raw["libero_10_no_noops"]["action"]
+    action[name] = action["q99"] if row is None else row
+    statistics.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=said):
+        FACTORY.spec(model_of(path=str(checkpoint)), env_spec, 0)
+
+
 def test_statistics_file_replaces_those_of_the_config(checkpoint):
     statistics = checkpoint / "dataset_statistics.json"
     raw = json.loads(statistics.read_text())

@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE
+from embodyrl.policies.folder import (
+    CONFIG_FILE,
+    RANDOM_INIT_KEY,
+    STATISTICS_FILE,
+    check_statistics,
+    find_data_set,
+)
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
@@ -36,27 +42,20 @@ class Statistics:
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set that the first given key names (`<key>_no_noops` also counts), or else the only one.
+        """Return the data set that the first given key names (see `find_data_set`), or else the only one.
 
         Raises:
-            CheckpointError: neither the key nor `<key>_no_noops` exists.
+            CheckpointError: there is none.
         """
         wanted = next((key for key in keys if key), None)
-        if wanted is None and len(self.sets) == 1:
+        if wanted is not None:
+            return find_data_set(wanted, self.sets, self.folder)
+        if len(self.sets) == 1:
             return next(iter(self.sets))
-        known = ", ".join(sorted(self.sets))
-        if wanted is None:
-            raise CheckpointError(
-                f"model.unnorm_key is not set and the environment names no data set. Statistics in "
-                f"{self.folder}: {known}. Set model.unnorm_key to the one the checkpoint was trained with."
-            )
-        for key in (wanted, f"{wanted}_no_noops"):
-            if key in self.sets:
-                return key
         raise CheckpointError(
-            f"No action statistics '{wanted}' (nor '{wanted}_no_noops') in {self.folder}."
-            f"{closest(wanted, self.sets)} Known: {known}. The checkpoint was probably trained on another "
-            f"benchmark; set model.unnorm_key or model.path."
+            f"model.unnorm_key is not set and the environment names no data set. Statistics in "
+            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the one the checkpoint was "
+            "trained with."
         )
 
     def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
@@ -78,6 +77,8 @@ class Statistics:
             ) from error
         if not len(low) == len(high) == len(mask):
             raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different length.")
+        used = {name: np.compress(mask, row) for name, row in ((low_name, low), (high_name, high))}
+        check_statistics(used, f"{where}: {part}", varies=part == "action")
         return Bounds(low=low, high=high, mask=mask)
 
 

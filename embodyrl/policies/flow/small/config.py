@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE
+from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
 
@@ -115,8 +115,9 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
     try:
         (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
         low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
-        if low.shape != (size,) or high.shape != (size,):
-            raise ValueError(f"{len(low)} numbers, the environment has {size}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: {part} is malformed ({error!r}); `embodyrl sft` writes it.") from error
+    check_statistics({"q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
+    if low.shape != (size,):
+        raise CheckpointError(f"{path}: {part} has {len(low)} numbers, the environment has {size}.")
     return low, high

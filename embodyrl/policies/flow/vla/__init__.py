@@ -8,7 +8,15 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, check_steering, described
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
-from embodyrl.policies.flow.vla.folder import contradictions, read_folder, read_units, reads_state
+from embodyrl.policies.flow.vla.folder import (
+    check_prompts,
+    contradictions,
+    doubts,
+    prompt_form,
+    read_folder,
+    read_units,
+    reads_state,
+)
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.folder import lacking
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
@@ -132,6 +140,7 @@ class VlaFactory:
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
         read_units(folder, cfg, env.state_dim, env.action_dim)
+        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
         sizes, only = Sizes.of(model), cfg.train_expert_only
         lora = sizes.adapters(lora_spec(cfg).r, expert_only=only) if cfg.is_lora else None
         kept = sizes.activation_bytes(cfg.num_images_in_input, expert_only=only)
@@ -153,6 +162,7 @@ class VlaFactory:
             recomputed_bytes=kept // 10,
             warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
+            doubts=doubts(folder, cfg),
         )
         return described(spec, cfg, shape, model.expert.width, folder)
 

@@ -120,7 +120,7 @@ class VlaFiles:
             adapter: of the adapters that are trained, if any.
         """
         self._base, self._reader, self._adapter = base, network.reader, adapter
-        self._side_files = side_files(base)
+        self._side_files = side_files(base, network.reader.unnorm_key)
         paligemma = isinstance(network.model.spec, Pi0Spec)
         self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
@@ -158,7 +158,7 @@ class VlaFiles:
             load_adapter(module, adapter)
             _load_beside(module, folder)
         self._reader.adopt(folder)
-        self._side_files = side_files(folder)
+        self._side_files = side_files(folder, self._reader.unnorm_key)
 
     def load_merged(self, module: nn.Module, adapter: Path) -> None:
         """Read the weights of `model.path` with an adapter merged into them.

@@ -1,7 +1,7 @@
 """What a checkpoint folder of pi0, pi0.5 or SmolVLA says beside its weights: prompts, statistics, units. No torch."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -13,126 +13,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, PromptForm
+from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings
-from embodyrl.policies.folder import CONFIG_FILE, STATISTICS_FILE, saved_config, starts_random
+from embodyrl.policies.flow.vla.statistics import (
+    LEROBOT_EPS,
+    OPENPI_EPS,
+    OPENPI_FILE,
+    STATISTIC,
+    Affine,
+    FlowStatistics,
+    read_lerobot,
+    read_openpi,
+    to_statistics,
+)
+from embodyrl.policies.folder import (
+    CONFIG_FILE,
+    STATISTICS_FILE,
+    TOKENIZER_FILE,
+    find_data_set,
+    saved_config,
+    starts_random,
+)
 from embodyrl.types import FloatArray
-
-OPENPI_FILE = "norm_stats.json"
-"""openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
-OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-"""lerobot adds its own to fewer of the denominators, which is 1e-8 of a difference where the spread is not zero."""
-PARTS = ("state", "actions")
-_LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Affine:
-    """normalised = (x - shift) / scale for the first D dimensions; further ones pass through."""
-
-    shift: tuple[float, ...]
-    scale: tuple[float, ...]
-
-    def normalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Map [..., >= D] to the units of training."""
-        out = np.array(x, np.float64)
-        size = len(self.shift)
-        out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
-        return out.astype(np.float32)
-
-    def unnormalise(self, x: npt.ArrayLike) -> FloatArray:
-        """The inverse."""
-        out = np.array(x, np.float64)
-        size = len(self.shift)
-        out[..., :size] = out[..., :size] * np.asarray(self.scale) + np.asarray(self.shift)
-        return out.astype(np.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowStatistics:
-    """Numbers per dimension of a data set's states or actions: mean and std, q01 and q99, or all four."""
-
-    numbers: Mapping[str, tuple[float, ...]]
-    where: str
-
-    def mean_std(self, eps: float = OPENPI_EPS) -> Affine:
-        """(x - mean) / (std + eps): pi0 and SmolVLA.
-
-        Raises:
-            CheckpointError: there are no mean and std.
-        """
-        mean, std = self._pair("mean", "std")
-        return Affine(shift=mean, scale=tuple(s + eps for s in std))
-
-    def quantiles(self, eps: float = OPENPI_EPS) -> Affine:
-        """(x - q01) / (q99 - q01 + eps) * 2 - 1: pi0.5.
-
-        Raises:
-            CheckpointError: there are no q01 and q99.
-        """
-        low, high = self._pair("q01", "q99")
-        half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
-        return Affine(shift=tuple(a + h for a, h in zip(low, half, strict=True)), scale=half)
-
-    def _pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        found = [self.numbers.get(name, ()) for name in (first, second)]
-        if not found[0] or len(found[0]) != len(found[1]):
-            raise CheckpointError(
-                f"{self.where} has no usable {first} and {second}; only: {', '.join(sorted(self.numbers)) or 'none'}. "
-                f"Fetch the file again, or choose the normalisation that the checkpoint was trained with."
-            )
-        return found[0], found[1]
-
-
-def read_openpi(path: Path) -> dict[str, FlowStatistics]:
-    """Read openpi's `norm_stats.json`: statistics of `state` and `actions`.
-
-    Raises:
-        CheckpointError: the file is missing or malformed.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
-        return {part: _statistics(content[part], f"{path}: {part}") for part in PARTS}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is missing or malformed ({error!r}). It holds the statistics of the training data; take it from "
-            f"the checkpoint's assets."
-        ) from error
-
-
-def read_lerobot(tensors: Mapping[str, Any], where: Path) -> dict[str, FlowStatistics]:
-    """Statistics among the tensors of a lerobot file: its normaliser's, or an older model's own weights.
-
-    Names are `observation.state.mean`, or `normalize_inputs.buffer_observation_state.mean`, where older models put the
-    name of a robot before `buffer_`.
-
-    Raises:
-        CheckpointError: states or actions have none, or those of several robots.
-    """
-    found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for key, tensor in tensors.items():
-        name, _, number = key.rpartition(".")
-        name = name.rpartition("buffer_")[2].replace("observation_", "observation.")
-        if name in _LEROBOT_PARTS:
-            row = np.asarray(tensor, np.float64).reshape(-1)
-            if not np.array_equal(found[_LEROBOT_PARTS[name]].setdefault(number, row), row):
-                raise CheckpointError(
-                    f"{where} holds the {number} of {name} of several robots ('{key}' is not the first): nothing says "
-                    f"which is meant. Write the right ones to {OPENPI_FILE} beside it."
-                )
-    if empty := [part for part, numbers in found.items() if not numbers]:
-        raise CheckpointError(
-            f"{where} holds no statistics of {' and '.join(empty)}; it is of another step, or damaged."
-        )
-    return {part: _statistics(numbers, f"{where}: {part}") for part, numbers in found.items()}
-
-
-def _statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    rows = {name: tuple(map(float, row)) for name, row in numbers.items() if np.ndim(row) == 1}
-    if any(not np.isfinite(row).all() for row in rows.values()):
-        raise CheckpointError(f"{where} has numbers that are not finite; the data set it was made of is damaged.")
-    return FlowStatistics(numbers=rows, where=where)
 
 
 def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
@@ -159,6 +62,7 @@ def _shift(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float)
 
 
 _OWN_PARTS = {"proprio": "state", "action": "actions"}
+_OWN_NUMBERS = ("mean", "std", "q01", "q99")
 _TOLD = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
@@ -221,11 +125,47 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     return problems
 
 
-def prompt_form(cfg: VlaSettings, spec: FlowSpec) -> PromptForm:
-    """How instructions are written; pi0.5 without the state reads pi0's prompts."""
-    if not isinstance(spec, Pi0Spec):
-        return SMOLVLA_PROMPT
-    return PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
+def prompt_form(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptForm:
+    """Return how instructions are written; pi0.5 without the state reads pi0's prompts.
+
+    The checkpoint's config.json may limit their length (lerobot: tokenizer_max_length, openpi: max_token_len).
+    """
+    form = SMOLVLA_PROMPT
+    if isinstance(spec, Pi0Spec):
+        form = PI05_PROMPT if isinstance(cfg, Pi05Settings) and cfg.state_in_prompt else PI0_PROMPT
+    found = _config(folder)
+    limit = next((found[name] for name in ("tokenizer_max_length", "max_token_len") if name in found), form.limit)
+    return replace(form, limit=int(limit))
+
+
+def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_dim: int) -> None:
+    """Check that the model reads every instruction as a whole.
+
+    Raises:
+        ConfigError: an instruction has too many tokens; names it.
+    """
+    state = np.zeros(state_dim, np.float32) if form.reads_state else None
+    # No token is shorter than a byte, so most instructions need no tokenizer.
+    few = form.limit - len(form.template) - len(form.tail) - 4 * state_dim * form.reads_state - 2
+    if long := [task for task in tasks if len(task.encode()) > few]:
+        prompts = FlowPrompts(folder / TOKENIZER_FILE, form)
+        for task in long:
+            prompts.encode(task, state)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+
+
+def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
+    """Return what the banner says about a checkpoint: that it was meant to execute another number of actions."""
+    own = _config(folder).get("n_action_steps")
+    if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
+        return ()
+    return (
+        f"the checkpoint executes {own} actions per query (n_action_steps), model.num_action_chunks="
+        f"{cfg.num_action_chunks} of them are executed",
+    )
 
 
 def reads_state(cfg: VlaSettings) -> bool:
@@ -243,7 +183,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         CheckpointError: there are none, several, or too few dimensions.
         ConfigError: our statistics are of actions that are not relative.
     """
-    found, eps = _find_statistics(folder)
+    found, eps = _find_statistics(folder, cfg.unnorm_key)
     if not found:
         if starts_random(folder):
             return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
@@ -265,7 +205,9 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         statistics = found[part]
         quantiles = cfg.normalization is Normalization.quantiles
         affine = statistics.quantiles(eps) if quantiles else statistics.mean_std(eps)
-        if len(affine.shift) < size:
+        # Published statistics may be padded with dimensions that do not vary.
+        padded = all(scale <= OPENPI_EPS for scale in affine.scale[size:])
+        if len(affine.shift) < size or not padded:
             raise CheckpointError(
                 f"{statistics.where} has {len(affine.shift)} dimensions, the environment gives {size}. The checkpoint "
                 f"was trained on another robot; choose another one, or train it with `embodyrl sft`."
@@ -274,32 +216,40 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
     return Units(state=units.get("state"), actions=units["actions"])
 
 
-def _find_statistics(folder: Path) -> tuple[Mapping[str, FlowStatistics], float]:
-    """By part; and what is added to their denominators."""
+def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowStatistics], float]:
+    """Return statistics by part, and what is added to their denominators."""
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
-    openpi = [p for p in (folder / OPENPI_FILE, *sorted(folder.glob(f"assets/**/{OPENPI_FILE}"))) if p.exists()]
-    if len(openpi) > 1 and openpi[0].parent != folder:
-        raise CheckpointError(
-            f"{folder} has statistics of {len(openpi)} data sets: {', '.join(str(p) for p in openpi)}. Copy the one "
-            f"that is meant to {folder / OPENPI_FILE}."
-        )
-    if openpi:
-        return read_openpi(openpi[0]), OPENPI_EPS
+    if (openpi := _openpi_file(folder, key)) is not None:
+        return read_openpi(openpi), OPENPI_EPS
     # Processors of their own came later: older models keep the numbers among their weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
         tensors = _vectors(path)
         if tensors or path.name.startswith("policy_"):
-            return read_lerobot(tensors, path), LEROBOT_EPS
+            return read_lerobot(tensors, path, key), LEROBOT_EPS
     return {}, OPENPI_EPS
+
+
+def _openpi_file(folder: Path, key: str | None) -> Path | None:
+    """Return openpi's statistics: those of the folder, or else below assets/<data set>, where `key` chooses."""
+    if (folder / OPENPI_FILE).exists():
+        return folder / OPENPI_FILE
+    assets = {p.parent.relative_to(folder / "assets").as_posix(): p for p in folder.glob(f"assets/**/{OPENPI_FILE}")}
+    if key is not None and assets:
+        return assets[find_data_set(key, assets, folder / "assets")]
+    if len(assets) > 1:
+        raise CheckpointError(
+            f"{folder} has statistics of {len(assets)} data sets: {', '.join(sorted(assets))}. Set model.unnorm_key to "
+            "the one that the policy is to control."
+        )
+    return next(iter(assets.values()), None)
 
 
 def _vectors(path: Path) -> dict[str, np.ndarray]:
     """Statistics among the tensors of a file; no weight is read."""
-    old = ("normalize_inputs.", "unnormalize_outputs.", "observation.state.", "action.")
     try:
         with safe_open(path, "np") as file:
-            return {key: file.get_tensor(key) for key in file.keys() if key.startswith(old)}  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file ({error}); fetch it again.") from error
 
@@ -307,24 +257,18 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
 def _read_own(path: Path) -> dict[str, FlowStatistics]:
     try:
         (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
-        return {
-            ours: FlowStatistics(
-                numbers={name: tuple(map(float, entry[part][name])) for name in ("mean", "std", "q01", "q99")},
-                where=f"{path}: {part}",
-            )
-            for part, ours in _OWN_PARTS.items()
-            if part in entry
-        }
+        parts = {part: {name: entry[part][name] for name in _OWN_NUMBERS} for part in _OWN_PARTS if part in entry}
+        return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is malformed ({error!r}); `embodyrl sft` writes it.") from error
 
 
-def side_files(folder: Path) -> dict[str, bytes]:
-    """Configuration, tokenizer, processors and statistics, to be written beside weights again."""
+def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
+    """Read configuration, tokenizer, processors and the statistics that `key` chooses, to be written again."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     found = {p.name: p.read_bytes() for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
-    if OPENPI_FILE not in found:
-        found |= {p.name: p.read_bytes() for p in sorted(folder.glob(f"assets/**/{OPENPI_FILE}"))[:1]}
+    if STATISTICS_FILE not in found and (openpi := _openpi_file(folder, key)) is not None:
+        found[OPENPI_FILE] = openpi.read_bytes()
     found[CONFIG_FILE] = saved_config(found[CONFIG_FILE])
     return _told_to_lerobot(found) if STATISTICS_FILE in found else found
 
@@ -335,7 +279,7 @@ def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}
     for name in [name for name in files if fnmatch(name, "policy_*normalizer*.safetensors")]:
-        kept = {k: t for k, t in load(files[name]).items() if k.rpartition(".")[0] not in numbers}
+        kept = {k: t for k, t in load(files[name]).items() if not (numbers and STATISTIC.fullmatch(k))}
         told = {f"{part}.{n}": row[n] for part, row in numbers.items() for n in _TOLD if n in row}
         files[name] = save(kept | {key: np.asarray(row, np.float32) for key, row in told.items()})
     for part, (_, features) in parts.items():

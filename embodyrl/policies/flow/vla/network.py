@@ -191,13 +191,18 @@ class VlaReader:
         """
         self._cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
-        form = prompt_form(cfg, spec)
+        form = prompt_form(cfg, spec, folder)
         self._prompts = FlowPrompts(
             folder / TOKENIZER_FILE,
             form,
             tasks=() if form.reads_state else request.env.instructions or request.env.tasks,
         )
         self.adopt(folder)
+
+    @property
+    def unnorm_key(self) -> str | None:
+        """Robot or data set whose statistics apply."""
+        return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
         """Take the statistics of a folder: its weights' numbers mean what they meant where it was trained."""

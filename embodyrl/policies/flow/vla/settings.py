@@ -25,6 +25,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """H: actions of a chunk, of which num_action_chunks are executed; default: the checkpoint's."""
     normalization: Normalization = Normalization.mean_std
     """Statistics that scale states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 are -1 and 1)."""
+    unnorm_key: str | None = None
+    """Robot or data set whose statistics apply, where a checkpoint has those of several."""
     delta_dims: Annotated[int, Field(ge=0, le=32)] = 0
     """So many first numbers of an action are relative to those of the state; openpi's pi0_libero has 6."""
     train_expert_only: bool = True

@@ -1,0 +1,148 @@
+"""Statistics of states and actions that come with pi0, pi0.5 and SmolVLA, and the scaling they define. No torch."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import check_statistics, find_data_set
+from embodyrl.types import FloatArray
+
+OPENPI_FILE = "norm_stats.json"
+"""openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
+OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
+"""lerobot adds its own to fewer of the denominators, which is 1e-8 of a difference where the spread is not zero."""
+PARTS = ("state", "actions")
+_LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine:
+    """normalised = (x - shift) / scale for the first D dimensions; further ones pass through."""
+
+    shift: tuple[float, ...]
+    scale: tuple[float, ...]
+
+    def normalise(self, x: npt.ArrayLike) -> FloatArray:
+        """Map [..., >= D] to the units of training."""
+        out = np.array(x, np.float64)
+        size = len(self.shift)
+        out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
+        return out.astype(np.float32)
+
+    def unnormalise(self, x: npt.ArrayLike) -> FloatArray:
+        """The inverse."""
+        out = np.array(x, np.float64)
+        size = len(self.shift)
+        out[..., :size] = out[..., :size] * np.asarray(self.scale) + np.asarray(self.shift)
+        return out.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowStatistics:
+    """Numbers per dimension of a data set's states or actions: mean and std, q01 and q99, or all four."""
+
+    numbers: Mapping[str, tuple[float, ...]]
+    where: str
+
+    def mean_std(self, eps: float = OPENPI_EPS) -> Affine:
+        """(x - mean) / (std + eps): pi0 and SmolVLA.
+
+        Raises:
+            CheckpointError: there are no mean and std.
+        """
+        mean, std = self._pair("mean", "std")
+        return Affine(shift=mean, scale=tuple(s + eps for s in std))
+
+    def quantiles(self, eps: float = OPENPI_EPS) -> Affine:
+        """(x - q01) / (q99 - q01 + eps) * 2 - 1: pi0.5.
+
+        Raises:
+            CheckpointError: there are no q01 and q99.
+        """
+        low, high = self._pair("q01", "q99")
+        half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
+        return Affine(shift=tuple(a + h for a, h in zip(low, half, strict=True)), scale=half)
+
+    def _pair(self, first: str, second: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        found = [self.numbers.get(name, ()) for name in (first, second)]
+        if not found[0] or len(found[0]) != len(found[1]):
+            raise CheckpointError(
+                f"{self.where} has no usable {first} and {second}; only: {', '.join(sorted(self.numbers)) or 'none'}. "
+                f"Fetch the file again, or choose the normalisation that the checkpoint was trained with."
+            )
+        return found[0], found[1]
+
+
+def read_openpi(path: Path) -> dict[str, FlowStatistics]:
+    """Read openpi's `norm_stats.json`: statistics of `state` and `actions`.
+
+    Raises:
+        CheckpointError: the file is missing or malformed.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
+        return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is missing or malformed ({error!r}). It holds the statistics of the training data; take it from "
+            f"the checkpoint's assets."
+        ) from error
+
+
+STATISTIC = re.compile(
+    r"(?:(?:un)?normalize_\w+?\.)?(?:(?P<robot>.+?)[._])?(?:buffer[._])?"
+    r"(?P<part>observation[._]state|action)\.(?P<number>mean|std|min|max|q01|q10|q50|q90|q99)"
+)
+"""Name of a statistic: `observation.state.mean`, `normalize_inputs.buffer_observation_state.mean`, with the name of a
+robot before `buffer` where a model was trained on several: `so100.buffer.action.mean`."""
+
+
+def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = None) -> dict[str, FlowStatistics]:
+    """Read the statistics among the tensors of a lerobot file: its normaliser's, or an older model's own weights.
+
+    Args:
+        tensors: by name; see `STATISTIC`.
+        where: the file.
+        robot: whose statistics apply, where there are those of several.
+
+    Raises:
+        CheckpointError: states or actions have none, or those of several robots and none is chosen.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, tensor in tensors.items():
+        if (match := STATISTIC.fullmatch(key)) is not None:
+            name = "" if match["robot"] in (None, "buffer") else match["robot"]
+            part = _LEROBOT_PARTS[match["part"].replace("_", ".")]
+            row = np.asarray(tensor, np.float64).reshape(-1).tolist()
+            found.setdefault(name, {}).setdefault(part, {})[match["number"]] = row
+    chosen = next(iter(found.values()), {})
+    if robot is not None and set(found) - {""}:
+        chosen = found[find_data_set(robot, found, where)]
+    elif any(numbers != chosen for numbers in found.values()):
+        raise CheckpointError(
+            f"{where} holds statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key to the one "
+            "that the policy is to control."
+        )
+    if empty := [part for part in PARTS if not chosen.get(part)]:
+        raise CheckpointError(
+            f"{where} holds no statistics of {' and '.join(empty)}; it is of another step, or damaged."
+        )
+    return {part: to_statistics(chosen[part], f"{where}: {part}") for part in PARTS}
+
+
+def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
+    """Return checked statistics of the part that `where` ends with.
+
+    Raises:
+        CheckpointError: see `check_statistics`.
+    """
+    rows = {name: tuple(map(float, row)) for name, row in numbers.items() if np.ndim(row) == 1}
+    check_statistics(rows, where, varies=where.endswith(PARTS[1]))
+    return FlowStatistics(numbers=rows, where=where)

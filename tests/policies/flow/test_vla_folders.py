@@ -1,0 +1,143 @@
+"""What small files of a checkpoint folder state: statistics of several robots, prompt limits, executed actions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_vla_policy import ENV, build, folder_of, settings
+from tiny_vla import FORMS
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies import POLICIES
+from embodyrl.policies.flow.vla.folder import side_files
+from embodyrl.policies.flow.vla.statistics import read_lerobot
+from embodyrl.policies.folder import find_data_set
+
+ROBOTS = ("so100", "so100-blue", "so100-red")
+
+
+def of_robots(pattern: str = "{}.buffer.{}.{}") -> dict[str, torch.Tensor]:
+    """Return statistics as `lerobot/smolvla_base` names them."""
+    rows = {("mean", 0.0), ("std", 1.0)}
+    sizes = {"observation.state": 5, "action": 7}
+    return {
+        pattern.format(robot, part if "buffer." in pattern else part.replace(".", "_"), name): torch.full(
+            (size,), v + n
+        )
+        for n, robot in enumerate(ROBOTS)
+        for part, size in sizes.items()
+        for name, v in rows
+    }
+
+
+@pytest.mark.parametrize("pattern", ["{}.buffer.{}.{}", "normalize_inputs.{}.buffer_{}.{}", "{}_buffer_{}.{}"])
+def test_unnorm_key_chooses_among_robots(tmp_path: Path, pattern: str) -> None:
+    tensors = of_robots(pattern)
+    with pytest.raises(CheckpointError, match=r"several robots: so100, so100-blue, so100-red. Set model.unnorm_key"):
+        read_lerobot(tensors, tmp_path)
+    with pytest.raises(CheckpointError, match="No statistics 'so101'"):
+        read_lerobot(tensors, tmp_path, "so101")
+    assert read_lerobot(tensors, tmp_path, "so100-red")["actions"].numbers["mean"] == (2.0,) * 7
+
+
+def test_policy_of_several_robots_is_built_for_the_chosen_one(tmp_path: Path) -> None:
+    folder = folder_of("smolvla", tmp_path, lerobot_statistics=True)
+    save_file(of_robots(), folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+    with pytest.raises(CheckpointError, match="several robots"):
+        build("smolvla", folder)
+    policy = build("smolvla", folder, unnorm_key="so100-blue")
+    policy.save(tmp_path / "saved")
+    build("smolvla", tmp_path / "saved", unnorm_key="so100-blue").load_weights(tmp_path / "saved")
+
+
+def test_unnorm_key_chooses_among_assets(tmp_path: Path) -> None:
+    folder = folder_of("pi0", tmp_path)
+    other = folder / "assets/lab/other/norm_stats.json"
+    other.parent.mkdir()
+    other.write_text((folder / "assets/lab/robot/norm_stats.json").read_text().replace("0.1", "0.7"))
+    with pytest.raises(CheckpointError, match="2 data sets: lab/other, lab/robot"):
+        build("pi0", folder)
+    policy = build("pi0", folder, unnorm_key="lab/other")
+    policy.save(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/norm_stats.json").read_text())["norm_stats"]["state"]["mean"] == [0.7] * 5
+    assert side_files(folder, "lab/robot")["norm_stats.json"] != side_files(folder, "lab/other")["norm_stats.json"]
+
+
+@pytest.mark.parametrize("known", ["libero_spatial", "libero_spatial_no_noops"])
+@pytest.mark.parametrize("wanted", ["libero_spatial", "libero_spatial_no_noops"])
+def test_suffix_of_data_sets_may_be_there_or_not(known: str, wanted: str) -> None:
+    assert find_data_set(wanted, [known, "bridge"], Path("x")) == known
+    with pytest.raises(CheckpointError, match=r"No statistics 'libero_10_no_noops' \(with or without '_no_noops'\)"):
+        find_data_set("libero_10_no_noops", [known], Path("x"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"mean": [0.0, float("nan"), 0.0, 0.0, 0.0, 0.0, 0.0]}, r"mean\[1\] is nan, which is not finite"),
+        ({"std": [0.5, 0.5, -0.5, 0.5, 0.5, 0.5, 0.5]}, "the spread of dimension 2 is negative"),
+        ({"std": [0.0] * 7}, "degenerate: no dimension varies"),
+        ({"q01": [2.0] * 7}, "the spread of dimension 0 is negative"),
+        ({"q01": [1.1] * 7}, "degenerate: no dimension varies"),
+        ({"std": [0.5] * 6}, "different length"),
+        (
+            {name: [0.5, 1.0] * 4 for name in ("mean", "std")} | {"q01": [-1.0] * 8, "q99": [1.0] * 8},
+            "has 8 dimensions",
+        ),
+    ],
+)
+def test_unusable_statistics_are_rejected(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    folder = folder_of("pi0", tmp_path)
+    path = folder / "assets/lab/robot/norm_stats.json"
+    content = json.loads(path.read_text())
+    content["norm_stats"]["actions"] |= change
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=said):
+        build("pi0", folder)
+
+
+def test_statistics_may_be_padded(tmp_path: Path) -> None:
+    folder = folder_of("pi0", tmp_path)
+    path = folder / "assets/lab/robot/norm_stats.json"
+    content = json.loads(path.read_text())
+    for row in content["norm_stats"]["actions"].values():
+        row += [0.0] * 5
+    path.write_text(json.dumps(content))
+    build("pi0", folder)
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["tokenizer_max_length", "max_token_len"])
+def test_prompt_limit_of_the_checkpoint_applies_before_anything_is_built(tmp_path: Path, form: str, name: str) -> None:
+    folder, cfg = folder_of(form, tmp_path), settings(form, tmp_path / form)
+    factory, long = POLICIES.get(form), replace(ENV, tasks=("open it", "x" * 60))
+    if form == "pi05":
+        factory.spec(cfg, long, 0)
+    else:
+        with pytest.raises(ConfigError, match=r"has 6\d tokens, this model reads 48 at most"):
+            factory.spec(cfg, long, 0)
+    edit_config(folder, **{name: 120})
+    factory.spec(cfg, long, 0)
+    edit_config(folder, **{name: 50})
+    with pytest.raises(ConfigError, match="this model reads 50 at most"):
+        factory.spec(cfg, long, 0)
+
+
+def test_executed_actions_of_the_checkpoint_are_mentioned(tmp_path: Path) -> None:
+    folder, cfg, factory = folder_of("pi0", tmp_path), settings("pi0", tmp_path / "pi0"), POLICIES.get("pi0")
+    assert factory.spec(cfg, ENV, 0).doubts == ()
+    edit_config(folder, n_action_steps=3)
+    assert factory.spec(cfg, ENV, 0).doubts == ()
+    edit_config(folder, n_action_steps=6)
+    assert "executes 6 actions per query" in factory.spec(cfg, ENV, 0).doubts[0]
