@@ -12,6 +12,7 @@ from pathlib import Path
 
 MIB = 2**20
 DEV = Path("/dev")
+PROCESSOR = Path("/proc/cpuinfo")
 _QUERY = ("index", "uuid", "memory.free", "mig.mode.current", "driver_version", "name")
 _QUERY_S, _TORCH_S = 20.0, 120.0
 _FREE = """
@@ -31,6 +32,17 @@ def visible_gpus() -> tuple[str, ...]:
     # As CUDA reads it: an invalid name (Slurm writes NoDevFiles) hides itself and what follows.
     valid = re.compile(r"\d+|GPU-.*|MIG-.*").fullmatch
     return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this host has instructions for bfloat16: a GPU, or a processor with AVX-512, AMX or Arm's extension.
+
+    A processor whose features are unknown counts as one that has.
+    """
+    if visible_gpus() or not PROCESSOR.is_file():
+        return True
+    features = re.findall(r"^(?:flags|Features)\s*:(.*)", PROCESSOR.read_text(encoding="utf-8", errors="replace"), re.M)
+    return not features or bool({"avx512_bf16", "amx_bf16", "bf16"} & {*features[0].split()})
 
 
 @dataclass(frozen=True, slots=True)

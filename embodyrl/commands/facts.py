@@ -13,7 +13,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
 from embodyrl.plan.rates import predict
-from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.types import EnvSpec
 
 
@@ -31,6 +31,7 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
+    lines |= dict(precision_facts(cfg))
     if env.doubts or policy.doubts:
         lines["warning"] = "; ".join((*env.doubts, *policy.doubts))
     if env.cameras and not policy.num_images and blueprint.algorithm is not None:
@@ -46,6 +47,13 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
+
+
+def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
+    """Say why a model computes in float32 though its default is bfloat16."""
+    if not cfg.prefers_float32:
+        return []
+    return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
 def memory_of_tasks(env: EnvSpec, split: PlayedSplit, workers: int) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
+from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import TextRow, join_messages, join_pair
 from embodyrl.datasets.cards import Reading, read_card, reading_of
@@ -285,6 +286,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            *precision_facts(cfg),
             training,
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
@@ -300,6 +302,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
         ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
         ("as stored", conventions(card.env)),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+        *precision_facts(cfg),
         training,
     ]
 

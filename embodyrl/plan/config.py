@@ -15,11 +15,12 @@ import yaml
 from embodyrl.config import tree
 from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.settings import flat, leaves, nodes, plain
+from embodyrl.config.shared import Precision
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import ROOTS, SELECTORS, Root, selected
+from embodyrl.plan.roots import ROOTS, SELECTORS, PolicyConfig, Root, selected
 
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
 MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
@@ -261,8 +262,10 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
             problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
     if problems:
         raise ConfigError(problems)
-    found = {key: leaf for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}
-    return cfg.updated({key: _fetched(key, leaf) for key, leaf in found.items()})
+    found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}
+    if fetch and isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
+        found["model.precision"] = Precision.fp32
+    return cfg.updated(found)
 
 
 def _fetched(key: str, value: Any) -> Any:

@@ -16,10 +16,12 @@ from embodyrl.algorithms.settings import (
     ValueSettings,
 )
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ActingFaults, LauncherSettings, StepTimeout, parse_placement
+from embodyrl.cluster.protocol import ActingFaults, ClusterSection, LauncherSettings, StepTimeout, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, keys_of, spell
+from embodyrl.config.shared import Precision
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text
+from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
 from embodyrl.envs.video import FilmSettings, VideoSettings
@@ -96,6 +98,13 @@ class PolicyConfig(Root):
     """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
     counts only where it is typed."""
     model: ModelSettings
+
+    @property
+    def prefers_float32(self) -> bool:
+        """The default of a model is bfloat16, no file and no override sets it, and this host is slow in it."""
+        default = type(self.model).model_fields.get("precision")
+        chosen = "model.precision" in self.sources or isinstance(self, ClusterSection)
+        return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
 
 
 class RunConfig(PolicyConfig):

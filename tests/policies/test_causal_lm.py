@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from settings import model_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from embodyrl.config.shared import Precision, SamplingSettings
@@ -370,3 +371,27 @@ def test_imitation_learns_the_end_of_a_reply():
         optimizer.step()
     after = policy.score(prompts, tokens).logprob.detach().numpy()
     assert (after[[0, 1], length - 1] > logprob[[0, 1], length - 1] + 1.0).all()
+
+
+class CountsCasts(TorchDispatchMode):
+    """Counts copies of matrices in bfloat16."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and func is torch.ops.aten._to_copy.default and out.numel() == self.size:
+            self.count += out.dtype is torch.bfloat16
+        return out
+
+
+def test_float32_weights_are_cast_once_for_all_tokens_of_a_reply():
+    policy = build(TINY.updated({"precision": Precision.bf16}))
+    head = policy.module.lm.get_output_embeddings().weight
+    assert head.dtype is torch.float32
+    with CountsCasts(head.numel()) as casts:
+        out = policy.act(observe(*PROMPTS), noise=noise(5))
+    assert (out.tokens >= 0).sum(1).max() > 2
+    assert casts.count == 1

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from embodyrl.commands.facts import precision_facts
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -78,6 +79,7 @@ def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tupl
     parts = [*names.images[: spec.num_images], *names.state[: 1 if spec.uses_state else 0], names.prompt[0]]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
+        *precision_facts(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: its actions and its gripper go out, upright images come in"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.uses_state else "")),

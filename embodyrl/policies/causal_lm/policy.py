@@ -107,12 +107,13 @@ class CausalLMPolicy:
         best = no_best(count, length, self._request.top)
         if self._engine_asked:
             tokens, logprob, value, best = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
-        for rows in [] if self._engine_asked else self._buckets(prompts):
-            # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
-            batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
-            out = self._generate(batch, noise, temperature)
-            for array, part in zip((tokens, logprob, value, best), out, strict=True):
-                array[rows] = part[rows]
+        with self._precision():  # around all replies, so that float32 weights are cast once and not for each token
+            for rows in [] if self._engine_asked else self._buckets(prompts):
+                # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
+                batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
+                out = self._generate(batch, noise, temperature)
+                for array, part in zip((tokens, logprob, value, best), out, strict=True):
+                    array[rows] = part[rows]
         replies = self.tokenizer.batch_decode([row[row >= 0] for row in tokens], skip_special_tokens=True)
         return PolicyOutput(
             actions=tokens[:, :, None].astype(np.float32),
