@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Never
@@ -224,8 +225,11 @@ class Algorithm:
         cfg = self._cfg
         log_weight = to_units(proximal - behaviour, valid, cfg.logprob_type)
         mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
-        gap = log_weight[mask]
-        metrics = {"behaviour_gap": float(gap.abs().mean()), "behaviour_ratio_max": float(gap.exp().max())}
+        gap = log_weight.where(mask, 0.0)
+        metrics = {
+            "behaviour_gap": float(gap.abs().sum() / mask.sum()),
+            "behaviour_ratio_max": float(gap.where(mask, -math.inf).exp().max()),
+        }
         factors = None
         if cfg.behave_weight_threshold is not None:
             factors = importance_weights(
@@ -239,7 +243,7 @@ class Algorithm:
             kept = second_moment_mask(log_weight, mask, threshold=cfg.m2_threshold).to(log_weight.dtype)
             factors = kept if factors is None else factors * kept
         if factors is not None:
-            metrics["behaviour_removed"] = float((factors[mask] == 0).float().mean())
+            metrics["behaviour_removed"] = float(((factors == 0) & mask).sum() / mask.sum())
         return factors, metrics
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:

@@ -169,14 +169,14 @@ class PolicyGradientLearner(Learner):
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
-        parts = []
-        for start in range(0, len(batch.records), self._cfg.micro_batch_size):
-            records = batch.records[start : start + self._cfg.micro_batch_size]
+        logprob = torch.zeros_like(behaviour)
+        for part in self._ranks.rank_info.share(len(batch.records), self._cfg.micro_batch_size):
+            records = batch.records[part]
             with torch.no_grad():
                 scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
-            parts.append(scores.logprob.float().cpu())
+            logprob[part] = scores.logprob.float().cpu()
             yield
-        logprob = torch.cat(parts)
+        logprob = self._ranks.total(logprob)  # each sample's is there on one rank
         correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
         return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
 

@@ -31,6 +31,10 @@ class Ranks(Protocol):
         """Return the parts of all ranks; collective."""
         ...
 
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor on the host over all ranks; collective."""
+        ...
+
     def train(self) -> None:
         """Make ready for an update: shards; collective."""
 
@@ -73,6 +77,10 @@ class OneRank:
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         """See `Ranks.exchange`."""
         return parts
+
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Ranks.total`."""
+        return own
 
     def train(self) -> None:
         """See `Ranks.train`."""

@@ -121,6 +121,11 @@ class ShardedRanks:
         texts = (row[: int(length)].cpu().numpy().tobytes() for row, length in zip(padded, lengths, strict=True))
         return [part for text in texts for part in json.loads(text)]
 
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """See `Ranks.total`."""
+        dist.all_reduce(own)
+        return own
+
     def train(self) -> None:
         """See `Ranks.train`."""
         # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.

@@ -20,12 +20,14 @@ ONE, EIGHT = (*SMALL, "actor.fsdp.size=1"), (*SMALL, "actor.fsdp.size=8")
 AGAIN = "actor.gradient_checkpointing=true"
 GRAPHS = "model.cuda_graphs=true"
 KL, ONCE = "algorithm.kl_beta=0.01", "algorithm.update_epoch=1"
+RECOMPUTED = "algorithm.old_logprob=recompute"
 SUCCESSES = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1")
 JOBS: dict[str, Job] = {
     job.name: job
     for job in (
         Job(name="values, recomputed", model="tiny", layers=2, words=(*ONE, "algorithm=ppo", ONCE, AGAIN, GRAPHS)),
         Job(name="reference on 8", model="tiny", layers=2, words=(*EIGHT, KL), train=16),
+        Job(name="recomputed on 8", model="tiny", layers=2, words=(*EIGHT, RECOMPUTED), train=16),
         Job(name="own successes on 8", model="tiny", layers=2, words=(*EIGHT, *SUCCESSES), train=16),
     )
 }
@@ -43,6 +45,12 @@ EXPECTED = {
         "reference": (2, 16),
         "update 0": (3, 17),
         "update 1": (3, 34),
+    },
+    "recomputed on 8": {
+        "build": (47, 47),
+        "act": (3, 8),
+        "update 0": (4, 24),
+        "update 1": (5, 48),
     },
     "own successes on 8": {
         "build": (47, 47),

@@ -53,7 +53,7 @@ def test_two_ranks_equal_one(tmp_path):
 @pytest.mark.timeout(300)
 def test_ranks_with_unequal_shares_measure_after_the_same_steps(tmp_path):
     """Of three samples one rank has two: what it has scored must not decide when all exchange their metrics."""
-    words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3")
+    words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3", "algorithm.old_logprob=recompute")
     job = Rollout(name="run", words=words, last=1)
     tokens = 2 * draw_blueprint(toy_config(tmp_path, *words), training=True).policy.tokens_per_chunk
     run_ranks(tmp_path / "two", 2, [replace(job, at_once=tokens)], deadline_s=120)
