@@ -25,7 +25,7 @@ from embodyrl.learners.flat_adam import build_adam
 from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions
-from embodyrl.learners.training import InParts, mean_metrics
+from embodyrl.learners.training import InParts, load_optimizer, mean_metrics
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, IntArray, Observation
@@ -277,18 +277,17 @@ class SacLearner(Learner):
     def load(self, folder: Path) -> None:
         """Go on from what `save` wrote."""
         state = load_state(folder, CRITICS)
-        # Loading brings the saved rates along, but those of this run's config hold.
-        rates = {name: optimizer.param_groups[0]["lr"] for name, optimizer in self._optimizers.items()}
         try:
             for name, part in self._parts().items():
-                part.load_state_dict(state[name])
+                if name in self._optimizers:
+                    load_optimizer(self._optimizers[name], state[name])
+                else:
+                    part.load_state_dict(state[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} was written with other critics ({error}): a run goes on with its own algorithm.critics and "
                 "model. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
-        for name, rate in rates.items():
-            self._optimizers[name].param_groups[0]["lr"] = rate
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
             kept = load_state(folder, REPLAY)

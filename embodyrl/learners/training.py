@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -160,22 +160,26 @@ class Optimization:
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
-        # Remembered first: loading replaces them by those of the run that saved.
-        own = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
-            self.optimizer.load_state_dict(self._ranks.shard(state["optimizer"], self.optimizer))
+            load_optimizer(self.optimizer, self._ranks.shard(state["optimizer"], self.optimizer))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} was written while other parameters were trained ({error}): a run goes on with its own "
                 "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
-        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(settings)
         schedule = state["schedule"]
         # Older checkpoints: optimizer steps only.
         self._schedule.taken = int(schedule.get("taken", schedule.get("last_epoch", 0)))
         self._schedule.warm_until = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load what `state_dict` returned; rates, weight decay and the like stay the optimizer's own."""
+    own = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    # Before loading: by `fused` of these groups torch decides whether the count of steps goes to the GPU.
+    groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
+    optimizer.load_state_dict(state | {"param_groups": groups})
 
 
 class Trainer:

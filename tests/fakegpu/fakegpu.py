@@ -15,7 +15,6 @@ import ctypes
 import os
 import sys
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 assert "torch" not in sys.modules, "the device guard must be loaded before torch"
@@ -24,12 +23,13 @@ assert ctypes.CDLL(os.environ["FAKE_CUDA_GUARD"]).fake_cuda_guard()
 import fakestreams
 import numpy as np
 import torch
+from fakerules import place, refuse_mixed, refuse_unordered
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 GIB = 2**30
@@ -41,15 +41,6 @@ COPIES = ("_to_copy", "copy_")
 MAKERS = ("empty", "empty_like", "empty_strided", "new_empty")
 WAITS = ("nonzero", "_unique2", "masked_select")
 """The shape of the result depends on the values."""
-UNORDERED = """
-nll_loss2d_forward nll_loss2d_backward put_ histc median kthvalue max_unpool2d max_unpool3d ctc_loss_backward
-avg_pool3d_backward adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward _adaptive_avg_pool3d_backward
-adaptive_max_pool2d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward grid_sampler_2d_backward
-upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward upsample_trilinear3d_backward
-_upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward grid_sampler_3d_backward reflection_pad1d_backward
-reflection_pad2d_backward reflection_pad3d_backward
-"""
-"""What raises on CUDA in deterministic mode (documentation of `torch.use_deterministic_algorithms`)."""
 _ON: list[FakeGpu] = fakestreams.ON
 _PINNED: weakref.WeakSet[Any] = weakref.WeakSet()
 """Storages of host memory that a GPU reads by itself."""
@@ -112,14 +103,21 @@ class FakeGpu(TorchDispatchMode):
             return NotImplemented  # what it does with its local tensors comes here again
         if name.startswith("prim::"):
             return func(*args, **kwargs)
-        _refuse_unordered(name, ins, kwargs)
-        for t in ins if name in COPIES else ():
-            t.constant = None  # else the copy of a constant would be carried out on a real device
+        refuse_unordered(name, ins, kwargs)
+        refuse_mixed(name, [*args, *kwargs.values()])
+        if name in COPIES:
+            args = tree_map_only(Tensor, self._without_constant, args)
         out = func(*args, **kwargs)
         outs = _tensors(out)
         if any(t.device.type == "cuda" for t in (*ins, *outs)) and not any(map(is_traceable_wrapper_subclass, outs)):
             self._count(func, name, ins, outs, (args, kwargs, out))
         return out
+
+    def _without_constant(self, tensor: Tensor) -> Tensor:
+        """Of a scalar torch would carry out the copy to the device."""
+        fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+        fake.constant = None
+        return fake
 
     def _item(self, source: Tensor) -> float | bool:
         if source.device.type == "cuda":
@@ -130,9 +128,9 @@ class FakeGpu(TorchDispatchMode):
 
     def _wait(self, what: str) -> None:
         if self.recording:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {what} {_place()}")
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what} {place()}")
         self.syncs += 1
-        self.sync_places[f"{what} {_place()}"] += 1
+        self.sync_places[f"{what} {place()}"] += 1
 
     def _count(self, func: Any, name: str, ins: list[Tensor], outs: list[Tensor], call: tuple[Any, Any, Any]) -> None:
         known = {t.untyped_storage()._cdata for t in ins}
@@ -162,7 +160,7 @@ class FakeGpu(TorchDispatchMode):
         took = max(flops / PEAK.get(dtype, SLOW_PEAK), moved / BANDWIDTH, LAUNCH)
         self.kernels, self.flops, self.moved = self.kernels + 1, self.flops + flops, self.moved + moved
         self.seconds += took
-        self.by_place[_place(), name, dtype] += 1
+        self.by_place[place(), name, dtype] += 1
         entry = self.by_op[f"{name} {str(dtype)[6:]}" if flops else name]
         entry[:] = (a + b for a, b in zip(entry, (1, took, flops, moved), strict=True))
 
@@ -194,24 +192,6 @@ class FakeGpu(TorchDispatchMode):
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [t for t in tree_flatten(tree)[0] if isinstance(t, Tensor)]
-
-
-def _place() -> str:
-    """Line of ours that is being run."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not frame.f_globals.get("__name__", "").startswith("embodyrl."):
-        frame = frame.f_back
-    return "elsewhere" if frame is None else f"{frame.f_globals['__name__']}:{frame.f_lineno}"
-
-
-def _refuse_unordered(name: str, ins: Iterable[Tensor], kwargs: dict[str, Any]) -> None:
-    if not torch.are_deterministic_algorithms_enabled() or not any(t.device.type == "cuda" for t in ins):
-        return
-    first = next(iter(ins))
-    adds_floats = name in ("cumsum", "cumsum_") and (kwargs.get("dtype") or first.dtype).is_floating_point
-    weighted = name == "bincount" and len(list(ins)) > 1
-    if name in UNORDERED.split() or adds_floats or weighted:
-        raise RuntimeError(f"{name} does not have a deterministic implementation on CUDA, at {_place()}")
 
 
 # --- what torch does differently where there is a device, or where tensors have no data ---
@@ -263,9 +243,12 @@ def _attention(
     if not (isinstance(q, FakeTensor) and q.device.type == "cuda"):
         return _real_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):  # as the real one, which autocast brings to the lower precision
-        q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
-        attn_mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.bool else attn_mask.to(q.dtype)
+        lower = torch.get_autocast_dtype("cuda")
+        q, k, v, attn_mask = (
+            t if t is None or t.dtype in (torch.bool, torch.float64) else t.to(lower) for t in (q, k, v, attn_mask)
+        )
     assert q.dtype == k.dtype == v.dtype, (q.dtype, k.dtype, v.dtype)
+    assert attn_mask is None or attn_mask.dtype in (torch.bool, torch.float32, q.dtype), attn_mask.dtype
     if enable_gqa:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -307,6 +290,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 def _rms_norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """One kernel on CUDA, which torch takes apart for tensors that have a class of their own."""
     if isinstance(input, FakeTensor) and input.device.type == "cuda" and weight is not None:
+        if torch.is_autocast_enabled("cuda"):  # which has this function in its list for float32
+            input, weight = (t.float() if t.dtype != torch.float64 else t for t in (input, weight))
         return _FusedRmsNorm.apply(input, weight)
     return _real_rms_norm(input, shape, weight, eps)
 

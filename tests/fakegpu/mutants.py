@@ -113,6 +113,30 @@ BUGS = {
         "self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)",
         "self._autocast = mixed()",
     ),
+    "norms run in float32 under autocast": Bug(
+        "dtype",
+        "embodyrl.policies.openvla_oft.llama",
+        "            with torch.autocast(x.device.type, enabled=False):\n                return F.rms_norm(",
+        "            if True:\n                return F.rms_norm(",
+        check="norms",
+    ),
+    "a resumed optimizer keeps its count of steps on the host": Bug(
+        "placement",
+        "embodyrl.learners.training",
+        "groups = [saved | settings for",
+        "groups = [saved | settings | {'fused': saved['fused']} for",
+        check="resume",
+    ),
+    "every rank recomputes the whole batch": Bug(
+        "speed",
+        "embodyrl.learners.policy_gradient",
+        "for part in self._ranks.rank_info.share(len(batch.records), self._cfg.micro_batch_size):\n"
+        "            records = batch.records[part]",
+        "for start in range(0, len(batch.records), self._cfg.micro_batch_size):\n"
+        "            part = slice(start, start + self._cfg.micro_batch_size)\n"
+        "            records = batch.records[part]",
+        check="recomputed",
+    ),
     "an unordered sum": Bug(
         "order",
         "embodyrl.policies.tensors",
@@ -179,7 +203,22 @@ def _engine() -> None:
             engine.test_every_update_is_reloaded(patch, sleeps)
 
 
+def _norms() -> None:
+    import torch
+
+    harness: Any = importlib.import_module("on_harness")
+    harness.test_norms_of_the_policy_keep_their_type_under_autocast(torch.bfloat16)
+
+
+def _resume() -> None:
+    harness: Any = importlib.import_module("on_harness")
+    harness.test_a_run_begun_on_a_cpu_resumes_on_a_gpu()
+
+
 CHECKS = {
+    "norms": _norms,
+    "resume": _resume,
+    "recomputed": _process("recomputed on 8"),
     "process": _process("values, recomputed"),
     "reference": _process("reference on 8"),
     "policy": _policy,
