@@ -80,7 +80,7 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     Args:
         numbers: as read.
         where: file and part, the beginning of the message.
-        varies: at least one dimension must vary, as actions do.
+        varies: at least one dimension must vary, as actions do, unless min and max are equal.
 
     Raises:
         CheckpointError: a number is not finite, lengths differ, a spread is negative, or nothing varies.
@@ -94,6 +94,9 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     lengths = {name: len(row) for name, row in rows.items() if name != "count"}
     if len(set(lengths.values())) > 1:
         raise CheckpointError(f"{where} has numbers of different length: {lengths}. {cure}")
+    # Equal ends state that the data are constant; without them, or with others, nothing could be scaled.
+    ends = [rows[name] for name in ("min", "max") if name in rows]
+    varies = varies and not (len(ends) == 2 and np.array_equal(*ends))
     pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]
     spreads = {f"{low} and {high}": rows[high] - rows[low] for low, high in pairs}
     spreads |= {"std": rows["std"]} if "std" in rows else {}

@@ -77,7 +77,8 @@ class Statistics:
             ) from error
         if not len(low) == len(high) == len(mask):
             raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different length.")
-        used = {name: np.compress(mask, row) for name, row in ((low_name, low), (high_name, high))}
+        ends = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
+        used = {name: np.compress(mask, row) for name, row in (ends | {low_name: low, high_name: high}).items()}
         check_statistics(used, f"{where}: {part}", varies=part == "action")
         return Bounds(low=low, high=high, mask=mask)
 

@@ -117,7 +117,8 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
         low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: {part} is malformed ({error!r}); `embodyrl sft` writes it.") from error
-    check_statistics({"q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
+    ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
+    check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):
         raise CheckpointError(f"{path}: {part} has {len(low)} numbers, the environment has {size}.")
     return low, high

@@ -62,7 +62,6 @@ def _shift(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int, sign: float)
 
 
 _OWN_PARTS = {"proprio": "state", "action": "actions"}
-_OWN_NUMBERS = ("mean", "std", "q01", "q99")
 _TOLD = ("mean", "std", "min", "max", "q01", "q99")
 _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
@@ -257,7 +256,7 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
 def _read_own(path: Path) -> dict[str, FlowStatistics]:
     try:
         (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
-        parts = {part: {name: entry[part][name] for name in _OWN_NUMBERS} for part in _OWN_PARTS if part in entry}
+        parts = {part: {name: entry[part][name] for name in _TOLD} for part in _OWN_PARTS if part in entry}
         return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is malformed ({error!r}); `embodyrl sft` writes it.") from error
