@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -141,12 +141,6 @@ class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
     normalize_per_task: bool = False
     """Whiten within each task, so that one whose rewards change little is learned from as much as the others."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about whitening."""
-        yield from super().idle()
-        if not self.normalize_advantages:
-            yield "algorithm.normalize_per_task", "normalize_advantages is false; set it to true"
-
 
 class ReturnSettings(CreditSettings, DiscountSettings):
     """Discounted returns-to-go."""
@@ -154,11 +148,6 @@ class ReturnSettings(CreditSettings, DiscountSettings):
 
 class RemaxSettings(CreditSettings):
     """ReMax."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """A normalised return cannot be compared with the greedy one."""
-        yield from super().idle()
-        yield "algorithm.reward_norm", "adv_type 'remax' compares with the greedy episode; choose another one"
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:

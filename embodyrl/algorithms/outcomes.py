@@ -127,12 +127,6 @@ class StdSettings(GroupSettings, NormalizeSettings):
     std_unbiased: bool = True
     """Standard deviation of a group with n - 1 instead of n in the denominator."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about a deviation that nothing is divided by."""
-        yield from super().idle()
-        if not self.normalize_advantages:
-            yield "algorithm.std_unbiased", "normalize_advantages is false; set it to true"
-
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
     """pass@k."""
@@ -140,6 +134,11 @@ class PassAtKSettings(GroupSettings, NormalizeSettings):
 
 class GdpoSettings(GroupSettings):
     """GDPO."""
+
+    needs = {
+        "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "
+        "kl_in_reward"
+    }
 
     def problems(self) -> Iterator[str]:
         """What an episode would have earned is no part of it."""
@@ -149,12 +148,6 @@ class GdpoSettings(GroupSettings):
                 "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward by itself, "
                 "and those stay; use mask."
             )
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what shapes a sum that is never formed."""
-        yield from super().idle()
-        for key in ("reward_scale", "reward_bias", "reward_clip", "reward_norm", "kl_in_reward"):
-            yield f"algorithm.{key}", "adv_type 'gdpo' credits each part of the reward by itself; choose another one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,15 @@ class ActingAlgorithm(Settings):
 class AlgorithmSettings(ActingAlgorithm):
     """What every estimator and every loss leaves to the loop."""
 
+    needs = {
+        "kl_beta": "kl_penalty_type kl_in_reward reference_path reference_interval reference_url",
+        "reference_url": "reference_model",
+        "kl_in_reward": "kl_target",
+        "kl_target": "kl_horizon",
+        "old_logprob=recompute": "behave_weight_threshold m2_threshold",
+        "behave_weight_threshold": "behave_weight_mode behave_weight_level",
+    }
+
     imitates: ClassVar[bool] = False
     """Its loss is that of supervised training."""
     adv_type: str = "grpo"
@@ -136,32 +145,11 @@ class AlgorithmSettings(ActingAlgorithm):
         if self.reward_scale == 0 == self.kl_beta:
             yield "algorithm.reward_scale=0 removes every reward; that wants something else to learn: kl_beta above 0."
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is switched off by another key."""
-        yield from super().idle()
-        no_ratio = "old_logprob is rollout, so pi_old / pi_rollout is 1; set old_logprob=recompute"
-        for off, missing, keys in (
-            (
-                self.kl_beta == 0,
-                "kl_beta is 0; set kl_beta above 0",
-                ("kl_penalty_type", "kl_in_reward", "reference_path", "reference_interval", "reference_url"),
-            ),
-            (self.reference_url is None, "reference_url is null; set it", ("reference_model",)),
-            (not self.kl_in_reward, "kl_in_reward is false; set it to true", ("kl_target",)),
-            (self.kl_target is None, "kl_target is null; set it", ("kl_horizon",)),
-            (self.reward_norm is RewardNorm.group and self.group_size == 1, "group_size is 1", ("reward_norm",)),
-            (self.old_logprob is OldLogprob.rollout, no_ratio, ("behave_weight_threshold", "m2_threshold")),
-            (
-                self.behave_weight_threshold is None,
-                "behave_weight_threshold is null; set it",
-                ("behave_weight_mode", "behave_weight_level"),
-            ),
-        ):
-            yield from ((f"algorithm.{key}", missing) for key in keys if off)
-
 
 class GroupSettings(AlgorithmSettings):
     """An estimator that compares the episodes of a group."""
+
+    needs = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
         Annotated[list[float], _SHARES, Says("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
@@ -181,12 +169,6 @@ class GroupSettings(AlgorithmSettings):
                 f"algorithm.group_size={self.group_size}: adv_type '{self.adv_type}' compares the episodes of a group; "
                 "set it to 2 or more, or use adv_type=gae."
             )
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Without a filter there is nothing to refill."""
-        yield from super().idle()
-        if self.filter_rewards is None and self.filter_returns is None:
-            yield "algorithm.filter_refills", "filter_rewards is null, and filter_returns; set bounds"
 
 
 class NormalizeSettings(Settings):
@@ -229,6 +211,8 @@ class CreditSettings(AlgorithmSettings):
 class ValueSettings(CreditSettings):
     """An estimator with a value head."""
 
+    needs = {"value_coef": "value_clip huber_delta critic_warmup"}
+
     value_clip: Positive | None = 0.2
     """Clip of the value change; null: off."""
     huber_delta: Positive | None = None
@@ -238,20 +222,18 @@ class ValueSettings(CreditSettings):
     critic_warmup: Index = 0
     """Training steps at the start that train nothing but the value head."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about values that are not learned."""
-        yield from super().idle()
-        if self.value_coef == 0:
-            missing = "value_coef is 0; set value_coef above 0"
-            yield from ((f"algorithm.{key}", missing) for key in ("value_clip", "huber_delta", "critic_warmup"))
-
 
 _BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
-"""Keys of all algorithms that mean something beside a replay buffer."""
+"""Keys of all algorithms that have an effect with a replay buffer."""
 
 
 class BufferSettings(AlgorithmSettings):
     """An algorithm whose updates draw from a buffer of what was seen, and from demonstrations."""
+
+    needs = {
+        "demonstrations": "demonstration_share",
+        "never: this algorithm has its own update": " ".join(AlgorithmSettings.model_fields.keys() - _BUFFER_READS),
+    }
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
     """Observations that the buffer holds; the oldest make room."""
@@ -271,16 +253,6 @@ class BufferSettings(AlgorithmSettings):
         """What it does, in a line."""
         shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what policy gradients alone read."""
-        yield from super().idle()
-        reason = f"adv_type '{self.adv_type}' has an update of its own; choose another one"
-        yield from ((f"algorithm.{key}", reason) for key in AlgorithmSettings.model_fields if key not in _BUFFER_READS)
-        yield "actor.minibatches", reason
-        yield "rollout.dump", f"adv_type '{self.adv_type}' learns from a buffer, not from one step; choose another one"
-        if not self.demonstrations:
-            yield "algorithm.demonstration_share", "there are no demonstrations; set algorithm.demonstrations"
 
 
 class ReplaySettings(BufferSettings, DiscountSettings):
@@ -310,10 +282,3 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     def method(self) -> str:
         """What it does, in a line."""
         return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Its updates take a batch at once."""
-        yield from super().idle()
-        reason = f"adv_type '{self.adv_type}' has an update of its own; choose another one"
-        for key in ("micro_batch_size", "max_tokens_per_mbs", "gradient_checkpointing"):
-            yield f"actor.{key}", reason

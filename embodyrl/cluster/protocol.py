@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -45,18 +45,14 @@ class WorkerTimeouts(Settings):
 class ActingFaults(StepTimeout, WorkerTimeouts):
     """What happens when a worker fails."""
 
+    needs = {"on_env_crash=restart": "max_restarts_per_worker"}
+
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
     """restart the env worker (its running episodes are played again) or fail."""
     max_restarts_per_worker: Index = 3
     """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
     on_video_error: OnVideoError = OnVideoError.warn
     """warn and go on, or stop."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about restarts."""
-        yield from super().idle()
-        if self.on_env_crash is OnEnvCrash.fail:
-            yield "faults.max_restarts_per_worker", "faults.on_env_crash is fail; set it to restart"
 
 
 class LauncherSettings(Settings):

@@ -25,6 +25,8 @@ def _is_pattern(text: str) -> bool:
 class DataSettings(Settings):
     """Where data comes from."""
 
+    needs = {"val_path=null": "val_share"}
+
     path: Annotated[Path | None, NumbersStates] = None
     """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
     package.module:function."""
@@ -34,11 +36,6 @@ class DataSettings(Settings):
     """Share of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
     """Draw samples in random order."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what other validation data replaces."""
-        if self.val_path is not None:
-            yield "data.val_share", f"data.val_path={self.val_path} names the validation data"
 
 
 class DemonstrationSettings(DataSettings):
@@ -113,20 +110,6 @@ class RowSettings(DataSettings):
         yield from super().problems()
         if self.val_split is not None and is_function(self.val_path or self.path or ""):
             yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what the other split replaces, and what only files have."""
-        yield from super().idle()
-        functions = [path for path, _ in self.sources if is_function(path)]
-        reason = f"data.path={self.path} is a function; use data.kwargs"
-        if is_function(self.path or ""):
-            yield "data.split", reason
-        if functions and len(functions) == len(self.sources):
-            yield "data.subset", reason
-        if self.path and not functions:
-            yield "data.kwargs", f"data.path={self.path} names files; use package.module:function"
-        if self.val_split is not None:
-            yield "data.val_share", f"data.val_split={self.val_split} names the validation data"
 
 
 class PairSettings(RowSettings):

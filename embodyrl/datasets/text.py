@@ -143,11 +143,6 @@ class TextRows:
         return {f: getattr(self, f) for f in self.__dataclass_fields__}
 
     @property
-    def has_columns(self) -> bool:
-        """Somebody must say which columns hold what; rows of some functions are prompts and answers as they are."""
-        return any(not isinstance(rows[0], TextRow) for _, rows in self._raw if len(rows))
-
-    @property
     def total(self) -> int:
         """Rows before any was left out."""
         return sum(len(rows) for _, rows in self._raw)

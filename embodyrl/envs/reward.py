@@ -113,6 +113,8 @@ SIMULATOR, ERRORS = "simulator", "errors"
 class StepRewardSettings(Settings):
     """What an env step earns."""
 
+    needs = {"path": "mode"}
+
     path: SettingsPath | None = None
     """package.module:function of a RewardStep -> number or named numbers, or the folder of a reward model that
     `embodyrl sft objective.name=success` trained; default the simulator's own reward."""
@@ -126,22 +128,13 @@ class StepRewardSettings(Settings):
         if self.weights and self.path is None:
             yield "reward.weights: reward.path is not set; set it to a function, or leave the weights out."
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only a function needs."""
-        if self.path is None:
-            yield "reward.mode", "reward.path is not set; set it to a function"
-
 
 class RewardSection(Settings):
     """What an environment of `SimFactory` brings along."""
 
-    reward: StepRewardSettings = StepRewardSettings()
+    needs = {"reward.path=null or reward.mode=add": "env.use_rel_reward"}
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what a reward that is replaced would have needed."""
-        yield from super().idle()
-        if self.reward.path is not None and self.reward.mode is RewardMode.replace:
-            yield "env.use_rel_reward", "reward.path replaces the simulator's reward; set reward.mode=add"
+    reward: StepRewardSettings = StepRewardSettings()
 
 
 def changed_reward(cfg: object) -> dict[str, Any]:

@@ -19,6 +19,8 @@ PAIRED = (Objective.dpo, Objective.preference)
 class ObjectiveSettings(Settings):
     """What supervised training minimises."""
 
+    needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
+
     name: Objective = Objective.imitation
     """imitation of actions and answers; dpo: prefer the better of two answers, or of two episodes that began alike,
     chunk by chunk; preference, success: a value head
@@ -39,16 +41,6 @@ class ObjectiveSettings(Settings):
     def rates(self) -> bool:
         """It trains a value head as a reward model."""
         return self.name in (Objective.preference, Objective.success)
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what the other objectives do not read."""
-        yield from super().idle()
-        missing = f"objective.name is {self.name}"
-        if self.name is not Objective.dpo:
-            yield "objective.beta", missing
-            yield "objective.reference_path", missing
-        if not self.of_pairs:
-            yield "objective.label_smoothing", missing
 
 
 class CriticSettings(Settings):
@@ -89,6 +81,8 @@ class FsdpSettings(RankSettings):
 class OptimSettings(Settings):
     """AdamW and its schedule."""
 
+    needs = {"schedule=linear|cosine|wsd": "min_lr_ratio", "schedule=wsd": "decay_ratio"}
+
     lr: Rate = 1.0e-4
     """Learning rate."""
     adam_beta1: Decay = 0.9
@@ -121,14 +115,6 @@ class OptimSettings(Settings):
                 f"actor.optim.warmup_steps={self.warmup_steps} and actor.optim.warmup_ratio={self.warmup_ratio}: one "
                 "of them says how long the warm-up is; set the other to 0."
             )
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only other schedules read."""
-        yield from super().idle()
-        if self.schedule == "constant":
-            yield "actor.optim.min_lr_ratio", "schedule is constant; use linear, cosine or wsd"
-        if self.schedule != "wsd":
-            yield "actor.optim.decay_ratio", f"schedule is {self.schedule}; set it to wsd"
 
 
 class ValueOptimSettings(OptimSettings):
@@ -177,6 +163,8 @@ class LearnedActorSettings(SupervisedActorSettings, ActingSettings):
 
 class ActorSettings(SupervisedActorSettings, ActingSettings):
     """The actor of reinforcement learning."""
+
+    needs = {"minibatches=null": "global_batch_size"}
 
     minibatches: Count | None = None
     """Optimizer steps per pass over what a training step collected, of equal size, in place of global_batch_size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,10 +21,11 @@ from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step
 from embodyrl.plan.off_policy import replay_problems
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
-from embodyrl.plan.texts import counted_lengths, env_context, fit_lengths, sampling_problems
+from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ActingConfig)
 
 DUMP_LIMIT = 1 << 30
@@ -149,30 +151,12 @@ def _require_small_dump(size: int) -> None:
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
     problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
-    # Only what was typed is refused: a preset may well say things that this environment leaves without effect.
-    problems += [
-        f"{key} has no effect: {reason}; leave it out."
-        for key, reason in (*cfg.model.idle_in(env), *counted_lengths(cfg, env))
-        if cfg.typed(key)
-    ]
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
             f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
         )
     return problems
-
-
-def unshared(cfg: TrainConfig | SftConfig) -> list[str]:
-    """Typed keys about how ranks share weights, where one rank has them all."""
-    if count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload:
-        return []
-    return [
-        f"actor.fsdp.{key} has no effect: there is one actor rank (-1 is one per GPU of this host); set "
-        "actor.fsdp.size, or leave it out."
-        for key in ("shard_size", "reshard_after_forward", "gradient_sync")
-        if cfg.typed(f"actor.fsdp.{key}")
-    ]
 
 
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
@@ -188,10 +172,9 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
-    asked = cfg.env.train.continue_episodes and cfg.typed("env.train.continue_episodes")
-    if asked and (env.lockstep or not algorithm.counts_chunk_steps):
-        reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "its steps end with their episodes"
-        problems.append(f"env.train.continue_episodes=true: no episode can wait for the next step: {reason}; leave it.")
+    if "env.train.continue_episodes" in cfg.changed and (env.lockstep or not algorithm.counts_chunk_steps):
+        reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "steps end with their episodes"
+        log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
     problems += replay_problems(cfg, algorithm, env, policy)
@@ -223,7 +206,7 @@ def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> li
         return [few] if given not in (0, wanted) else []
     given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
-        f"{key} has no effect: the slots change their initial states freely; set "
+        f"{key} selects initial states, but the slots change theirs freely; set "
         "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
         for key, value in given.items()
         if value

@@ -4,7 +4,6 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.reward import RewardSection, reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.blueprint import unshared
 from embodyrl.plan.roots import (
     ActingConfig,
     CheckConfig,
@@ -15,7 +14,6 @@ from embodyrl.plan.roots import (
     ServeConfig,
     SftConfig,
     TextTask,
-    TrainConfig,
 )
 from embodyrl.plan.texts import text_problems
 from embodyrl.policies import POLICIES
@@ -39,8 +37,6 @@ def check_components(cfg: Root) -> None:
         problems.append("collect.out is not set: it wants a folder to write demonstrations to, for example demos/a.")
     if isinstance(cfg, SftConfig) and cfg.data.path is None:
         problems.append("data.path is not set: it wants a folder with demonstrations; `embodyrl collect` writes one.")
-    if isinstance(cfg, TrainConfig | SftConfig):
-        problems += unshared(cfg)
     if isinstance(cfg, RunConfig):
         problems += missing_loggers(cfg.runner.logger.backends)
     if isinstance(cfg, PolicyConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,14 +15,15 @@ import yaml
 
 from embodyrl.config import tree
 from embodyrl.config.paths import HUB_NAME, resolve_run
-from embodyrl.config.settings import flat, leaves, nodes, plain
+from embodyrl.config.settings import flat, inert, leaves, nodes, plain
 from embodyrl.config.shared import Precision
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import ROOTS, SELECTORS, PolicyConfig, Root, selected
+from embodyrl.plan.roots import NEEDS, ROOTS, SELECTORS, PolicyConfig, Root, selected
 
+log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
 MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
 _FILES = (
@@ -114,7 +116,7 @@ def load_config(
         base: the config.yaml of a run whose weights are used: its model, its environment, its algorithm (`train`: where
             neither of them is chosen) and, for `eval`, how it was evaluated, hold wherever the command line does not
             choose that group.
-        fetch: names on the hub become folders here; false: they stay as they are.
+        fetch: download names on the hub and log `warnings`; false: only read the config.
 
     Returns:
         An instance of `ROOTS[command]`.
@@ -253,15 +255,13 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
     if fetch:
         settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
-    cfg, sources = build(settings, command, problems)
+    cfg, sources, unread = build(settings, command, problems)
     cfg._sources.update(sources)
-    problems += [line for node in nodes(cfg) for line in node.problems()]
-    # Of several reasons for a key the last one of the outermost part is said.
-    for name, reason in dict(idle for node in reversed([*nodes(cfg)]) for idle in node.idle()).items():
-        if cfg.typed(name):
-            problems.append(f"{name} has no effect: {reason}, or leave {name} out.")
-    if problems:
+    if problems := [line for node in nodes(cfg) for line in node.problems()]:
         raise ConfigError(problems)
+    cfg._warnings += [*unread, *inert(cfg, cfg.changed, NEEDS.get(command, {}))]
+    for line in cfg.warnings if fetch else ():
+        log.warning("warning: %s", line)
     found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}
     if fetch and isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
         found["model.precision"] = Precision.fp32

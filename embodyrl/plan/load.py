@@ -17,10 +17,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from embodyrl.config import tree as groups_of
-from embodyrl.config.settings import Settings, branches_of, find_key, flat, keys_of, nested, parents_of, plain, spell
+from embodyrl.config.settings import (
+    Key,
+    Settings,
+    branches_of,
+    find_key,
+    flat,
+    keys_of,
+    nested,
+    parents_of,
+    plain,
+    spell,
+)
 from embodyrl.errors import ConfigError, hide
 from embodyrl.plan import keys
 from embodyrl.plan.roots import COMMAND_LINE, Root
@@ -203,7 +214,7 @@ def read_saved(file: Path) -> list[Setting]:
     return [Setting(key, value, str(file)) for key, value in flat(groups_of.read_plain_yaml(file)).items()]
 
 
-def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str]]:
+def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str], list[str]]:
     """Turn leaves into typed settings.
 
     Args:
@@ -212,7 +223,8 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
         problems: what was found before; grows.
 
     Returns:
-        The settings, and where each value came from (absent: the default).
+        The settings, where each value came from (absent: the default), and a line for each typed key that has no
+        effect because the command or the chosen parts do not read it.
 
     Raises:
         ConfigError: one line per problem.
@@ -232,6 +244,7 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
     # Typed, it leaves out what files say below it, where names are the user's own.
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
+    unread: list[str] = []
     for name, value in values.items():
         key = find_key(root, name)
         if key is not None and key.name in emptied and not last[name].typed:
@@ -243,14 +256,16 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
         elif keys.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
-        elif problem := _refuse_key(root, last[name], command, values):
-            problems.append(problem)
+        elif not keys.is_known(name) or name in branches_of(root):
+            problems += _refuse_key(root, last[name])
+        elif last[name].typed:
+            _report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
     # Checked as JSON, strictly: no text becomes a number, no number a truth value.
     text = json.dumps(nested(read), default=str)
     problems += wrong_values(root, text, last)
     if problems:
         raise ConfigError(problems)
-    return root.model_validate_json(text, strict=True), {name: last[name].source for name in read}
+    return root.model_validate_json(text, strict=True), {name: last[name].source for name in read}, unread
 
 
 def _covers(name: str, other: str) -> bool:
@@ -302,17 +317,38 @@ def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bo
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 
-def _refuse_key(root: type[Settings], setting: Setting, command: str, values: Mapping[str, Any]) -> str | None:
+def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
     name = setting.key
     if name in branches_of(root):
         if setting.value == {}:
-            return None
-        return f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."
-    if keys.is_known(name):
-        reader = keys.reader(command, name, values)
-        return f"{setting.where}{reader} does not read {_short(name)}; leave it out." if setting.typed else None
+            return []
+        return [f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."]
     hint = keys.suggest(name, root) or " `embodyrl show train` lists all keys."
-    return f"{setting.where}unknown key '{_short(name)}'.{hint}"
+    return [f"{setting.where}unknown key '{_short(name)}'.{hint}"]
+
+
+def _report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: list[str]) -> None:
+    """Note that a known key has no effect here; refuse a key of another environment or model, and a wrong value."""
+    name = setting.key
+    if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
+        problems.append(f"{setting.where}{reader} does not read {_short(name)}; leave it out.")
+        return
+    known = keys.keys_below(name.partition(".")[0])
+    found = next((at for at in (name, *parents_of(name)) if at in known), None)
+    if found is None:  # a key of earlier versions, or a group of keys
+        problems.append(f"{setting.where}{reader} does not read {_short(name)}; leave it out.")
+    elif found == name and (wrong := _wrong_value(known[name], value)):
+        problems += wrong
+    elif value != plain(known[found].default):
+        unread.append(f"{_short(name)} has no effect: {reader} does not read {_short(name)}.")
+
+
+def _wrong_value(key: Key, value: Any) -> list[str]:
+    """Return what is wrong with a value of a key that the config does not have."""
+    fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
+    kind = create_model(key.owner.__name__, __base__=Settings, **fields)
+    lines = wrong_values(kind, json.dumps({"value": value}, default=str))
+    return [line.replace("value=", f"{key.name}=", 1) for line in lines]
 
 
 def wrong_values(root: type[Settings], text: str, last: Mapping[str, Setting] = MappingProxyType({})) -> list[str]:

@@ -35,10 +35,6 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
             f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steers} freezes it. Leave out "
             "model.likelihood, or use algorithm=sac."
         )
-    once = f"{policy.steers} sees each picture once" if policy.steers else ""
-    blind = once if policy.num_images else f"model '{policy.name}' reads no image"
-    if cfg.typed("algorithm.image_shift") and blind:
-        problems.append(f"algorithm.image_shift has no effect: {blind}; leave it out.")
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
     if rules and folders and policy.steers and not policy.corrects:

@@ -7,17 +7,14 @@ from typing import Any, TypeVar
 
 from pydantic import PrivateAttr
 
-from embodyrl.algorithms.protocol import ADVANTAGES, algorithm_settings
+from embodyrl.algorithms.protocol import algorithm_settings
 from embodyrl.algorithms.settings import (
     ActingAlgorithm,
     AlgorithmSettings,
-    BufferSettings,
-    ReplaySettings,
-    ValueSettings,
 )
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ActingFaults, ClusterSection, LauncherSettings, StepTimeout, parse_placement
-from embodyrl.config.settings import Index, Path, Settings, keys_of, spell
+from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text
@@ -37,7 +34,6 @@ from embodyrl.learners.settings import (
     SupervisedActorSettings,
 )
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
-from embodyrl.plan.idle import not_drawn, not_filmed, unmeasured, unspared, untrained, unvalidated
 from embodyrl.plan.settings import (
     ActingRolloutSettings,
     ActingRunSettings,
@@ -73,6 +69,7 @@ class Root(Settings):
 
     # Private, so that it is no key, is not written to files and does not make two equal configs different.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _warnings: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def sources(self) -> Mapping[str, str]:
@@ -82,6 +79,17 @@ class Root(Settings):
     def typed(self, name: str) -> bool:
         """A person wrote this key, or one below it."""
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return one line for each typed key that has no effect."""
+        return tuple(self._warnings)
+
+    @property
+    def changed(self) -> list[str]:
+        """Keys that were typed with another value than the default."""
+        keys = keys_of(type(self))
+        return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 
 
 class CheckConfig(Root):
@@ -149,12 +157,6 @@ class CollectConfig(ActingConfig):
     eval: RecordedSettings = RecordedSettings()
     collect: CollectSettings = CollectSettings()
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what a greedy choice does not read, and what is about films."""
-        yield from super().idle()
-        yield from not_drawn(self.eval.sampling_params)
-        yield from not_filmed("recordings are a data set; use collect.out")
-
 
 class EvalConfig(ActingConfig):
     """`embodyrl eval`."""
@@ -167,25 +169,12 @@ class EvalConfig(ActingConfig):
     """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
     video_cfg: VideoSettings = VideoSettings()
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what takes a training, or a film."""
-        yield from super().idle()
-        if self.video == "none":
-            yield from not_filmed("video is none; set it to failures, first:N or all", "fps", "info_on_video")
-        if self.video.startswith("changed:") and (not isinstance(self, TrainConfig) or self.runner.only_eval):
-            yield "video", "changed:N compares two validations of a training; use first:N, failures or all"
-        if not isinstance(self, TrainConfig):
-            yield from not_drawn(self.eval.sampling_params)
-            if self.eval.sampling_params.temperature is not None:
-                yield (
-                    "algorithm.sampling_params.temperature",
-                    "eval.sampling_params.temperature takes its place; set that to null",
-                )
-        if not isinstance(self, TrainConfig) or self.runner.only_eval:
-            yield "env.reward_coef", "returns are reported without it; it is for `embodyrl train`"
-        if not (isinstance(self, TrainConfig) and self.algorithm.imitates):
-            reason = "nothing is imitated here; use `embodyrl sft`, or algorithm=filtered_bc"
-            yield from ((f"model.{key}", reason) for key in self.model.only_imitated)
+    def problems(self) -> Iterator[str]:
+        """Refuse a comparison of validations that do not happen."""
+        yield from super().problems()
+        changed = self.typed("video") and self.video.startswith("changed:")  # a file serves training as well
+        if changed and (not isinstance(self, TrainConfig) or self.runner.only_eval):
+            yield f"video={self.video} compares two validations of a training. Use first:N, failures or all."
 
 
 class TrainConfig(EvalConfig):
@@ -220,32 +209,6 @@ class TrainConfig(EvalConfig):
                 "own. Use one of them."
             )
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what another algorithm or model would read, and what has its turn in no training or no validation."""
-        yield from super().idle()
-        adv_type = self.algorithm.adv_type
-        if not isinstance(self.algorithm, ValueSettings):
-            reason = f"algorithm.adv_type={adv_type} asks for no values; use algorithm=ppo"
-            replays = isinstance(self.algorithm, ReplaySettings)  # its critics have that rate
-            rates = () if replays else ("actor.optim.value_lr", "actor.optim.value_clip_grad")
-            yield from ((key, reason) for key in ("critic.path", *rates))
-        known = not ADVANTAGES.problems([adv_type], "algorithm.adv_type")
-        if known and not ADVANTAGES.get(adv_type).counts_chunk_steps:
-            reason = f"algorithm.adv_type={adv_type} counts episodes; use algorithm=ppo"
-            yield "env.train.max_steps_per_rollout_epoch", reason
-        if self.actor.minibatches is not None and not isinstance(self.algorithm, BufferSettings):
-            yield (
-                "actor.global_batch_size",
-                f"actor.minibatches={self.actor.minibatches} takes its place; set that to null",
-            )
-        yield from unspared(self.model)
-        if self.runner.only_eval:
-            yield from untrained(
-                keys_of(type(self)), but=keys_of(EvalConfig).keys(), all_parts=keys_of(TrainConfig).keys()
-            )
-        elif self.runner.val_check_interval == -1:
-            yield from unvalidated(keys_of(type(self)), filmed=self.video != "none")
-
 
 class SftConfig(RunConfig):
     """`embodyrl sft`."""
@@ -267,18 +230,6 @@ class SftConfig(RunConfig):
             kind = "rows of text with two answers" if self.objective.of_pairs else "episodes that `collect` wrote"
             yield f"objective.name={self.objective.name} learns from {kind}; data.path={self.data.path} holds others."
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about simulators, or validations."""
-        yield from super().idle()
-        yield from unmeasured(self.runner)
-        # A launcher has it all the same, because one class serves every command.
-        yield "launcher.env_workers", "supervised training runs no simulators"
-        if self.objective.of_pairs:
-            yield "data.image_aug", f"objective.name={self.objective.name} shows both of a pair as they are"
-        yield from unspared(self.model)
-        if not isinstance(self.data, RowSettings):
-            yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
-
 
 class ServeConfig(PolicyConfig):
     """`embodyrl serve`."""
@@ -287,12 +238,6 @@ class ServeConfig(PolicyConfig):
     """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
     env: EnvSettings
     serve: ServeSettings = ServeSettings()
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what is about simulators."""
-        yield from super().idle()
-        for key in ("use_rel_reward", "reward_coef", "render_profile"):
-            yield f"env.{key}", "nothing is simulated here; it is for `embodyrl train`"
 
 
 class DaggerConfig(CollectConfig, SftConfig):
@@ -304,23 +249,16 @@ class DaggerConfig(CollectConfig, SftConfig):
     faults: FaultSettings = FaultSettings()
     dagger: DaggerSettings = DaggerSettings()
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what every round sets."""
-        yield from not_drawn(self.eval.sampling_params)
-        yield from not_filmed("recordings are a data set; use collect.out")
-        yield from unmeasured(self.runner)
-        yield from unspared(self.model)
-        yield "actor.max_tokens_per_mbs", "demonstrations have no lengths; use actor.micro_batch_size"
-        yield "collect.labels", "the expert labels in every round"
-        yield "collect.filter", "failures are labelled too"
-        yield "objective.name", "labels are imitated"
-        yield "runner.on_existing", "the same command goes on with what is there"
-        yield "runner.resume_dir", "the same command goes on with the first round that is not complete"
-
 
 class TextTask(Settings):
     """What an environment of rows brings along."""
 
+    needs = {
+        "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
+        "env.eval.max_episode_steps env.train.ignore_terminations env.eval.ignore_terminations",
+        "never: a conversation has no images": "video",
+        "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
+    }
     data: RowSettings = RowSettings()
     reward: JudgeSettings = JudgeSettings()
 
@@ -334,6 +272,33 @@ ROOTS: dict[str, type[Root]] = {
     "dagger": DaggerConfig,
     "check-env": CheckConfig,
 }
+
+
+_VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
+_SAMPLED = {
+    "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
+    "algorithm.sampling_params.top_p"
+}
+_RECORDED = {"never: recordings are a data set": "video_cfg.base_dir faults.on_video_error"}
+NEEDS: dict[str, dict[str, str]] = {
+    "train": {
+        "runner.only_eval": "eval.baseline",
+        "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
+        "video!=none": _VIDEO,
+        "algorithm.value_coef": "critic.path",
+    },
+    "eval": {"video!=none": _VIDEO, **_SAMPLED},
+    "collect": _SAMPLED | _RECORDED,
+    "sft": {"runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best"},
+    "dagger": {
+        "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
+        "never: the labels are imitated": "objective.name",
+        "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
+    }
+    | _SAMPLED
+    | _RECORDED,
+}
+"""Conditions of each command for keys that have no effect without them, as in `Settings.needs`."""
 
 
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:

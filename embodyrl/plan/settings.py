@@ -35,16 +35,6 @@ class ScreenSettings(Settings):
     ]
     """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
 
-    @property
-    def elsewhere(self) -> bool:
-        """Somebody beside this machine's screen and files is told."""
-        return not {*self.backends} <= {"console", "jsonl", "tensorboard"}
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name who would be told nothing."""
-        if self.elsewhere:
-            yield "runner.logger.backends", "only a training logs metrics; use [console], or [] for silence"
-
 
 class LoggerSettings(ScreenSettings):
     """Where metrics go."""
@@ -54,15 +44,11 @@ class LoggerSettings(ScreenSettings):
     offline: bool = False
     """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only hosted loggers read."""
-        if not self.elsewhere:
-            reason = "runner.logger.backends names no hosted logger; add wandb, swanlab, mlflow or trackio"
-            yield from (("runner.logger.project_name", reason), ("runner.logger.offline", reason))
-
 
 class RunSettings(Settings):
     """Where a run lives."""
+
+    needs = {"experiment_name": "on_existing"}
 
     output_dir: Path = "runs"
     """Parent folder; a run is <output_dir>/<id>/."""
@@ -71,12 +57,6 @@ class RunSettings(Settings):
     on_existing: OnExisting = OnExisting.error
     """What to do if the run folder exists."""
     logger: ScreenSettings = ScreenSettings()
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """A run without a name gets a new one."""
-        yield from super().idle()
-        if self.experiment_name is None:
-            yield "runner.on_existing", "every run gets a folder of its own; set runner.experiment_name"
 
 
 class ActingRunSettings(RunSettings):
@@ -121,12 +101,6 @@ class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only `embodyrl eval` does."""
-        yield from super().idle()
-        if not self.only_eval:
-            yield "eval.baseline", "a training compares its own first and last validation; use `embodyrl eval`"
-
 
 class VllmSettings(Settings):
     """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: what the plan or vLLM chooses."""
@@ -163,6 +137,11 @@ class TrainedVllmSettings(VllmSettings):
 class ActingRolloutSettings(Settings):
     """How actions are found."""
 
+    needs = {
+        "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
+        "backend=server": "url served_model",
+    }
+
     backend: Literal["hf", "vllm", "server"] = "hf"
     """hf: the policy's own module; vllm, or a server with its completions protocol: language models only."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")] | None = None
@@ -186,19 +165,11 @@ class ActingRolloutSettings(Settings):
         if self.backend == "server" and self.url is None:
             yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what only a server needs."""
-        yield from super().idle()
-        if self.backend != "vllm":
-            reason = f"rollout.backend is {self.backend}; set it to vllm"
-            yield from ((f"rollout.vllm.{name}", reason) for name in type(self.vllm).model_fields)
-        if self.backend != "server":
-            yield "rollout.url", f"rollout.backend is {self.backend}; set it to server"
-            yield "rollout.served_model", f"rollout.backend is {self.backend}; set it to server"
-
 
 class RolloutSettings(ActingRolloutSettings):
     """How data is collected beside training."""
+
+    needs = {"mode=disaggregated": "num_workers"}
 
     mode: RolloutMode = RolloutMode.collocated
     """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
@@ -214,17 +185,6 @@ class RolloutSettings(ActingRolloutSettings):
         """Processes that act and do not train; 0: those that train act as well."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what needs processes of their own."""
-        yield from super().idle()
-        if self.acting_processes:
-            yield "rollout.vllm.enable_sleep_mode", "with rollout.mode=disaggregated nothing is trained beside vLLM"
-        else:
-            yield (
-                "rollout.num_workers",
-                "with rollout.mode=collocated the actor ranks act; use rollout.mode=disaggregated, or actor.fsdp.size",
-            )
-
 
 class GreedySettings(Settings):
     """How a policy chooses while it is recorded."""
@@ -238,11 +198,6 @@ class EvalSamplingSettings(GreedySettings):
 
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Temperature of sampled evaluation; default: that of training."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what a greedy choice does not read."""
-        if not self.do_sample:
-            yield "eval.sampling_params.temperature", "evaluation is greedy; set eval.sampling_params.do_sample=true"
 
 
 class ProtocolSettings(Settings):
@@ -265,6 +220,11 @@ class ProtocolSettings(Settings):
 class EvalSettings(Settings):
     """Which episodes are measured, and how the policy chooses in them."""
 
+    needs = {
+        "episodes=null or protocol.name": "episodes_per_task",
+        "sampling_params.do_sample": "samples sampling_params.temperature",
+    }
+
     episodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
     """Episodes in total; wins over episodes_per_task."""
     episodes_per_task: Count = 10
@@ -278,17 +238,6 @@ class EvalSettings(Settings):
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
     """Conversations that the console shows after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Greedy samples would be copies of each other."""
-        yield from super().idle()
-        if self.episodes is not None and self.protocol.name is None:
-            yield "eval.episodes_per_task", f"eval.episodes={self.episodes} are all; set eval.episodes=null"
-        if self.protocol.name is None:
-            reason = "eval.protocol.name is null; choose a protocol, for example eval=libero_standard"
-            yield from ((f"eval.protocol.{key}", reason) for key in ("departures", "sources", "settled"))
-        if not self.sampling_params.do_sample:
-            yield "eval.samples", "evaluation is greedy; set eval.sampling_params.do_sample=true"
 
 
 class RecordedSettings(Settings):

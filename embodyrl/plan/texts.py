@@ -1,6 +1,6 @@
 """Joins rows and judge with an environment that is about text, and lengths with sampling parameters."""
 
-from collections.abc import Iterator
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -20,6 +20,7 @@ from embodyrl.rewards.judge import build_judge
 from embodyrl.rewards.judge import problems as judge_problems
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
 
+log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ActingConfig)
 ALL_SUITES = "all"
 ANY_TEXT = EnvSpec(
@@ -30,15 +31,12 @@ _SAMPLING = (
     *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
     *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
 )
-_TEXT_ONLY = (
-    *(f"algorithm.sampling_params.{n}" for n in _SAMPLING),
-    *("rollout.backend", "critic.path", "actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs"),
-    *("algorithm.reference_url", "algorithm.reference_model"),
+_TEXT_ONLY = ("rollout.backend", "critic.path", "algorithm.reference_url")
+_INERT = (
+    *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
+    *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
-_COLUMNS = (
-    *("data.prompt_key", "data.answer_key", "data.rejected_key", "data.answer_pattern", "data.prompt_template"),
-    *("data.system_prompt", "data.image_key"),
-)
+"""Keys for text that do not change what a policy of actions does."""
 
 
 def env_context(cfg: ActingConfig) -> EnvContext:
@@ -81,14 +79,9 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
     """Open the rows of a run.
 
     Raises:
-        ConfigError: as `open_rows`, and for typed names of columns where there are none.
+        ConfigError: as `open_rows`.
     """
-    rows = open_rows(data, tokenizer=tokenizer_folder(cfg))
-    typed = [key for key in _COLUMNS if cfg.typed(key)]
-    if typed and not rows.has_columns:
-        why = f"data.path={data.path} returns prompts and answers, not columns"
-        raise ConfigError([f"{key} has no effect: {why}; leave it out." for key in typed])
-    return rows
+    return open_rows(data, tokenizer=tokenizer_folder(cfg))
 
 
 def env_spec(cfg: ActingConfig) -> EnvSpec:
@@ -114,18 +107,6 @@ def fit_lengths(cfg: C, env: EnvSpec) -> C:
     return cfg.updated(changes)
 
 
-def counted_lengths(cfg: ActingConfig, env: EnvSpec) -> Iterator[tuple[str, str]]:
-    """Keys that `fit_lengths` sets, with the reason, and what does not matter in conversations."""
-    if not env.max_chunks:
-        return
-    for split in cfg.env.splits:
-        yield f"env.{split}.max_episode_steps", "a conversation has at most env.max_turns replies"
-        yield f"env.{split}.ignore_terminations", "nothing follows the last reply"
-    yield "video", "there are only words to see"
-    if cfg.algorithm.sampling_params.max_new_tokens is not None:
-        yield "model.num_action_chunks", "algorithm.sampling_params.max_new_tokens says how long a reply is"
-
-
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
     """First and last row of a split where the environment holds rows out; None: all."""
     last = env.states_per_task[0] - 1
@@ -139,10 +120,13 @@ def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
         if policy.num_images and cfg.rollout.backend != "hf":
             return [f"rollout.backend={cfg.rollout.backend}: pictures are read by rollout.backend=hf only; use it."]
         return _teacher_problems(cfg, policy) + _engine_problems(cfg)
+    for name in cfg.changed:
+        if name in _INERT:
+            log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)
     return [
         f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
         for name in _TEXT_ONLY
-        if cfg.typed(name)
+        if name in cfg.changed
     ]
 
 

@@ -1,13 +1,11 @@
 """Keys that policies share; what only one of them reads stands in its own folder."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
-from embodyrl.types import EnvSpec
 
 WARMUP_STEPS = 10
 """Default of reinforcement learning: the first steps of Adam have the size of the learning rate whatever the gradient,
@@ -21,16 +19,6 @@ class ModelSettings(Settings):
     """Which policy: a registered name or package.module:attr."""
     num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
     """K: actions per policy query."""
-
-    recomputes: ClassVar[bool] = True
-    """It spares the memory of activations where `actor.gradient_checkpointing` asks for it."""
-    only_imitated: ClassVar[tuple[str, ...]] = ()
-    """Keys that nothing but learning from demonstrations reads."""
-
-    def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
-        """Yield (key, reason) of what has no effect in an environment; what was typed all the same is refused."""
-        del env
-        yield from ()
 
     @property
     def weights(self) -> str | None:

@@ -1,6 +1,5 @@
 """Keys of what judges an answer in words."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
@@ -10,6 +9,8 @@ from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
 
 class JudgeSettings(Settings):
     """Which rewards an answer earns."""
+
+    needs = {"overlong_buffer": "overlong_penalty"}
 
     name: str | None = None
     """Reward of a text answer that also decides success (at least 1); docs/text.md lists them."""
@@ -26,8 +27,3 @@ class JudgeSettings(Settings):
     """Longest time for one answer; then it earns 0 and is counted."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Processes per env worker that judge answers."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name what no penalty reads."""
-        if not self.overlong_buffer:
-            yield "reward.overlong_penalty", "reward.overlong_buffer is 0; set it"

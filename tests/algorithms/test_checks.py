@@ -6,7 +6,7 @@ from settings import algorithm_of
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
-from embodyrl.algorithms.settings import AlgorithmSettings, OldLogprob, RewardLevel, TokenLevel, WeightMode
+from embodyrl.algorithms.settings import AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.config.settings import keys_of
 from embodyrl.errors import ConfigError, UnknownNameError
 
@@ -76,33 +76,6 @@ def test_problems(changes: dict, message: str):
         Algorithm(algorithm_of(**changes))
 
 
-@pytest.mark.parametrize(
-    ("key", "changes", "missing", "fix"),
-    [
-        ("kl_penalty_type", {}, "kl_beta is 0", {"kl_beta": 0.1}),
-        ("kl_in_reward", {}, "kl_beta is 0", {"kl_beta": 0.1}),
-        ("kl_target", {"kl_beta": 0.1}, "kl_in_reward is false", {"kl_in_reward": True}),
-        ("kl_horizon", {}, "kl_target is null", {"kl_target": 0.1}),
-        ("m2_threshold", {}, "old_logprob=recompute", {"old_logprob": OldLogprob.recompute}),
-        ("behave_weight_threshold", {}, "old_logprob=recompute", {"old_logprob": OldLogprob.recompute}),
-        ("behave_weight_mode", {}, "behave_weight_threshold is null", {"behave_weight_threshold": 2.0}),
-        ("filter_refills", {}, "filter_rewards is null", {"filter_rewards": [0.1, 0.9]}),
-        ("reward_clip", {"adv_type": "gdpo"}, "each part of the reward", {"adv_type": "grpo"}),
-        ("kl_in_reward", {"adv_type": "gdpo", "kl_beta": 0.1}, "each part of the reward", {"adv_type": "grpo"}),
-        ("reward_norm", {"adv_type": "remax"}, "greedy episode", {"adv_type": "grpo"}),
-    ],
-)
-def test_keys_without_effect_and_what_gives_them_one(key: str, changes: dict, missing: str, fix: dict):
-    (reason,) = (why for name, why in algorithm_of(**changes).idle() if name == f"algorithm.{key}")
-    assert missing in reason
-    assert f"algorithm.{key}" not in dict(algorithm_of(**{**changes, **fix}).idle())
-
-
-def test_group_normalisation_needs_a_group():
-    cfg = algorithm_of(adv_type="gae", group_size=1, reward_norm="group")
-    assert dict(cfg.idle())["algorithm.reward_norm"] == "group_size is 1"
-
-
 def test_all_problems_are_reported_together():
     assert len(list(algorithm_of(group_size=1, kl_in_reward=True, kl_beta=0.1, kl_penalty_type="k3+").problems())) == 2
 
@@ -113,11 +86,6 @@ def test_one_episode_per_group_is_enough_for_a_value_head():
 
 def test_grpo_does_not_mind_chunk_level_ratios():
     assert list(algorithm_of(logprob_type=TokenLevel.chunk_level).problems()) == []
-
-
-def test_a_weight_mode_is_read_with_its_threshold():
-    cfg = algorithm_of(behave_weight_mode=WeightMode.truncate, behave_weight_threshold=2.0, old_logprob="recompute")
-    assert not {"algorithm.behave_weight_mode", "algorithm.behave_weight_threshold"} & dict(cfg.idle()).keys()
 
 
 def test_value_dim():

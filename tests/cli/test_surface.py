@@ -186,7 +186,7 @@ def test_the_python_functions_check_like_the_commands() -> None:
     with pytest.raises(ConfigError, match=r"actor.optim.lr=-1.0 must be a number at least 0"):
         embodyrl.train(cfg.updated({"actor.optim.lr": -1.0}))
     with pytest.raises(ConfigError, match="does not read"):
-        embodyrl.evaluate(embodyrl.compose("eval", "data.path=x"))
+        embodyrl.evaluate(embodyrl.compose("eval", "env.id=x"))
     code = "import sys, embodyrl; print('torch' in sys.modules or 'hydra' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

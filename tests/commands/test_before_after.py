@@ -96,5 +96,5 @@ def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None
 
 
 def test_an_evaluation_alone_has_nothing_to_compare():
-    with pytest.raises(ConfigError, match="video has no effect: changed:N compares two validations"):
+    with pytest.raises(ConfigError, match="video=changed:2 compares two validations"):
         load_config("eval", ["env=tabletop", "video=changed:2"])

@@ -156,8 +156,6 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
     [
         ("env=tabletopp", "Did you mean 'tabletop'?"),
         ("model=random", "`embodyrl check-env` does not read model"),
-        ("model.num_action_chunks=4", "`embodyrl check-env` does not read model.num_action_chunks"),
-        ("runner.max_steps=3", "`embodyrl check-env` does not read runner.max_steps"),
         ("env.id=x", "env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],

@@ -238,11 +238,8 @@ def test_splits_use_only_their_initial_states() -> None:
     [
         (["collect.out=null"], "collect.out is not set"),
         (["data.path=x"], "data.path=x: env_type 'toy_env:FACTORY' does not read data.path; leave it out"),
-        (["actor.optim.lr=1"], "actor.optim.lr=1: `embodyrl collect` does not read actor.optim.lr; leave it out"),
     ],
 )
 def test_keys_that_collect_needs_or_never_reads(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, *overrides)
-    with pytest.raises(ConfigError, match=r"`embodyrl train` does not read collect\.episodes; leave it out"):
-        check_components(load_config("train", [*TOY, "collect.episodes=3"]))

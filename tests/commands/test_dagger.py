@@ -13,7 +13,7 @@ from embodyrl.commands.dagger import dagger
 from embodyrl.commands.export import export
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
-from embodyrl.errors import ConfigError, Interrupted
+from embodyrl.errors import Interrupted
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
@@ -94,8 +94,3 @@ def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
 
 def load_config_text(run: Path) -> str:
     return (run / "config.yaml").read_text(encoding="utf-8")
-
-
-def test_what_every_round_sets_is_not_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"collect\.filter has no effect"):
-        configure("dagger", tmp_path, "model=flow_small", "collect.filter=all", "collect.out=a", "data.path=b")

@@ -14,7 +14,6 @@ from embodyrl.commands.dump import dump_folder, dumped_steps, read_dump
 from embodyrl.commands.replay import gap, replay
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.plan.config import load_config
 
 TRUST = ("trust=true",)
 WORDS = ("rollout.dump=true", "runner.save_interval=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7")
@@ -105,12 +104,6 @@ def test_episodes_that_go_on_in_the_next_step_are_replayed_with_what_came_before
     assert any(e.earlier is not None for e in read_dump(run, 2).collection.episodes)
     assert result.problems == ()
     assert gap(result.advantage).max() < 1e-6
-
-
-def test_an_update_from_a_buffer_is_not_dumped(tmp_path):
-    words = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", "rollout.dump=true")
-    with pytest.raises(ConfigError, match=r"rollout\.dump has no effect"):
-        load_config("train", words)
 
 
 def test_a_dump_of_unbounded_size_is_refused(tmp_path):

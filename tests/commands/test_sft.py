@@ -313,10 +313,6 @@ def test_a_learning_rate_that_explodes_stops_with_its_own_code(demos: Path, tmp_
     ("overrides", "said"),
     [
         (["data.path=null"], "data.path is not set"),
-        (["env.reward_coef=2"], "env.reward_coef=2: `embodyrl sft` does not read env.reward_coef; leave it out"),
-        (["algorithm.gamma=0.5"], "`embodyrl sft` does not read algorithm.gamma; leave it out"),
-        (["actor.max_tokens_per_mbs=100"], "demonstrations have no lengths"),
-        (["data.val_path=x", "data.val_share=0.2"], "data.val_share has no effect: data.val_path=x names"),
     ],
 )
 def test_keys_that_sft_needs_or_never_reads(demos: Path, tmp_path: Path, overrides: list[str], said: str) -> None:

@@ -9,41 +9,21 @@ from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 
-IGNORED = [
-    ("eval", "actor.optim.lr=3"),
-    ("eval", "runner.max_steps=7"),
-    ("eval", "rollout.mode=disaggregated"),
-    ("eval", "rollout.num_workers=3"),
+REFUSED = [
     ("eval", "algorithm=ppo"),
     ("eval", "data.path=x"),
-    ("collect", "algorithm.gamma=0.5"),
-    ("collect", "env.eval.total_num_envs=3"),
-    ("collect", "video=all"),
-    ("sft", "data.path=demos launcher.env_workers=2"),
-    ("sft", "data.path=demos faults.max_restarts_per_worker=2"),
-    ("sft", "env.train.total_num_envs=3"),
     ("sft", "ckpt=x"),
-    ("check-env", "seed=1 env.eval.total_num_envs=3"),
     ("train", "env.eval.auto_reset=true"),
     ("train", "env.eval.use_fixed_reset_state_ids=true"),
     ("train", "env.eval.max_steps_per_rollout_epoch=9"),
     ("train", "data.image_aug=true"),
-    ("train", "collect.out=x"),
-    ("train", "algorithm.gae_lambda=0.9"),
-    ("train", "algorithm.gae_lambda=1.0"),  # the default: typed all the same
-    ("train", "algorithm=ppo algorithm.filter_rewards=[0.1,0.9]"),
-    ("train", "algorithm=gdpo algorithm.reward_scale=2"),
-    ("train", "algorithm.kl_penalty_type=k1"),
-    ("train", "algorithm.behave_weight_mode=truncate"),
     ("train", "model=mlp model.unnorm_key=x"),
     ("train", "model=openvla model.use_proprio=true"),
-    ("train", "eval.sampling_params.temperature=2"),
-    ("sft", "data.path=demos data.prompt_key=zzz"),
 ]
 
 
-@pytest.mark.parametrize(("command", "words"), IGNORED, ids=[f"{c} {w}" for c, w in IGNORED])
-def test_what_was_typed_is_read_or_refused_by_name(command: str, words: str) -> None:
+@pytest.mark.parametrize(("command", "words"), REFUSED, ids=[f"{c} {w}" for c, w in REFUSED])
+def test_keys_and_groups_of_other_parts_are_refused(command: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(command, words.split())
     (problem,) = caught.value.problems

@@ -223,20 +223,7 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
     ("words", "said"),
     [
         (["env.id=CartPole-v1"], "carry gradients"),
-        (["env.id=CartPole-v1", "model.squashed=true"], "model.squashed has no effect"),
-        (["env.id=CartPole-v1", "algorithm=ppo", "model.log_std_init=-1"], "model.log_std_init has no effect"),
-        (["model.noise_correlation=0.5"], "model.noise_correlation has no effect: squashed"),
-        (["algorithm=ppo", "model.noise_correlation=0.5"], "model.noise_correlation has no effect: num_action_chunks"),
-        (
-            ["env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "model.normalize_state=true"],
-            "model.normalize_state has no effect",
-        ),
         (["model.squashed=false"], "carry gradients"),
-        (["algorithm.kl_beta=0.1"], "algorithm.kl_beta has no effect"),
-        (["algorithm.clip_ratio_low=0.1"], "clip_ratio_low"),
-        (["algorithm.demonstration_share=0.4"], "algorithm.demonstrations"),
-        (["algorithm.image_shift=2"], "algorithm.image_shift has no effect"),
-        (["actor.micro_batch_size=4"], "actor.micro_batch_size has no effect"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, said):

@@ -30,7 +30,7 @@ def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     blueprint(*ppo, training=True)
     free = "env.train.use_fixed_reset_state_ids=false"
-    with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} has no effect: the slots"):
+    with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but the slots"):
         blueprint(*ppo, free, training=True)
 
 

@@ -62,8 +62,6 @@ def test_grpo_trains_and_resumes_alike(tmp_path: Path):
 
 
 def test_arguments_of_the_engine_are_one_typed_group(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"rollout.vllm.max_model_len .*rollout.backend is hf"):
-        text_config(tmp_path, "rollout.vllm.max_model_len=64")
     with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs"):
         load_config(
             "train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "rollout.vllm.max_num_seqs=0"]
@@ -79,10 +77,6 @@ def test_vllm_sleeps_only_where_weights_are_trained_beside_it(tmp_path: Path, mo
     words = ("rollout.backend=vllm", "rollout.vllm.enable_sleep_mode=true")
     with pytest.raises(ConfigError, match=r"enable_sleep_mode=true: only a GPU's memory"):
         draw_blueprint(text_config(tmp_path, *words), training=True)
-    with pytest.raises(ConfigError, match=r"rollout.vllm.enable_sleep_mode .*nothing is trained beside vLLM"):
-        text_config(tmp_path, *words, "rollout.mode=disaggregated", "launcher=local")
-    with pytest.raises(ConfigError, match=r"no key|unknown|enable_sleep_mode"):
-        load_config("eval", ["env=text/copy", "model=causal_lm_tiny", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     late = ("algorithm.max_staleness=1", "algorithm=decoupled")
     with pytest.raises(ConfigError, match=r"max_staleness=1: vLLM writes while weights are trained"):
@@ -213,9 +207,7 @@ def test_mismatched_parts_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="takes text actions"):
         draw_blueprint(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
     with pytest.raises(ConfigError, match="is for text; model 'mlp' chooses actions"):
-        draw_blueprint(
-            load_config("train", ["experiment=cartpole", "algorithm.sampling_params.top_k=5"]), training=True
-        )
+        draw_blueprint(load_config("train", ["experiment=cartpole", "rollout.backend=vllm"]), training=True)
 
 
 def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
@@ -250,12 +242,13 @@ def test_sft_on_rows_of_text_is_a_start_for_rl(tmp_path: Path):
     assert tuned > fresh + 0.1
 
 
-def test_sft_refuses_keys_of_the_other_kind_of_data(tmp_path: Path):
+def test_a_key_of_the_other_kind_of_data_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ["model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:copy", "data.image_aug=false"]
-    with pytest.raises(ConfigError, match=r"data\.image_aug=false: path 'embodyrl.* does not read data\.image_aug"):
-        check_components(load_config("sft", words))
-    with pytest.raises(ConfigError, match=r"data\.prompt_key=q: .* does not read data\.prompt_key"):
-        check_components(load_config("sft", [f"data.path={tmp_path}", "data.prompt_key=q"]))
+    check_components(load_config("sft", words))
+    check_components(load_config("sft", [f"data.path={tmp_path}", "data.prompt_key=q"]))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "data.image_aug has no effect" in first
+    assert "data.prompt_key has no effect" in second
 
 
 def test_evaluating_a_run_means_its_own_task(tmp_path: Path):

@@ -303,7 +303,6 @@ def test_whole_modules_train_beside_adapters_and_are_restored(tmp_path: Path):
     dropped = [policy.imitate(observe(*PROMPTS), replies).loss.detach() for _ in range(2)]
     assert not torch.equal(*dropped)
     torch.testing.assert_close(policy.score(observe(*PROMPTS), tokens).logprob.detach(), wanted)
-    assert [key for key, _ in cfg.idle_in(ENV)] == ["model.lora.lora_dropout"]
 
 
 def test_gradient_checkpointing_changes_nothing(policy: CausalLMPolicy):

@@ -115,11 +115,6 @@ def test_asynchronous_and_deterministic_contradict_each_other(tmp_path):
         toy_config(tmp_path, "algorithm.max_staleness=1", "runner.deterministic=true")
 
 
-def test_refills_without_a_filter_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"algorithm.filter_refills has no effect: .*filter_rewards is null"):
-        toy_config(tmp_path, "algorithm.filter_refills=1")
-
-
 CONTINUED = (
     *("env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=ppo", "launcher=inline", "runner.max_steps=9"),
     *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=90", "runner.val_check_interval=-1"),

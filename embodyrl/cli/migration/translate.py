@@ -314,6 +314,8 @@ def _problems(result: Migration) -> list[str]:
         result.config = load_config("train", words, fetch=False)
     except ConfigError as error:
         return error.problems
+    if result.config.warnings:
+        return list(result.config.warnings)
     try:
         check_components(result.config)
     except ConfigError as error:

@@ -1,13 +1,11 @@
 """Keys of small actor-critic networks."""
 
-from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Says
 from embodyrl.policies.settings import WeightSettings
-from embodyrl.specs import ActionKind, EnvSpec
 
 
 class ActorCriticSettings(WeightSettings):
@@ -27,16 +25,3 @@ class ActorCriticSettings(WeightSettings):
     """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
     squashed: bool = False
     """Real-valued actions: tanh of a Gaussian whose spread depends on the observation too, as SAC wants it."""
-
-    recomputes = False  # so small networks keep what they computed
-
-    def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
-        """Name what needs real-valued actions, or a state."""
-        if env.action_kind != ActionKind.box:
-            reason = f"env '{env.name}' takes {env.action_kind} actions"
-            yield from ((f"model.{key}", reason) for key in ("log_std_init", "squashed", "noise_correlation"))
-        elif self.squashed or self.num_action_chunks == 1:
-            reason = "squashed is true" if self.squashed else "num_action_chunks is 1"
-            yield "model.noise_correlation", reason
-        if not env.state_dim:
-            yield "model.normalize_state", f"env '{env.name}' has no state vector"

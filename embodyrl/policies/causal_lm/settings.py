@@ -1,12 +1,10 @@
 """Keys of causal language models."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
 
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
-from embodyrl.types import EnvSpec
 
 
 class TextLoraSettings(LoraSettings):
@@ -24,9 +22,3 @@ class CausalLMSettings(AdapterSettings):
     chat: bool | None = None
     """Language models: apply the tokenizer's chat template; null: if it has one."""
     lora: TextLoraSettings = TextLoraSettings()
-
-    def idle_in(self, env: EnvSpec) -> Iterator[tuple[str, str]]:
-        """What acted is what is trained."""
-        yield from super().idle_in(env)
-        if self.lora.lora_dropout:
-            yield "model.lora.lora_dropout", "replies come from the weights that are trained; it is for `embodyrl sft`"

@@ -29,6 +29,15 @@ _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 class FlowSettings(ResidualSettings):
     """How a flow acts, and what its log-probabilities are."""
 
+    needs = {
+        "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",
+        "likelihood=flow_sde": "ignore_last",
+        "likelihood=flow_noise": "noise_range",
+        "likelihood=dsrl": "noise_bound noise_repeated steered_noise",
+        "likelihood!=dsrl": "greedy_start",
+        "likelihood=fpo": "fpo_pairs fpo_ratio",
+    }
+
     num_steps: Count = 10
     """Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
@@ -71,8 +80,6 @@ class FlowSettings(ResidualSettings):
     value_from: ValueFrom = ValueFrom.prefix
     """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
 
-    only_imitated = ("imitated_pairs", "imitated_time")  # keys of flow matching
-
     @property
     def steers(self) -> bool:
         """The flow is frozen, and an actor around it learns."""
@@ -101,25 +108,6 @@ class FlowSettings(ResidualSettings):
             )
         elif self.likelihood is Likelihood.flow_cps and self.num_steps == 1:
             yield "model.num_steps=1: the last step of flow_cps is certain; set model.num_steps to 2 or more."
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name the keys of the other likelihoods."""
-        yield from super().idle()
-        chosen = self.likelihood
-        levelled = chosen in (Likelihood.flow_sde, Likelihood.flow_cps)
-        other = f"likelihood is {chosen}"
-        for off, missing, keys in (
-            (not levelled, other, ("stochastic_steps", "noise_level")),
-            (not levelled or self.every_step, other if not levelled else "stochastic_steps is all", ("ignore_last",)),
-            (chosen is Likelihood.flow_cps, "the last step of flow_cps is never drawn", ("ignore_last",)),
-            (chosen is not Likelihood.flow_noise, other, ("noise_range",)),
-            (self.steers or chosen is Likelihood.fpo, other, ("joint_logprob",)),
-            (chosen is not Likelihood.dsrl, other, ("noise_bound", "noise_repeated", "steered_noise")),
-            (chosen is Likelihood.dsrl, other, ("greedy_start",)),
-            (levelled and not self.every_step, "stochastic_steps is one", ("joint_logprob",)),
-            (chosen is not Likelihood.fpo, other, ("fpo_pairs", "fpo_ratio")),
-        ):
-            yield from ((f"model.{key}", missing) for key in keys if off)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

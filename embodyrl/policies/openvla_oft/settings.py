@@ -49,6 +49,13 @@ class OpenVlaSettings(AdapterSettings):
 class OftSettings(OpenVlaSettings, ResidualSettings):
     """OpenVLA-OFT: a whole chunk at once."""
 
+    needs = {
+        "likelihood!=residual": "freeze compile",
+        "action_head=discrete": "cuda_graphs",
+        "action_head=l1": "action_std",
+        "action_head=diffusion": "num_diffusion_steps_inference stochastic_steps diffusion_eta diffusion_min_std",
+    }
+
     use_proprio: bool = False
     """Feed proprioception."""
     append_stop: bool = True
@@ -75,20 +82,6 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     def every_step(self) -> bool:
         """All denoising steps are stochastic."""
         return self.stochastic_steps is Stochastic.all
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name the keys of the other heads, and of what a frozen model does not do."""
-        yield from super().idle()
-        if self.corrects:
-            unused = "freeze", "compile", "cuda_graphs", "action_std", "stochastic_steps", "diffusion_eta"
-            yield from ((f"model.{key}", "likelihood is residual") for key in (*unused, "diffusion_min_std"))
-        if self.action_head is not ActionHead.discrete:
-            yield "model.cuda_graphs", "it records the discrete head; set model.action_head=discrete"
-        if self.action_head is not ActionHead.l1:
-            yield "model.action_std", "set model.action_head=l1"
-        if self.action_head is not ActionHead.diffusion:
-            keys = ("num_diffusion_steps_inference", "stochastic_steps", "diffusion_eta", "diffusion_min_std")
-            yield from ((f"model.{key}", "set model.action_head=diffusion") for key in keys)
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:

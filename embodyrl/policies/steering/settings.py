@@ -23,6 +23,8 @@ SHAPE_FILE = "steering.json"
 class ResidualSettings(WeightSettings):
     """A model that may be frozen and corrected: its own settings have a key `likelihood`."""
 
+    needs = {"likelihood=residual": "residual_scale residual_repeated"}
+
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
     """residual: a correction lies within -residual_scale..residual_scale, where the model's own actions span about
     -1..1."""
@@ -52,13 +54,6 @@ class ResidualSettings(WeightSettings):
                 f"model.is_lora=true: model.likelihood={self._chosen} freezes the model, adapters with it; set it to "
                 "false."
             )
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name the keys of corrections."""
-        yield from super().idle()
-        if not self.corrects:
-            other = f"likelihood is {self._chosen}"
-            yield from ((f"model.{key}", other) for key in ("residual_scale", "residual_repeated"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -263,13 +263,6 @@ def test_settings_say_what_contradicts_itself():
     assert "leaves no stochastic step" in next(settings(num_steps=1, ignore_last=True).problems())
     assert "certain" in next(settings(num_steps=1, likelihood="flow_cps", stochastic_steps="all").problems())
     assert not list(settings(num_steps=1, likelihood="flow_noise").problems())
-    idle = {key for key, _ in settings(likelihood="fpo").idle()}
-    chains = {f"model.{k}" for k in ("stochastic_steps", "noise_level", "ignore_last", "noise_range", "joint_logprob")}
-    steering = {f"model.{k}" for k in ("noise_bound", "noise_repeated", "steered_noise")}
-    residual = {"model.residual_scale", "model.residual_repeated"}
-    assert idle == chains | steering | residual
-    idle = {key for key, _ in settings(likelihood="dsrl", num_steps=1).idle()}
-    assert idle == chains | residual | {"model.greedy_start", "model.fpo_pairs", "model.fpo_ratio"}
     assert not list(settings(likelihood="dsrl", num_steps=1).problems())
 
 

@@ -27,8 +27,6 @@ class SmallFlowSettings(FlowSettings):
     use_proprio: bool = True
     """Feed proprioception."""
 
-    recomputes = False  # so small a network keeps what it computed
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:

@@ -1,0 +1,157 @@
+"""Typed keys that have no effect: accepted, with one warning line where the value is not the default."""
+
+import subprocess
+import sys
+
+import pytest
+
+from embodyrl.config.settings import inert, keys_of
+from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import NEEDS, ROOTS
+
+GYM = "env=gym env.id=CartPole-v1 model=mlp"
+FLOW = "model=flow_small"
+TEXT = "env=text/copy model=causal_lm_tiny"
+OUT = "collect.out=a"
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture, command: str, words: str) -> list[str]:
+    caplog.clear()
+    load_config(command, words.split())
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", "rollout.num_workers=1"),
+        ("train", "actor.fsdp.shard_size=1"),
+        ("train", "actor.fsdp.size=1 actor.fsdp.reshard_after_forward=true"),
+        ("train", "launcher=inline launcher.env_workers=auto"),
+        ("train", "algorithm.kl_penalty_type=low_var_kl"),
+        ("train", "algorithm=grpo actor.optim.value_lr=1e-4"),
+        ("train", "algorithm=grpo algorithm.gae_lambda=1.0"),
+        ("train", "algorithm=sac " + GYM.replace("CartPole-v1", "Pendulum-v1") + " algorithm.kl_beta=0"),
+        ("eval", "env=tabletop algorithm.sampling_params.temperature=1.0"),
+        ("eval", "video=none video_cfg.fps=20"),
+        ("collect", f"{OUT} actor.optim.lr=1e-4"),
+        ("sft", "data.path=a env.train.max_episode_steps=512"),
+        ("train", f"{GYM} model.squashed=false"),
+    ],
+)
+def test_a_typed_default_gives_no_warning(caplog: pytest.LogCaptureFixture, command: str, words: str) -> None:
+    assert warnings_of(caplog, command, words) == []
+
+
+INERT = [
+    # command, words, the key of the warning, words that give the key an effect
+    ("train", "algorithm.kl_penalty_type=k1", "algorithm.kl_beta=0.1"),
+    ("train", "algorithm.kl_in_reward=true", "algorithm.kl_beta=0.1"),
+    ("train", "algorithm.kl_beta=0.1 algorithm.kl_target=0.1", "algorithm.kl_in_reward=true"),
+    ("train", "algorithm.kl_horizon=5", "algorithm.kl_beta=1 algorithm.kl_in_reward=true algorithm.kl_target=0.1"),
+    ("train", "algorithm.m2_threshold=1", "algorithm.old_logprob=recompute"),
+    ("train", "algorithm.behave_weight_mode=truncate", "algorithm=decoupled"),
+    ("train", "algorithm.filter_refills=1", "algorithm.filter_returns=[0,1]"),
+    ("train", "algorithm=gdpo algorithm.reward_clip=3", "algorithm=grpo"),
+    ("train", "algorithm=ppo algorithm.value_coef=0 algorithm.value_clip=0.3", "algorithm.value_coef=1"),
+    ("train", "algorithm.gae_lambda=0.9", "algorithm=ppo"),
+    ("train", "launcher=inline launcher.env_workers=1", "launcher=local"),
+    ("train", "rollout.num_workers=2", "rollout.mode=disaggregated"),
+    ("train", "rollout.vllm.max_model_len=64", "rollout.backend=vllm"),
+    ("train", "cluster.num_nodes=2", None),
+    ("train", "actor.minibatches=2 actor.global_batch_size=64", "actor.minibatches=null"),
+    ("train", "actor.optim.decay_ratio=0.2", "actor.optim.schedule=wsd"),
+    ("train", "runner.val_check_interval=-1 runner.val_suites=[colours]", "runner.val_check_interval=1"),
+    ("train", "runner.on_existing=resume", "runner.experiment_name=a"),
+    ("train", "faults.on_env_crash=fail faults.max_restarts_per_worker=2", "faults.on_env_crash=restart"),
+    ("train", "collect.episodes=3", None),
+    ("train", f"{FLOW} model.noise_bound=3", "model.likelihood=dsrl"),
+    ("train", f"{FLOW} model.fpo_pairs=3", "model.likelihood=fpo"),
+    ("train", "model.action_std=0.2", "model.action_head=l1"),
+    ("train", "critic.path=a", "algorithm=ppo"),
+    ("train", f"{TEXT} env.train.max_episode_steps=4", None),
+    ("train", f"{TEXT} model.num_action_chunks=3", None),
+    ("train", "reward.mode=add", "reward.path=embodyrl.envs:x"),
+    ("eval", "algorithm.sampling_params.temperature=2", "eval.sampling_params.do_sample=true"),
+    ("eval", "eval.samples=3", "eval.sampling_params.do_sample=true"),
+    ("eval", "video=none video_cfg.fps=3", "video=all"),
+    ("eval", "env.train.task_ids=[0]", None),
+    ("eval", "eval.episodes=3 eval.episodes_per_task=2", "eval.episodes=null"),
+    ("eval", "actor.optim.lr=1", None),
+    ("collect", f"{OUT} actor.optim.lr=1", None),
+    ("collect", f"{OUT} algorithm.sampling_params.top_p=0.5", "eval.sampling_params.do_sample=true"),
+    ("sft", "data.path=a algorithm.group_size=4", None),
+    ("sft", "data.path=a env.train.max_episode_steps=4", None),
+    ("sft", "data.path=a objective.beta=1", "objective.name=dpo"),
+    ("sft", "data.path=a data.val_path=x data.val_share=0.2", "data.val_path=null"),
+    ("dagger", "collect.filter=all", None),
+    ("check-env", "runner.max_steps=3", None),
+]
+
+
+@pytest.mark.parametrize(("command", "words", "cure"), INERT, ids=[f"{command} {words}" for command, words, _ in INERT])
+def test_a_key_without_effect_gives_one_warning(
+    caplog: pytest.LogCaptureFixture, command: str, words: str, cure: str | None
+) -> None:
+    key = words.split()[-1].partition("=")[0]
+    (line,) = warnings_of(caplog, command, words)
+    assert line.startswith(f"warning: {key} has no effect")
+    assert "\n" not in line
+    if cure is not None:
+        assert warnings_of(caplog, command, f"{words} {cure}") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("algorithm=grpo algorithm.gae_lambda=2", "must be a number at least 0 and at most 1"),
+        ("launcher=inline launcher.env_workers=many", "must be auto or an integer"),
+        ("rollout.num_workers=0", "must be an integer at least 1"),
+        ("collect.episodes=none", "must be an integer"),
+        ("algorithm.gae_lamda=0.9", "unknown key"),
+        ("env=tabletop env.id=CartPole-v1", "env_type 'tabletop'"),
+        ("model=mlp env=gym env.id=CartPole-v1 model.likelihood=dsrl", "model_type 'mlp'"),
+    ],
+)
+def test_wrong_values_and_unknown_keys_stay_errors(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config("train", words.split())
+
+
+def test_values_of_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(caplog, "train", "experiment=tabletop_dsrl") == []
+    assert warnings_of(caplog, "eval", "experiment=cartpole video=none") == []
+
+
+def test_keys_for_text_give_one_warning_with_a_policy_of_actions(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = load_config("train", ["experiment=cartpole", "algorithm.sampling_params.top_k=5"])
+    draw_blueprint(cfg, training=True)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("warning: algorithm.sampling_params.top_k has no effect")
+
+
+def test_every_condition_names_keys_that_exist() -> None:
+    for command in ROOTS:
+        config = {"collect": [OUT], "sft": ["data.path=a"]}.get(command, [])
+        cfg = load_config(command, config)
+        assert {name for keys in NEEDS.get(command, {}).values() for name in keys.split()} <= {
+            *keys_of(ROOTS[command]),
+            "data.val_split",  # of rows of text
+        }
+        list(inert(cfg, keys_of(type(cfg)), NEEDS.get(command, {})))
+
+
+def test_a_sweep_over_algorithms_accepts_the_keys_of_each() -> None:
+    words = [
+        "algorithm=grpo,ppo",
+        "actor.optim.value_lr=1e-4",
+        "algorithm.gae_lambda=0.9",
+        "env.train.total_num_envs=3",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "embodyrl.cli.main", "train", "-m", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert all("total_num_envs=3" in line for line in done.stderr.splitlines() if "error" in line)
