@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -284,44 +283,6 @@ def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
         else:
             found[prefix + name] = Key(name=prefix + name, owner=kind, field=info)
     return found
-
-
-def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Return one line for each of these keys that has no effect with the values of the others; `needs` are conditions
-    in addition to those of the classes.
-    """
-    conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
-        prefix + key: (prefix, condition)
-        for prefix, node in _sections(root)
-        for kind in reversed(type(node).__mro__)
-        for condition, keys in kind.__dict__.get("needs", {}).items()
-        for key in keys.split()
-    }
-    for name in names:
-        prefix, condition = conditions.get(name, ("", ""))
-        alternatives = condition.split(" or ")
-        if condition.startswith("never: "):
-            yield f"{name} has no effect: {condition.removeprefix('never: ')}."
-        elif condition and not any(_holds(root, prefix + one) for one in alternatives):
-            yield f"{name} has no effect without {' or '.join(prefix + one for one in alternatives)}."
-
-
-def _holds(root: Settings, condition: str) -> bool:
-    name, operator, choices = re.split("(!=|=|$)", condition, maxsplit=1)
-    value: Any = root
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    if not operator:
-        return bool(value)
-    return (spell(value) in choices.split("|")) is (operator == "=")
-
-
-def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """Return all nodes with the text in front of their keys."""
-    yield prefix, node
-    for name in type(node).model_fields:
-        if isinstance(value := getattr(node, name), Settings):
-            yield from _sections(value, f"{prefix}{name}.")
 
 
 @functools.cache

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from embodyrl.config import tree
+from embodyrl.config.check import inert
 from embodyrl.config.paths import HUB_NAME, resolve_run
-from embodyrl.config.settings import flat, inert, leaves, nodes, plain
+from embodyrl.config.settings import flat, leaves, nodes, plain
 from embodyrl.config.shared import Precision
 from embodyrl.config.trust import distrusted
 from embodyrl.errors import ConfigError, masked, one_line

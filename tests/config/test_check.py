@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from embodyrl.config.settings import inert, keys_of
+from embodyrl.config.check import inert
+from embodyrl.config.settings import keys_of
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
