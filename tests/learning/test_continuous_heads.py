@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from toy_runs import resume_toy, rows, train_toy
 
-from embodyrl.policies.flow.settings import Stochastic
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.continuous import DiffusionChain
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, time_embedding
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.records import Stochastic
 from embodyrl.policies.settings import Precision
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 

@@ -1,4 +1,4 @@
-"""Instructions, and for pi0.5 states, to token ids; read from tokenizer.json with `tokenizers`, no remote code."""
+"""Instructions, and for pi0.5 states, to token ids."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.tokens import pad_right, padded_width, read_tokenizer
 from embodyrl.types import FloatArray, IntArray
 
 STATE_BINS = 256
-WIDTH_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,35 +50,6 @@ def state_text(state: npt.ArrayLike) -> str:
     """A normalised state [S] in -1..1 as numbers 0..255 of equal bins; -1 for what lies below them."""
     edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
-
-
-def read_tokenizer(file: Path, fix: str) -> Tokenizer:
-    """Read `tokenizer.json`, for text of any length.
-
-    Raises:
-        CheckpointError: the file is missing or damaged; ends with the `fix`, a sentence.
-    """
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception
-        raise CheckpointError(f"{file} cannot be read: {error}. {fix}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def padded_width(known: int, longest: int) -> int:
-    """Width of a batch: that of the known tasks; only a longer row widens it, to a multiple of 16."""
-    # Every new width is a new shape, for which kernels are chosen and graphs compiled anew.
-    return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
-
-
-def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
-    """Ids [B, W] of rows of any length, with zeros behind them."""
-    ids = np.zeros((len(rows), width), np.int64)
-    for row, encoded in zip(ids, rows, strict=True):
-        row[: len(encoded)] = encoded
-    return ids
 
 
 class FlowPrompts:

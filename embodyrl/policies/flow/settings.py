@@ -1,10 +1,7 @@
-"""Keys that all flow policies share, and what a loss needs of a chosen chunk. No torch.
-
-The latter are tokens: int64 numbers that nobody above the policy interprets.
-"""
+"""Keys of all flow policies, and the records of their chunks. No torch."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +9,11 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Says, Share, only
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, TokenLayout, steered
+from embodyrl.policies.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered
 from embodyrl.types import PolicySpec
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
-Stochastic = StrEnum("Stochastic", ["one", "all"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
@@ -110,20 +107,6 @@ class FlowSettings(ResidualSettings):
             yield "model.num_steps=1: the last step of flow_cps is certain; set model.num_steps to 2 or more."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkShape:
-    """Sizes of a chunk inside the flow and outside."""
-
-    horizon: int
-    """H: rows that flow."""
-    width: int
-    """D: numbers of a row, padding included."""
-    executed: int
-    """K <= H: rows that are executed, and that count."""
-    action_dim: int
-    """A <= D: numbers of a row that mean something."""
-
-
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
     """What the actor beside the frozen flow reads, with `hidden` numbers of the expert, and chooses."""
     if cfg.corrects:
@@ -148,7 +131,7 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
         check_steering(cfg, shape, hidden, folder)
     if cfg.steers:
         return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
-    return replace(spec, scored=ChunkRecord.of(cfg, shape).per_action)
+    return replace(spec, scored=record_of(cfg, shape).per_action)
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
@@ -161,41 +144,19 @@ def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Pa
         steering_shape(cfg, shape, hidden).check(folder)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRecord:
-    """What is kept of a chunk, and how many log-probabilities it has.
+def record_of(cfg: FlowSettings, shape: ChunkShape) -> ChunkRecord:
+    """Return the record of a chunk.
 
-    One stochastic step: its index; the state before it; of the state after it what is executed. All steps: the seed of
-    the first state; all states between; of the last one what is executed. FPO: the seed of the pairs; the chunk; for
-    ratios of single pairs what each was. A frozen flow: the seed; the noise or the correction that was chosen.
+    One stochastic step: its index; the state before it; the executed part of the state after it. All steps: the seed of
+    the first state; all states between; the executed part of the last one. FPO: the seed of the pairs; the chunk; for
+    ratios of single pairs the loss of each. A frozen flow: the seed; the sampled noise or correction.
     """
-
-    shape: ChunkShape
-    layout: TokenLayout
-    per_action: int
-    """P: log-probabilities of an executed action."""
-
-    @classmethod
-    def of(cls, cfg: FlowSettings, shape: ChunkShape) -> "ChunkRecord":
-        """The record that the settings ask for."""
-        state = shape.horizon * shape.width
-        if cfg.likelihood is Likelihood.fpo:
-            each = cfg.fpo_ratio is FpoRatio.sample
-            kept = shape.executed * cfg.fpo_pairs if each else 0
-            per_action, floats = cfg.fpo_pairs if each else 1, state + kept
-        elif cfg.steers:
-            return cls(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
-        else:
-            return cls.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)
-        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=per_action)
-
-    @classmethod
-    def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
-        """The record of a chain of Gaussian steps that keeps so many whole states."""
-        floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
-        return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a chunk: a multiple of K with room for its log-probabilities, of which there are as many."""
-        return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))
+    state = shape.horizon * shape.width
+    if cfg.likelihood is Likelihood.fpo:
+        each = cfg.fpo_ratio is FpoRatio.sample
+        kept = shape.executed * cfg.fpo_pairs if each else 0
+        layout = TokenLayout(whole=1, floats=state + kept)
+        return ChunkRecord(shape=shape, layout=layout, per_action=cfg.fpo_pairs if each else 1)
+    if cfg.steers:
+        return ChunkRecord(shape=shape, layout=steering_shape(cfg, shape, 0).layout, per_action=1)
+    return ChunkRecord.chain(shape, cfg.num_steps - 1 if cfg.every_step else 1)

@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.prompts import pad_right, padded_width, read_tokenizer
 from embodyrl.policies.openvla_oft.config import PixelNorm
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tokens import pad_right, padded_width, read_tokenizer
 from embodyrl.types import ByteArray, IntArray
 
 JPEG_QUALITY = 95

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Positive, Share
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, Stochastic
+from embodyrl.policies.records import ChunkRecord, ChunkShape, Stochastic
 from embodyrl.policies.settings import AdapterSettings
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.flow.likelihood import START, Chosen, normals, seeds_of, spread
+from embodyrl.policies.sampling import START, Chosen, normals, seeds_of, spread
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec

@@ -7,12 +7,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from pydantic import Field
 
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.records import TokenLayout
 from embodyrl.policies.settings import WeightSettings
-from embodyrl.types import FloatArray, IntArray, PolicySpec
+from embodyrl.types import PolicySpec
 
 WIDTHS = (256, 256)
 """Hidden layers of the actor, and of the critics."""
@@ -54,31 +54,6 @@ class ResidualSettings(WeightSettings):
                 f"model.is_lora=true: model.likelihood={self._chosen} freezes the model, adapters with it; set it to "
                 "false."
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLayout:
-    """So many whole numbers, then so many float32, two to a token: bit patterns, so that nothing is rounded."""
-
-    whole: int
-    floats: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that they fill."""
-        return self.whole + -(-self.floats // 2)
-
-    def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
-        """Tokens [B, tokens] of whole numbers [B, whole] and floats [B, floats]."""
-        assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
-        padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
-        padded[:, : self.floats] = floats
-        return np.concatenate([whole, padded.view(np.int64)], axis=1)
-
-    def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Whole numbers and floats of tokens [B, at least `tokens`]."""
-        bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
-        return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

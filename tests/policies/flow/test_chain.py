@@ -10,21 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.flow.likelihood import (
-    START,
-    STEP,
-    ChainLikelihood,
-    ChunkLikelihood,
-    FpoLikelihood,
-    flow_sde,
-    follow_ode,
-    normals,
-    seeds_of,
-    times,
-    uniforms,
-)
+from embodyrl.policies.chains import ChunkLikelihood
+from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_sde, follow_ode, times
 from embodyrl.policies.flow.policy import NoiseHead
-from embodyrl.policies.flow.settings import ChunkShape, FlowSettings, Likelihood, TokenLayout
+from embodyrl.policies.flow.settings import FlowSettings, Likelihood
+from embodyrl.policies.records import ChunkShape, TokenLayout
+from embodyrl.policies.sampling import START, STEP, normals, seeds_of, uniforms
 
 SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
 CPU = torch.device("cpu")

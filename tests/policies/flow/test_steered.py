@@ -17,9 +17,10 @@ from embodyrl.learners.replay import Frames
 from embodyrl.learners.sac import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.policies.flow.likelihood import STEP, flow_sde, normals, seeds_of
+from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.sampling import STEP, normals, seeds_of
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray
 from embodyrl.workers.policy_host import PolicyHost

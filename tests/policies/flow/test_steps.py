@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodyrl.policies.flow.likelihood import Transition, flow_cps, flow_noise, flow_sde, ode, times
+from embodyrl.policies.chains import Transition
+from embodyrl.policies.flow.likelihood import flow_cps, flow_noise, flow_sde, ode, times
 from embodyrl.policies.flow.policy import NoiseHead
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flow" / "flow_steps.safetensors"

@@ -21,11 +21,12 @@ from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES, export_policy
 from embodyrl.policies.flow.layouts import LEROBOT, OPENPI, SMOLVLA_LEROBOT, TRANSFORMERS
-from embodyrl.policies.flow.likelihood import START, TIMES, follow_ode, normals, uniforms
+from embodyrl.policies.flow.likelihood import follow_ode
 from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 
 ENV = EnvSpec(

@@ -9,10 +9,11 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, FlowSettings, check_steering, described
+from embodyrl.policies.flow.settings import FlowSettings, check_steering, described, record_of
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -60,7 +61,7 @@ class SmallFlowFactory:
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,
-            tokens_per_chunk=ChunkRecord.of(cfg, plan.shape).tokens,
+            tokens_per_chunk=record_of(cfg, plan.shape).tokens,
             value_dim=value_dim,
             num_images=plan.config.num_images,
             uses_state=plan.config.state_dim > 0,

@@ -6,7 +6,7 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import ChunkRecord, ChunkShape, check_steering, described
+from embodyrl.policies.flow.settings import check_steering, described, record_of
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
@@ -21,6 +21,7 @@ from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.folder import lacking
 from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
+from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
@@ -149,7 +150,7 @@ class VlaFactory:
             name=cfg.model_type,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,
-            tokens_per_chunk=ChunkRecord.of(cfg, shape).tokens,
+            tokens_per_chunk=record_of(cfg, shape).tokens,
             imitated=model.horizon,
             value_dim=value_dim,
             num_images=cfg.num_images_in_input,

@@ -26,7 +26,7 @@ from embodyrl.policies.flow.layouts import (
 )
 from embodyrl.policies.flow.model import BACKBONE
 from embodyrl.policies.flow.policy import FlowModule, FlowPolicy
-from embodyrl.policies.flow.settings import ChunkShape, ValueFrom
+from embodyrl.policies.flow.settings import ValueFrom
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files
@@ -36,6 +36,7 @@ from embodyrl.policies.folder import starts_random
 from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from embodyrl.policies.flow.layers import Decoder, DecoderLayer, KeysValues, View, block_mask, key_mask, rotary
 from embodyrl.policies.flow.model import FlowInputs, FlowModel, Memory, Prefix, time_embedding, with_memory
 from embodyrl.policies.flow.prompts import FlowPrompts
-from embodyrl.policies.flow.settings import ChunkShape
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, prompt_form, read_units, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.folder import TOKENIZER_FILE
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ByteArray, FloatArray, Observation
 

@@ -1,0 +1,158 @@
+"""Chains of Gaussian steps: log-probabilities of action chunks that are sampled in several steps."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.policies.records import ChunkRecord
+from embodyrl.policies.sampling import PLACE, START, STEP, Chosen, normals, uniforms
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import IntArray
+
+HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """The state after a step is mean + std * e with standard normal e; where std is 0 the step is certain."""
+
+    mean: Tensor
+    """[B, H, D]"""
+    std: Tensor
+    """Broadcasts to `mean`."""
+
+    def log_prob(self, after: Tensor) -> Tensor:
+        """Log-density of each number of `after` [B, H, D]; 0 where the step is certain."""
+        certain = self.std == 0
+        std = self.std.masked_fill(certain, 1.0)
+        density = -0.5 * ((after - self.mean) / std).square() - std.log() - HALF_LOG_TWO_PI
+        return density.masked_fill(certain, 0.0)
+
+    def entropy(self) -> Tensor:
+        """Differential entropy 0.5 ln(2 pi e std^2) of each number [B, H, D]; 0 where the step is certain."""
+        certain = self.std == 0
+        entropy = self.std.masked_fill(certain, 1.0).log() + HALF_LOG_TWO_PI + 0.5
+        return entropy.masked_fill(certain, 0.0).expand_as(self.mean)
+
+
+Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""State [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden rows [B, H, width]."""
+
+
+class ChunkLikelihood(Protocol):
+    """Samples chunks, and says later how likely they were: the same numbers by the same operations.
+
+    A row of a result depends on that row alone.
+    """
+
+    record: ChunkRecord
+
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        """Sample one chunk per seed [B]; without gradients."""
+        ...
+
+    def score(
+        self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies [B, K, P] of what `sample` kept, with gradients."""
+        ...
+
+
+class GaussianChain(ABC):
+    """Gaussian steps: one stochastic step per chunk, or all of them; implements `ChunkLikelihood`.
+
+    One step: the others are certain and only the two states around it are kept (the mixed form of piRL, arXiv
+    2510.25889; there one index serves a batch, here each chunk draws its own). All steps: the states after each are
+    kept, the first is drawn again from its seed.
+
+    Log-probabilities are those of the executed numbers: of the one step, or summed over all steps and the first state
+    and divided by `terms`. Temperature multiplies the deviations, except the first state's.
+    """
+
+    def __init__(
+        self, record: ChunkRecord, *, num_steps: int, every_step: bool, drawn_steps: int, terms: int = 1
+    ) -> None:
+        """Chains of `num_steps` steps; the one stochastic step is one of the first `drawn_steps`."""
+        self.record = record
+        self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
+        self._drawn_steps, self._terms = drawn_steps, terms
+
+    @abstractmethod
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """The stochastic step at states [B, H, D] and their steps [B], and the certain one."""
+
+    def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
+        """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
+        size = (self._shape.horizon, self._shape.width)
+        # Each chunk draws its own step: one for a whole batch would make a row depend on what it was batched with.
+        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._drawn_steps).astype(np.int64)
+        chosen = on_device(place, device)[:, None, None]
+        x = normals(seeds, START, size, device)
+        logprob = self._first_step(x)[0]
+        begun, last = [], x
+        # One noise for the one step, wherever it falls; else one for each.
+        noise = normals(seeds, STEP, size, device)
+        for k in range(self._num_steps):
+            here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
+            # Both from one pass of the network, whichever of them a row takes.
+            step, certain = self._tempered(velocity, x, torch.full((len(x),), k, device=device), temperature)
+            if self._every and k:
+                noise = normals(seeds, STEP + k, size, device)
+            after = torch.where(here, step.mean + step.std * noise, certain.mean)
+            logprob = logprob + self._executed(step).log_prob(self._part(after)) * here
+            begun.append(x)
+            last = torch.where(here, after, last)
+            x = after
+        states = torch.stack(begun, 1)  # [B, steps, H, D]
+        kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
+        # Whole states where the network will be asked again; of what a step led to, only the numbers that are scored.
+        floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
+        tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
+        return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)
+
+    def score(
+        self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Score kept states (see `ChunkLikelihood`)."""
+        whole, floats = self.record.layout.unpack(tokens)
+        shape, values = self._shape, on_device(floats, device)
+        last = shape.executed * shape.action_dim
+        begun = list(values[:, :-last].unflatten(1, (-1, shape.horizon, shape.width)).unbind(1))
+        afters = [values[:, -last:].unflatten(1, (shape.executed, shape.action_dim))]
+        indices = [on_device(whole[:, 0], device)]
+        logprob = entropy = values.new_zeros(())
+        if self._every:
+            afters = [*(self._part(state) for state in begun), *afters]
+            # Of the first state only the seed was kept.
+            begun = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *begun]
+            indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
+            logprob, entropy = self._first_step(begun[0])
+        for x, after, index in zip(begun, afters, indices, strict=True):
+            step = self._executed(self._tempered(velocity, x, index, temperature)[0])
+            logprob, entropy = logprob + step.log_prob(after), entropy + step.entropy()
+        return logprob / self._terms, entropy / self._terms
+
+    def _tempered(
+        self, velocity: Velocity, x: Tensor, index: Tensor, temperature: float
+    ) -> tuple[Transition, Transition]:
+        step, certain = self._step(velocity, x, index)
+        return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
+
+    def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [B, K, A] of the first state; 0 where only one step counts."""
+        prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
+        weight = float(self._every)
+        return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
+
+    def _part(self, x: Tensor) -> Tensor:
+        """The executed numbers [B, K, A] of a state."""
+        return x[:, : self._shape.executed, : self._shape.action_dim]
+
+    def _executed(self, step: Transition) -> Transition:
+        return Transition(mean=self._part(step.mean), std=self._part(step.std))

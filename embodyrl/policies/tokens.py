@@ -1,0 +1,41 @@
+"""Tokenizers and batches of token ids, read from `tokenizer.json` with `tokenizers`; no remote code."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from embodyrl.errors import CheckpointError
+from embodyrl.types import IntArray
+
+WIDTH_STEP = 16
+
+
+def read_tokenizer(file: Path, fix: str) -> Tokenizer:
+    """Read `tokenizer.json`, for text of any length.
+
+    Raises:
+        CheckpointError: the file is missing or damaged; ends with the `fix`, a sentence.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the package raises bare Exception
+        raise CheckpointError(f"{file} cannot be read: {error}. {fix}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def padded_width(known: int, longest: int) -> int:
+    """Width of a batch: that of the known tasks; only a longer row widens it, to a multiple of 16."""
+    # Every new width is a new shape, for which kernels are chosen and graphs compiled anew.
+    return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
+
+
+def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
+    """Ids [B, W] of rows of any length, with zeros behind them."""
+    ids = np.zeros((len(rows), width), np.int64)
+    for row, encoded in zip(ids, rows, strict=True):
+        row[: len(encoded)] = encoded
+    return ids
