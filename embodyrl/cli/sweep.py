@@ -1,5 +1,6 @@
 """`-m`: several runs from one command line, one after the other, each in a process of its own."""
 
+import itertools
 import shlex
 import signal
 import subprocess
@@ -10,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
@@ -33,8 +33,13 @@ def expand(words: Sequence[str]) -> list[list[str]]:
         ConfigError: a word that cannot be parsed.
     """
     try:
-        parsed = OverridesParser.create().parse_overrides(list(words))
-        jobs = [job for batch in BasicSweeper.split_arguments(parsed, max_batch_size=None) for job in batch]
+        choices = [
+            [f"{word.get_key_element()}={value}" for value in word.sweep_string_iterator()]
+            if word.is_sweep_override()
+            else [str(word.input_line)]
+            for word in OverridesParser.create().parse_overrides(list(words))
+        ]
+        jobs = [list(job) for job in itertools.product(*choices)]
     except (HydraException, ValueError):  # no such syntax; a range without end
         jobs = []
     if not jobs:
@@ -42,7 +47,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     for number, job in enumerate(jobs):
         # Runs of one name would meet in one folder.
         job[:] = [f"{word}-{number}" if word.startswith(_NAME) and len(jobs) > 1 else word for word in job]
-    return [list(job) for job in jobs]
+    return jobs
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:

@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -62,21 +62,7 @@ Name = Annotated[
 ]
 
 
-if TYPE_CHECKING:
-    from pydantic._internal._model_construction import ModelMetaclass as _Unbuilt
-else:
-
-    class _Unbuilt(type(BaseModel)):
-        """Defaults without values to check, so that pydantic builds a validator for the root of a command only."""
-
-        def __call__(cls, **values):
-            if values or any(field.is_required() for field in cls.model_fields.values()):
-                return super().__call__(**values)
-            # Defaults are valid as they are; checking them would build the validators of all classes at every start.
-            return cls.model_construct()
-
-
-class Settings(BaseModel, metaclass=_Unbuilt):
+class Settings(BaseModel):
     """Typed, frozen values by key.
 
     >>> class Plan(Settings):

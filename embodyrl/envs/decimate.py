@@ -156,13 +156,15 @@ def _library() -> ctypes.CDLL:
     bindings on a handle of our own.
     """
     try:
-        from meshoptimizer import _loader  # pyright: ignore[reportMissingImports]
+        import meshoptimizer  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError(
             f"env.render_profile=lean needs meshoptimizer, which cannot be imported: {error}. "
             "Fix: pip install meshoptimizer==0.2.30a0, or env.render_profile=full"
         ) from error
-    library, size, array = ctypes.CDLL(_loader.lib._name), ctypes.c_size_t, ctypes.c_void_p
+    folder = Path(meshoptimizer.__file__).parent
+    files = [file for file in folder.glob("*meshoptimizer*") if file.suffix in (".so", ".dylib", ".pyd", ".dll")]
+    library, size, array = ctypes.CDLL(str(files[0])), ctypes.c_size_t, ctypes.c_void_p
     careful, sloppy = library.meshopt_simplifyWithAttributes, library.meshopt_simplifySloppy
     careful.restype = sloppy.restype = size
     head = [array, array, size, array, size, size]

@@ -90,3 +90,18 @@ def test_the_map_of_the_house_names_files_that_exist():
     ] == []
     for room in re.findall(r"^    (?:\w+/  )*(\w+)/ ", text, flags=re.MULTILINE):
         assert (ROOT / "embodyrl" / room).is_dir(), room
+
+
+def test_no_private_module_of_a_dependency_is_imported():
+    """Except where the optimizer as one vector flattens tensors: it goes with the hand-written gradients."""
+    private = set()
+    for file in (ROOT / "embodyrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            outside = (name.split(".") for name in names if name.partition(".")[0] not in ("embodyrl", "__future__"))
+            private |= {(file.name, ".".join(parts)) for parts in outside if any(p.startswith("_") for p in parts)}
+    assert {file for file, _ in private} <= {"flat_adam.py"}
