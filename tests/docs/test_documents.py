@@ -30,7 +30,6 @@ PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = SOURCE / "examples"
 
 COMPOSED = {
-    "model.path=/data": "download of a 7B checkpoint",
     "model=openvla_oft_simplevla": "download of a 7B checkpoint",
     "model=openvla_oft_official": "download of a 7B checkpoint",
     "model=openvla_oft ": "download of a 7B checkpoint",
@@ -53,8 +52,6 @@ COMPOSED = {
 ELSEWHERE = {
     "owner/": "tests/commands/test_push.py has a hub",
     " me/": "the same",
-    "embodyrl doctor": "tests/cli/test_doctor",
-    "check-env env=libero": "minutes of LIBERO; tests/sim",
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
