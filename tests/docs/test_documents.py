@@ -36,7 +36,6 @@ COMPOSED = {
     "model=pi0": "download of a 3B checkpoint; tests/policies/flow runs tiny ones",
     "model=smolvla": "download of a checkpoint; tests/policies/flow runs tiny ones",
     "model.path=Qwen": "download of a language model",
-    "data.path=demos model=openvla_oft_tiny": "as the tabletop line below",
     "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
     "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",
     "my_pkg": "a package of the reader's; own_env is run",
@@ -52,6 +51,7 @@ COMPOSED = {
 ELSEWHERE = {
     "owner/": "tests/commands/test_push.py has a hub",
     " me/": "the same",
+    "embodyrl doctor": "tests/cli/test_doctor",
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
