@@ -12,7 +12,7 @@ import numpy as np
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run
+from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
@@ -154,7 +154,13 @@ class _Collecting:
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
             continued = f", {len(writer.episodes)} are there" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
-            announce(self.monitor, self.cfg, folder, "collect", [*facts(self.blueprint), ("demos", demos)])
+            announce(
+                self.monitor,
+                self.cfg,
+                folder,
+                "collect",
+                [*facts(self.blueprint), *weight_facts(self.cfg, self.weights), ("demos", demos)],
+            )
             if self._trials():
                 self._collect(writer, folder.logs)
         finally:

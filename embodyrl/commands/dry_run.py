@@ -1,7 +1,7 @@
 """What `--dry-run` says: all that can be known before a process starts."""
 
 from embodyrl.commands.facts import facts, training_facts
-from embodyrl.commands.run_folder import first_weights, resolve_weights
+from embodyrl.commands.run_folder import first_weights, resolve_weights, weight_facts
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
@@ -15,8 +15,7 @@ def describe(cfg: Root) -> str:
         from embodyrl.commands.collect import draw_collection
 
         blueprint = draw_collection(cfg)
-        first_weights(cfg, blueprint.env)
-        lines = facts(blueprint)
+        lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
         lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
         return _layout(lines)
     if isinstance(cfg, SftConfig):
@@ -28,13 +27,12 @@ def describe(cfg: Root) -> str:
         from embodyrl.commands.serve import serving_facts
 
         env, spec = describe_served(cfg)
-        first_weights(cfg, env)
-        return _layout(serving_facts(cfg, env, spec))
+        weights = first_weights(cfg, env)
+        return _layout([*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)])
     assert isinstance(cfg, EvalConfig)
     training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
     blueprint = draw_blueprint(cfg, training=training)
-    first_weights(cfg, blueprint.env)
-    lines = facts(blueprint)
+    lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
     if training:
         lines += training_facts(blueprint)
     return _layout([*lines, *evaluation_facts(blueprint)])

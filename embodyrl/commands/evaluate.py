@@ -23,7 +23,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import facts
-from embodyrl.commands.run_folder import RunFolder, first_weights, open_run
+from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import trust_words
@@ -70,7 +70,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
         lines = [
             *facts(blueprint),
             *evaluation_facts(blueprint),
-            *(("weights", str(w)) for w in (cfg.ckpt or cfg.model.weights,) if w),
+            *weight_facts(cfg, weights),
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)

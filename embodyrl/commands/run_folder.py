@@ -24,10 +24,12 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
-from embodyrl.plan.config import save_config
-from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TextTask
+from embodyrl.plan.config import run_config, save_config
+from embodyrl.plan.load import read_saved
+from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TextTask, TrainConfig
 from embodyrl.plan.settings import OnExisting
 from embodyrl.policies import POLICIES
+from embodyrl.policies.adapter import find_adapter
 from embodyrl.policies.protocol import ComparesWeights
 from embodyrl.policies.settings import AdapterSettings
 from embodyrl.types import EnvSpec
@@ -246,17 +248,59 @@ def _processor() -> str:
 
 
 def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
-    """The policy folder of `ckpt`, if that is set, compared with the model and the environment of this run.
+    """Return the policy folder of `ckpt`, compared with the model and the environment of this run.
+
+    None: `ckpt` is not set, or is the folder that the policy is built from.
 
     Raises:
-        ConfigError: its weights are of another model, or were made for another environment.
+        ConfigError: its weights are of another model, were made for another environment, or would replace an adapter.
         CheckpointError: nothing usable is there.
     """
     if cfg.ckpt is None:
         return None
-    folder = resolve_weights(cfg.ckpt)
+    folder, model = resolve_weights(cfg.ckpt), cfg.model
     _compare(cfg, env, folder, f"ckpt={cfg.ckpt}")
-    return folder
+    if not isinstance(model, AdapterSettings) or model.lora.path is None:
+        return folder
+    if model.path is not None and resolve_asset(model.path).resolve() == folder.resolve():
+        return None  # built with the adapter
+    trained_on = isinstance(cfg, TrainConfig) and model.is_lora and not _is_adapter(folder)
+    run = run_config(resolve_run(cfg.ckpt))
+    saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
+    # The weights of a run that began with an adapter contain it.
+    if saved.get("model.lora.path") == model.lora.path or trained_on:
+        return folder
+    raise ConfigError(
+        f"ckpt={cfg.ckpt} replaces the weights that the adapter model.lora.path={model.lora.path} is merged into. "
+        f"Remove one of them, or, to merge the adapter into those weights, set model.path={folder} and remove ckpt."
+    )
+
+
+def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[tuple[str, str]]:
+    """Name and text of the banner's line about initial weights and adapters.
+
+    Args:
+        cfg: of the run.
+        weights: what `first_weights` returned.
+    """
+    model = cfg.model
+    given = model.lora.path if isinstance(model, AdapterSettings) else None
+    trains = isinstance(cfg, TrainConfig) and model.adapted
+    base = str(cfg.ckpt or model.weights or "random")
+    if base == "random" and "path" not in type(model).model_fields:
+        return []
+    if weights is not None and _is_adapter(weights):
+        how = f"{model.weights} + adapter {base}, {'trained further' if trains else 'merged'}"
+    elif given is not None and (weights is None or trains):
+        how = f"{base} + adapter {given}, {'trained further' if trains else 'merged'}"
+    else:
+        how = f"{base}, new adapters are trained on it" if trains else base
+    return [("weights", how)]
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Return whether a folder holds an adapter and no whole weights."""
+    return find_adapter(folder) is not None and not any(folder.glob("model*.safetensors*"))
 
 
 def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> None:

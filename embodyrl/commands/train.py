@@ -18,7 +18,14 @@ from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
 from embodyrl.commands.evaluate import compare_recordings, film_changes, read_evaluation, run_evaluation
 from embodyrl.commands.facts import facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
-from embodyrl.commands.run_folder import RunFolder, check_resumed, first_weights, open_run, resolve_weights
+from embodyrl.commands.run_folder import (
+    RunFolder,
+    check_resumed,
+    first_weights,
+    open_run,
+    resolve_weights,
+    weight_facts,
+)
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
@@ -118,9 +125,8 @@ class _Training:
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
         where = [("output", f"{folder.root}{validation}"), folder.following]
         held_out = evaluation_facts(self.blueprint) if self._validates else []
-        session.announce(
-            [*facts(self.blueprint), *held_out, *where], self.blueprint.total_steps, self.blueprint.env.tasks
-        )
+        lines = [*facts(self.blueprint), *weight_facts(self.cfg, self.weights), *held_out, *where]
+        session.announce(lines, self.blueprint.total_steps, self.blueprint.env.tasks)
         # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
         start_all = partial(start_workers, self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
         with session.running(start_all) as workers:

@@ -39,7 +39,7 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
     Args:
         folder: the checkpoint.
         tokenizer: where the tokenizer comes from, the end of a sentence.
-        adapted: adapters are to be trained.
+        adapted: adapters are trained or merged.
     """
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
@@ -48,8 +48,8 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
             yield f"model.path: {folder} holds no model*.safetensors; fetch the weights too."
     elif adapted:
         yield (
-            f"model.is_lora=true: {folder} has no trained weights, and adapters on random ones cannot learn; set "
-            "model.is_lora=false, or model.path to a trained checkpoint."
+            f"model.is_lora=true or model.lora.path: {folder} has no trained weights, and adapters on random ones "
+            "cannot learn; set model.is_lora=false and model.lora.path=null, or model.path to a trained checkpoint."
         )
 
 

@@ -83,3 +83,8 @@ class AdapterSettings(WeightSettings):
     is_lora: bool = False
     """Train low-rank adapters instead of all weights."""
     lora: LoraSettings = LoraSettings()
+
+    @property
+    def uses_adapters(self) -> bool:
+        """Adapters are trained, or one is merged."""
+        return self.is_lora or self.lora.path is not None

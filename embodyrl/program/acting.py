@@ -137,7 +137,6 @@ def load_policy(
     check_components(cfg)
     blueprint = draw_blueprint(cfg, training=False)
     weights = first_weights(cfg, blueprint.env)
-    assert weights is not None, "ckpt is set above"
     from embodyrl.policies.tensors import best_device
 
     drawn = cfg.algorithm.sampling_params
@@ -150,7 +149,8 @@ def load_policy(
         sampling=drawn,
     )
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
-    policy.load_weights(weights)
+    if weights is not None:
+        policy.load_weights(weights)
     return LoadedPolicy(policy, blueprint)
 
 

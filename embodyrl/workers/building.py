@@ -16,7 +16,7 @@ from embodyrl.learners.settings import ActorSettings, Objective
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
-from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.policies.tensors import best_device
 from embodyrl.workers.lifecycle import PolicyHostInit
 
@@ -38,7 +38,8 @@ def build_policy(init: PolicyHostInit) -> Policy:
 
 def _elsewhere(init: PolicyHostInit, path: str) -> ModelSettings:
     """The model with the weights of another folder, which holds them whole."""
-    return init.model.updated({"path": path} | ({"is_lora": False} if init.model.adapted else {}))
+    plain = {"is_lora": False, "lora.path": None} if isinstance(init.model, AdapterSettings) else {}
+    return init.model.updated({"path": path, **plain})
 
 
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from embodyrl.commands.facts import precision_facts
-from embodyrl.commands.run_folder import first_weights
+from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
@@ -37,7 +37,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
     for package in ("websockets", "msgpack"):
         need(package)
     weights = first_weights(cfg, env)
-    for name, text in serving_facts(cfg, env, spec):
+    for name, text in (*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)):
         say(f"  {name:<10} {text}")
     import torch
 

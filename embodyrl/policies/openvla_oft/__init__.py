@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.adapter import adapter_problems, lora_spec
 from embodyrl.policies.folder import CONFIG_FILE, lacking
-from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.openvla_oft.config import (
     VALUE_HIDDEN,
     OftConfig,
@@ -361,7 +361,7 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
             statistics.find(cfg.unnorm_key)
     except CheckpointError as error:
         return [f"model.path: {error}"]
-    problems = [*lacking(folder, tokenizer="; fetch the whole repository again.", adapted=cfg.is_lora)]
+    problems = [*lacking(folder, tokenizer="; fetch the whole repository again.", adapted=cfg.uses_adapters)]
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
             f"model.path: {folder} holds a continuous action head (L1 or diffusion). Its language model never learned "

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.openvla_oft.adapter import (
+from embodyrl.policies.adapter import (
+    ADAPTER_CONFIG,
     ADAPTER_FOLDER,
     ADAPTER_WEIGHTS,
     ALL_LINEAR,
@@ -46,6 +47,11 @@ class Adapter:
         if pair is None:
             return tensor
         low, high = (factor.float().flatten(1) for factor in pair)
+        if (high.shape[0], low.shape[1]) != (tensor.shape[0], tensor[0].numel()):
+            raise CheckpointError(
+                f"The adapter of '{key}' is of a weight [{high.shape[0]}, {low.shape[1]}], this model has "
+                f"{list(tensor.shape)}; the adapter is of another model."
+            )
         return tensor.float() + (high @ low).reshape(tensor.shape) * self.spec.scale
 
 
@@ -72,6 +78,8 @@ def read_adapter(folder: Path) -> Adapter:
     if low.keys() != high.keys():
         odd = sorted(low.keys() ^ high.keys())[0]
         raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; fetch the file again.")
+    if odd := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
+        raise CheckpointError(f"{path}: module '{odd}' is not of rank {spec.r}, which {ADAPTER_CONFIG} states.")
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
@@ -89,7 +97,8 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     """
     loaded = read_adapter(adapter)
     names = (name.removeprefix(prefix) for name in loaded.factors)
-    if strangers := sorted(name for name in names if f"{name}.weight" not in known):
+    weights = {f"{name}.weight" for name in names} | {name.removeprefix(prefix) for name in loaded.replaced}
+    if strangers := sorted(name for name in weights if name not in known):
         raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is of another model.")
     return lambda key, tensor: loaded.merged(prefix + key, tensor)
 

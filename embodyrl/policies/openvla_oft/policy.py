@@ -10,8 +10,8 @@ from torch import nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
+from embodyrl.policies.adapter import find_adapter, given_adapter, lora_spec
 from embodyrl.policies.folder import TOKENIZER_FILE
-from embodyrl.policies.openvla_oft.adapter import find_adapter, given_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
     OF_RL,

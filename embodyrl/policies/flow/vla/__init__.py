@@ -6,6 +6,7 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.adapter import adapter_problems, lora_spec
 from embodyrl.policies.flow.settings import check_steering, described, record_of
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
@@ -19,7 +20,6 @@ from embodyrl.policies.flow.vla.folder import (
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.folder import lacking
-from embodyrl.policies.openvla_oft.adapter import adapter_problems, lora_spec
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.settings import WARMUP_STEPS
@@ -234,7 +234,10 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
         ", which public checkpoints leave to another repository; copy that of the language model there (pi0, pi0.5: "
         "PaliGemma's; SmolVLA: SmolVLM2's)."
     )
-    return [*contradictions(folder, cfg), *lacking(folder, tokenizer=where, adapted=cfg.is_lora)]
+    return [
+        *contradictions(folder, cfg),
+        *lacking(folder, tokenizer=where, adapted=cfg.uses_adapters),
+    ]
 
 
 FACTORY = VlaFactory()

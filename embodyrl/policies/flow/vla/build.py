@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
+from embodyrl.policies.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.flow.layouts import (
     HEADS,
     OPENPI,
@@ -33,7 +34,6 @@ from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.folder import starts_random
-from embodyrl.policies.openvla_oft.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.records import ChunkShape

@@ -115,4 +115,11 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
+            # Written by a run that trained them in full beside its adapters; a value head is not needed to act.
+            beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
+            if beside:
+                problems.append(
+                    f"model.lora.path: {folder} also holds {', '.join(sorted(beside))}, trained together with its "
+                    "adapter; load both with ckpt= of that run, or name its folder lora_adapter."
+                )
     return problems
