@@ -286,9 +286,9 @@ def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[
     model = cfg.model
     given = model.lora.path if isinstance(model, AdapterSettings) else None
     trains = isinstance(cfg, TrainConfig) and model.adapted
-    base = str(cfg.ckpt or model.weights or "random")
-    if base == "random" and "path" not in type(model).model_fields:
+    if "path" not in type(model).model_fields:
         return []
+    base = str(cfg.ckpt or model.weights or "random")
     if weights is not None and _is_adapter(weights):
         how = f"{model.weights} + adapter {base}, {'trained further' if trains else 'merged'}"
     elif given is not None and (weights is None or trains):
