@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,3 +162,9 @@ def test_nothing_is_left_unfinished():
         if marks.search(line)
     ]
     assert found == []
+
+
+def test_test_modules_have_distinct_names():
+    """Two test files of one name cannot be collected together: tests/ has no packages."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
