@@ -135,6 +135,7 @@ class EnvSpec(EnvFootprint):
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
     doubts: tuple[str, ...] = ()  # what works, but is hardly meant, a line each; the banner says it
+    roles: tuple[tuple[str, ...], ...] = ()  # sequences of roles that the conversations of a run have
     draws: bool = True  # there are pictures for people: recordings, `embodyrl play`
     on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one
     max_chunks: int = 0

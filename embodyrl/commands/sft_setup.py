@@ -282,11 +282,12 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     length = most if epochs < 0 else f"{epochs} epochs, at most {most},"
     training = ("training", f"{length} of {cfg.actor.global_batch_size} {what}{where}{aim}")
     if isinstance(cfg.data, RowSettings):
-        rows = checked_rows(cfg, cfg.data)
+        rows, _, policy = _text_parts(cfg)
         return [
             ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
             ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
             *precision_facts(cfg),
+            *(("warning", doubt) for doubt in (*rows.doubts, *policy.doubts)),
             training,
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
@@ -322,26 +323,41 @@ def _counted(folder: str) -> str:
     return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
 
 
-def _text(cfg: SftConfig) -> Material:
-    """Rows of text; what is imitated is the reference and the token that ends it.
+def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
+    """Return the rows, an environment that shows them, and the policy that reads them.
 
     Raises:
-        ConfigError: a source or a row is wrong, or the model does not speak.
+        ConfigError: a source or a row is wrong, or the model is none of text.
     """
     assert isinstance(cfg.data, RowSettings)
-    env, model = ANY_TEXT, cfg.model.updated({"num_action_chunks": 1})
-    policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))
-    if ActionKind.text not in policy.action_kinds:
+    factory, model, values = POLICIES.get(cfg.model.model_type), _one_reply(cfg.model), int(cfg.objective.rates)
+    if ActionKind.text not in factory.spec(model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
             "or a folder that `embodyrl collect` wrote."
         )
-    if (rows := checked_rows(cfg, cfg.data)).pictures:
-        shown = {"cameras": picture_names(rows.pictures), "image_size": rows.image_size, "state_suffices": False}
-        env = replace(env, **shown)
-        policy = POLICIES.get(cfg.model.model_type).spec(model, env, int(cfg.objective.rates))
-        if problems := mismatches(env, policy):
-            raise ConfigError(problems)
+    rows = checked_rows(cfg, cfg.data)
+    env = replace(ANY_TEXT, roles=rows.roles)
+    if rows.pictures:
+        env = replace(env, cameras=picture_names(rows.pictures), image_size=rows.image_size, state_suffices=False)
+    policy = factory.spec(model, env, values)
+    if problems := mismatches(env, policy) if rows.pictures else []:
+        raise ConfigError(problems)
+    return rows, env, policy
+
+
+def _one_reply(model: ModelSettings) -> ModelSettings:
+    return model.updated({"num_action_chunks": 1})
+
+
+def _text(cfg: SftConfig) -> Material:
+    """Rows of text; what is imitated is the reference and the token that ends it.
+
+    Raises:
+        ConfigError: see `_text_parts`.
+    """
+    rows, env, policy = _text_parts(cfg)
+    model = _one_reply(cfg.model)
     split = len(rows) - rows.held_out
     train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
     return Material(env=env, policy=policy, model=model, train=train, validation=held_out if len(held_out) else None)

@@ -1,115 +1,25 @@
 """Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their pictures."""
 
-import io
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from embodyrl.chat import ChatTemplate, RefusedMessages, control_tokens, count_tokens, without_controls
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures
+from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures, split_pictures
+from embodyrl.datasets.pictures import Picture, pictures_of
 from embodyrl.datasets.settings import PairSettings, RowSettings, is_function
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.registry import Registry, takes
-from embodyrl.types import ByteArray, IntArray
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-_ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """One picture of a row."""
-
-    source: Path | bytes | ByteArray
-    where: str
-    """Source and row, for messages."""
-    longest: int | None = None
-    """Pixels of the longer edge, where it would be longer."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width, of which a file's header tells.
-
-        Raises:
-            ConfigError: it is no picture.
-        """
-        if isinstance(self.source, np.ndarray):
-            return self._fitted(*self.source.shape[:2])
-        with self._open() as image:
-            turned = image.getexif().get(_ORIENTATION, 1) >= 5
-            return self._fitted(*((image.width, image.height) if turned else (image.height, image.width)))
-
-    def pixels(self) -> ByteArray:
-        """Return the picture [H, W, 3].
-
-        Raises:
-            ConfigError: it is no picture, or damaged.
-        """
-        from PIL import Image, ImageOps
-
-        if isinstance(self.source, np.ndarray) and self.size == self.source.shape[:2]:
-            return self.source
-        height, width = self.size
-        with self._open() as image:
-            shown = ImageOps.exif_transpose(image).convert("RGB")
-            return np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
-
-    def _fitted(self, height: int, width: int) -> tuple[int, int]:
-        scale = min(1.0, (self.longest or max(height, width)) / max(height, width))
-        return max(1, round(height * scale)), max(1, round(width * scale))
-
-    @contextmanager
-    def _open(self) -> "Iterator[Image]":
-        from PIL import Image
-
-        try:
-            if isinstance(self.source, np.ndarray):
-                yield Image.fromarray(self.source)
-                return
-            with Image.open(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
-                yield image
-        except (OSError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"{self.where}: its picture cannot be read: {error}.") from error
-
-
-def pictures_of(value: Any, folder: Path, where: str, longest: int | None) -> tuple[Picture, ...]:
-    """The pictures that a column holds: one or a list of files (relative to `folder`), bytes, or pixels.
-
-    A picture may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
-    values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
-    return tuple(Picture(_source(v, folder, where), where, longest) for v in values)
-
-
-def _source(value: Any, folder: Path, where: str) -> Path | bytes | ByteArray:
-    if isinstance(value, Picture):
-        return value.source
-    if isinstance(value, Mapping):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, (str, Path)) and "://" not in str(value):
-        return folder / value
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
-        return value
-    raise ConfigError(
-        f"{where}: a picture is a file of this machine, the bytes of one, or an array [H, W, 3] of uint8; found "
-        f"{str(value)[:60]!r}."
-    )
-
+from embodyrl.types import IntArray
 
 SOURCES: Registry[Any] = Registry(
     "data.path", group="embodyrl.text_tasks", wants="a function of yours that returns rows", fits=takes(0)
@@ -134,6 +44,10 @@ class TextRows:
     """Of the row that has most."""
     image_size: tuple[int, int] = (0, 0)
     """Height and width that have room for each of them."""
+    roles: tuple[tuple[str, ...], ...] = ()
+    """Each sequence of roles that a row has."""
+    doubts: tuple[str, ...] = ()
+    """What works, but may not be meant, a line each."""
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
@@ -162,19 +76,20 @@ class TextRows:
         for path, rows in self._raw:
             if index < len(rows):
                 found = None if is_function(path) else resolve_asset(path)
-                folder = Path() if found is None else found if found.is_dir() else found.parent
+                folder = None if found is None else found if found.is_dir() else found.parent
                 return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
             index -= len(rows)
         raise IndexError(index)
 
 
-def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
+def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) -> TextRows:
     """Open the rows of a run; every row of a file is checked once, here.
 
     Args:
         cfg: `data.path` must be set.
         tokenizer: folder with tokenizer.json that measures prompts; None: the small vocabulary has one token per
             character.
+        chat: prompts go through the folder's chat template, if there is one.
 
     Raises:
         ConfigError: a source cannot be read, a row is malformed, or nothing is left.
@@ -190,9 +105,11 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
         raise ConfigError(f"data.path={cfg.path} gives no rows with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
     keep = np.arange(rows.total)
+    template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None
+    controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
     if cfg.max_prompt_length is not None and rows.total:
-        lengths = _lengths([" ".join(m.content for m in conversation) for conversation in conversations], tokenizer)
-        keep = keep[lengths <= cfg.max_prompt_length]
+        lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
+        keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
     # With a source of its own for validation, its rows come last and are the held-out ones.
     own = len(rows._raw[0][1])
     held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
@@ -214,7 +131,21 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None) -> TextRows:
         prompt_bytes=longest,
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
+        doubts=tuple(_doubts([conversations[i] for i in keep], keep, controls)),
     )
+
+
+def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, controls: Collection[str]) -> Iterator[str]:
+    found = [
+        (place, control)
+        for place, messages in zip(places.tolist(), conversations, strict=True)
+        for control in [c for c in controls if any(c in m.content for m in messages)][:1]
+    ]
+    if found:
+        place, control = found[0]
+        first = f"row {place + 1}, {control}"
+        yield f"{len(found)} rows contain control tokens of the model, which are left out (first: {first})"
 
 
 def holds_text(path: str) -> bool:
@@ -285,7 +216,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
 
 
-def _row(raw: Any, cfg: RowSettings, where: str, folder: Path) -> TextRow:
+def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
             raise ConfigError(f"{where}: has no worse answer; give TextRow(..., rejected=...).")
@@ -365,16 +296,14 @@ def _content(content: Any) -> str:
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
-def _lengths(prompts: Sequence[str], tokenizer: Path | None) -> IntArray:
-    if tokenizer is None:
-        return np.asarray([len(p) for p in prompts])
-    from tokenizers import Tokenizer
-
-    file = tokenizer / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(
-            f"{file} is missing, so the rows' prompts cannot be measured. Fix: a language model, for example "
-            "model=causal_lm with the folder of one, or data.max_prompt_length=null."
-        )
-    encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts))
-    return np.asarray([len(e.ids) for e in encoded])
+def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+    """Return the prompt of a row as the model reads it, without its pictures."""
+    texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
+    texts = [without_controls(text, controls) for text in texts]
+    if template is not None:
+        for in_parts in (True,) if row.pictures else (False, True):
+            contents = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
+            turns = [{"role": m.role, "content": said} for m, said in zip(row.messages, contents, strict=True)]
+            with suppress(RefusedMessages):  # the policy refuses the roles, with what to do
+                return template.render(turns)
+    return "".join(texts)

@@ -123,6 +123,16 @@ class Rows(Protocol):
         ...
 
     @property
+    def roles(self) -> tuple[tuple[str, ...], ...]:
+        """Each sequence of roles that a row has."""
+        ...
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What works, but may not be meant, a line each."""
+        ...
+
+    @property
     def pictures(self) -> int:
         """Pictures of the row that shows most."""
         ...

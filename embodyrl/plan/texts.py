@@ -81,7 +81,7 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
     Raises:
         ConfigError: as `open_rows`.
     """
-    return open_rows(data, tokenizer=tokenizer_folder(cfg))
+    return open_rows(data, tokenizer=tokenizer_folder(cfg), chat=getattr(cfg.model, "chat", None) is not False)
 
 
 def env_spec(cfg: ActingConfig) -> EnvSpec:

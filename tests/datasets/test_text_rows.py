@@ -202,6 +202,35 @@ def test_a_picture_is_as_large_as_it_is_shown(tmp_path: Path, turned: int):
     assert picture.size == picture.pixels().shape[:2] == ((6, 9) if turned < 5 else (9, 6))
 
 
+@pytest.mark.parametrize("form", ["absolute", "parent", "within", "link", "mapping"])
+def test_a_picture_lies_in_the_folder_of_its_rows(tmp_path: Path, form: str):
+    outside, rows = tmp_path / "outside", tmp_path / "rows"
+    for folder in (outside, rows):
+        (folder / "images").mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / "a.png")
+    (rows / "link.png").symlink_to(outside / "a.png")
+    named = {"absolute": str(outside / "a.png"), "parent": "../outside/a.png", "within": "images/../../outside/a.png"}
+    shown = named.get(form, "link.png") if form != "mapping" else {"path": str(outside / "a.png"), "bytes": None}
+    path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": shown}])
+    with pytest.raises(ConfigError, match=r"row 1: the picture .* is not in the folder of the rows"):
+        open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
+    path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "images/../a.png"}])
+    assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1
+
+
+def test_a_picture_of_the_hub_may_be_a_link_into_its_cache(tmp_path: Path):
+    snapshot, blobs = (
+        tmp_path / "datasets--me--set" / "snapshots" / ("a" * 40),
+        tmp_path / "datasets--me--set" / "blobs",
+    )
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    Image.new("RGB", (4, 4)).save(blobs / "0123", format="png")
+    (snapshot / "a.png").symlink_to("../../blobs/0123")
+    path = jsonl(snapshot / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "a.png"}])
+    assert open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None).image_size == (4, 4)
+
+
 def test_an_answer_may_be_the_last_message_of_a_conversation(tmp_path: Path):
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     for answer, reference in ((talk, "2"), ([1, 2], "[1, 2]"), (2.5, "2.5")):

@@ -106,7 +106,7 @@ class ConversationEnv:
 
     def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: Rows, judge: Judge, num_slots: int) -> None:
         self.spec = spec
-        self._coef, self._tools = cfg.reward_coef, cfg.tools
+        self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._rows = rows
         self._judge = judge
         self._conversations: list[_Conversation | None] = [None] * num_slots
@@ -162,7 +162,7 @@ class ConversationEnv:
         if call is None:
             return False
         said = Message(role="assistant", content=conversation.reply)
-        heard = Message(role="tool", content=clip(answer(call, self._tools), ANSWER_BYTES))
+        heard = Message(role=self._tool_role, content=clip(answer(call, self._tools), ANSWER_BYTES))
         longer = [*conversation.messages, said, heard]
         if len(join_messages(longer).encode()) > self.spec.prompt_bytes - LAST_BYTES:
             return False

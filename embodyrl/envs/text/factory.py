@@ -6,6 +6,9 @@ from embodyrl.envs.text.settings import TextSettings
 from embodyrl.specs import picture_names
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
+_TURNS = 4
+"""Turns after which the sequence of roles only goes on as before."""
+
 
 class TextFactory:
     """Builds the environment of the rows in `data` and the rewards in `reward`."""
@@ -27,10 +30,12 @@ class TextFactory:
         """Describe the environment: one task, whose initial states are the rows."""
         assert context.rows is not None and context.judge is not None
         rows, judge = context.rows, context.judge
+        turns = ("assistant", cfg.tool_role)
         known = f"{rows.repeated} of the {rows.held_out} rows held out ask what a row for training asks too"
         return EnvSpec(
             name=f"text/{rows.name}",
-            doubts=(known,) if rows.repeated else (),
+            doubts=(*((known,) if rows.repeated else ()), *rows.doubts),
+            roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
             action_dim=1,
             tasks=(rows.name,),
             states_per_task=(len(rows),),

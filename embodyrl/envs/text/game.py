@@ -310,6 +310,10 @@ class GameFactory:
             states_per_task=(SEEDS,),
             action_space=ActionSpace(kind=ActionKind.text),
             max_chunks=cfg.max_turns,
+            roles=tuple(
+                (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
+                for turns in range(min(cfg.history, 2) + 1)
+            ),
             prompt_bytes=room,
             may_truncate=True,
             draws=False,

@@ -1,6 +1,6 @@
 """Keys of conversations."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,5 +14,7 @@ class TextSettings(EnvSettings):
     """Replies of one text episode; more than one where tools answer in between."""
     tools: list[str] = []
     """Tools that a text reply may call: calculator, python, or package.module:function of a text."""
+    tool_role: Literal["tool", "user"] = "tool"
+    """Role of a tool's answer; user where the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""

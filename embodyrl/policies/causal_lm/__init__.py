@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from embodyrl.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import ConfigError
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -44,14 +46,26 @@ class CausalLMFactory:
             return [f"model.path is not set: {self.name} wants the folder of a Hugging Face {kind}language model."]
         folder = resolve_asset(cfg.path)
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
+        if cfg.chat and not missing and ChatTemplate.read(folder) is None:
+            return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; leave model.chat out."]
         return [
             f"model.path={cfg.path}: no {file} there; it wants a folder as `save_pretrained` writes it."
             for file in missing
         ]
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: a chunk is a reply, an action one token of it."""
+        """Describe the policy: a chunk is a reply, an action one token of it.
+
+        Raises:
+            ConfigError: the chat template refuses messages that the environment has.
+        """
         folder = self._folder(cfg)
+        template = None if cfg.chat is False else ChatTemplate.read(folder)
+        if template is not None:
+            found = (roles_problem(template, roles, parts=self.sees) for roles in env.roles)
+            if problems := [f"model.path={cfg.path}: {problem}" for problem in found if problem]:
+                raise ConfigError(problems[0])
+        ending = None if template is None else unnamed_end(template, folder, parts=self.sees)
         size, shown = read_sizes(folder), len(env.cameras) if self.sees else 0
         tokens = cfg.num_action_chunks + -(-env.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
         per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
@@ -69,6 +83,7 @@ class CausalLMFactory:
             action_dim=1,
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
+            doubts=(ending,) if ending else (),
             num_parameters=total,
             num_trained=adapters + _whole(cfg, size) if cfg.is_lora else None,
             num_images=shown,

@@ -1,6 +1,7 @@
 """What a language model reads: tokens, and what its processor makes of pictures among them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -8,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from embodyrl.chat import without_controls
 from embodyrl.conversation import Message, split_messages, split_pictures
-from embodyrl.errors import ConfigError
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 
@@ -35,14 +36,13 @@ class Reader:
         """Take a tokenizer, or the processor of a model that sees pictures.
 
         `first` is the prompt's only token where it would have none; `pixels`: of one observation.
-
-        Raises:
-            ConfigError: there is no chat template, and one is asked for.
         """
-        if chat and processor.chat_template is None:
-            raise ConfigError(f"model.chat=true: the tokenizer in {processor.name_or_path} has no chat template.")
         self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
+        tokenizer = processor.tokenizer if self._sees else processor
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        # Between turns the template writes them; inside of one they would let its author end it, or speak for others.
+        self._controls = special if self._chat else []
         self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
@@ -68,7 +68,9 @@ class Reader:
         return next((token for token in said if token in ends), ends[0])
 
     def _encode(self, instruction: str, bits: bytes, shape: tuple[int, ...]) -> Prompt:
-        messages = split_messages(instruction)
+        messages = [
+            replace(m, content=without_controls(m.content, self._controls)) for m in split_messages(instruction)
+        ]
         if self._sees:
             return self._see(messages, np.frombuffer(bits, np.uint8).reshape(shape))
         if self._chat:

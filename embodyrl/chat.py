@@ -1,0 +1,179 @@
+"""Chat templates of model folders, rendered without loading a model: what they refuse, how long prompts become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import ConfigError
+
+Turn = tuple[str, str]
+"""Role and text."""
+
+
+class RefusedMessages(Exception):
+    """A chat template does not take a conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The template of a folder as transformers finds it."""
+
+    source: str
+    tokens: Mapping[str, str]
+    """Texts of bos_token and others."""
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTemplate | None:
+        """Read the template of a tokenizer, or of a processor beside it; None: there is none."""
+        config = _json(folder / "tokenizer_config.json")
+        found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        if (file := folder / "chat_template.jinja").is_file():
+            found = file.read_text(encoding="utf-8")
+        if isinstance(found, list):  # several by name
+            found = {entry["name"]: entry["template"] for entry in found}
+        if isinstance(found, dict):
+            found = found.get("default")
+        if not isinstance(found, str):
+            return None
+        named = {**_json(folder / "special_tokens_map.json"), **config}
+        texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in named.items()}
+        tokens = {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+        return cls(found, tokens)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return _environment().from_string(self.source)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
+        """Write a conversation as the model reads it; `reply`: up to where its reply begins.
+
+        Raises:
+            RefusedMessages: with the template's own words.
+        """
+        import jinja2
+
+        try:
+            asked = {"messages": list(messages), "add_generation_prompt": reply, "tools": None}
+            return self._compiled.render(**self.tokens, **asked)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RefusedMessages(" ".join(str(error).split())[:200]) from error
+
+
+def _environment() -> Any:
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Renders what lies between {% generation %} tags, which mark the tokens to learn from."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, **options: Any) -> str:
+        settings: dict[str, Any] = {"ensure_ascii": False} | options
+        return json.dumps(value, **settings)
+
+    found = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    found.filters["tojson"] = to_json
+    found.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return found
+
+
+def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
+    """What is wrong with a sequence of roles and how to change it, or None; `parts`: contents are lists of parts."""
+
+    def refusal(named: Iterable[str]) -> str | None:
+        turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]
+        try:
+            template.render(turns)
+        except RefusedMessages as error:
+            return str(error) or "no reason is given"
+        return None
+
+    why = refusal(roles)
+    if why is None:
+        return None
+    without = [role for role in roles if role != "system"]
+    fix = "change the roles of the rows' messages, or set model.chat=false"
+    if refusal(without) is None:
+        fix = "move the system message into the user's: data.prompt_template instead of data.system_prompt"
+    elif refusal("user" if role == "tool" else role for role in roles) is None:
+        fix = "set env.tool_role=user"
+    elif refusal("user" if role == "tool" else role for role in without) is None:
+        fix = "set env.tool_role=user, and data.prompt_template instead of data.system_prompt"
+    return f"the chat template refuses messages of {', '.join(roles)} ({why}). Fix: {fix}."
+
+
+def control_tokens(folder: Path) -> dict[str, int]:
+    """Texts and ids of the special tokens of a folder, which a tokenizer finds inside of any text."""
+    entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
+    return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
+
+
+def without_controls(text: str, controls: Iterable[str]) -> str:
+    """Return a text in which no control token stands, nor what becomes one once another is gone."""
+    before = None
+    while before != text:
+        before = text
+        for control in controls:
+            text = text.replace(control, "")
+    return text
+
+
+def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
+    """What is wrong where a folder does not name the token that ends a turn in its template; None: nothing."""
+    mark = "0x0"
+    contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
+    turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
+    try:
+        after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
+    except RefusedMessages:
+        return None  # said of the roles that the run has
+    found = {text: token for text, token in control_tokens(folder).items() if after.startswith(text)}
+    settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
+    named = settings.get("eos_token_id")
+    ends = named if isinstance(named, list) else [named]
+    if not found or named is None or set(found.values()) & set(ends):
+        return None
+    text, token = next(iter(found.items()))
+    return (
+        f"the chat template ends a turn with {text} ({token}), which eos_token_id of generation_config.json does not "
+        f"name: replies do not stop there and SFT teaches another end; add {token} to it"
+    )
+
+
+def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
+    """Tokens of each prompt; without a folder one for each character.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.json.
+    """
+    if folder is None:
+        return [len(prompt) for prompt in prompts]
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"{file} is missing, so the rows' prompts cannot be measured. Fix: a language model, for example "
+            "model=causal_lm with the folder of one, or data.max_prompt_length=null."
+        )
+    encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
+    return [len(e.ids) for e in encoded]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,0 +1,121 @@
+"""Pictures that rows of text show: files beside the rows, bytes, or pixels."""
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from embodyrl.errors import ConfigError
+from embodyrl.types import ByteArray
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture of a row."""
+
+    source: Path | bytes | ByteArray
+    where: str
+    """Source and row, for messages."""
+    longest: int | None = None
+    """Pixels of the longer edge, where it would be longer."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width, of which a file's header tells.
+
+        Raises:
+            ConfigError: it is no picture.
+        """
+        if isinstance(self.source, np.ndarray):
+            return self._fitted(*self.source.shape[:2])
+        with self._open() as image:
+            turned = image.getexif().get(_ORIENTATION, 1) >= 5
+            return self._fitted(*((image.width, image.height) if turned else (image.height, image.width)))
+
+    def pixels(self) -> ByteArray:
+        """Return the picture [H, W, 3].
+
+        Raises:
+            ConfigError: it is no picture, or damaged.
+        """
+        from PIL import Image, ImageOps
+
+        if isinstance(self.source, np.ndarray) and self.size == self.source.shape[:2]:
+            return self.source
+        height, width = self.size
+        with self._open() as image:
+            shown = ImageOps.exif_transpose(image).convert("RGB")
+            return np.asarray(shown.resize((width, height), Image.Resampling.BICUBIC, reducing_gap=3.0))
+
+    def _fitted(self, height: int, width: int) -> tuple[int, int]:
+        scale = min(1.0, (self.longest or max(height, width)) / max(height, width))
+        return max(1, round(height * scale)), max(1, round(width * scale))
+
+    @contextmanager
+    def _open(self) -> "Iterator[Image]":
+        from PIL import Image
+
+        try:
+            if isinstance(self.source, np.ndarray):
+                yield Image.fromarray(self.source)
+                return
+            with Image.open(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
+                yield image
+        except (OSError, Image.DecompressionBombError) as error:
+            raise ConfigError(f"{self.where}: its picture cannot be read: {error}.") from error
+
+
+def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:
+    """Return the pictures that a column holds: one or a list of files in `folder`, bytes, or pixels.
+
+    A picture may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
+
+    Args:
+        value: content of the column.
+        folder: folder of the rows' file, below which files must lie; None: a function of the user named them.
+        where: source and row, for messages.
+        longest: pixels of the longer edge, where it would be longer.
+
+    Raises:
+        ConfigError: it holds something else, or a file elsewhere.
+    """
+    values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+    return tuple(Picture(_source(v, folder, where), where, longest) for v in values)
+
+
+def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteArray:
+    if isinstance(value, Picture):
+        return value.source
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, (str, Path)) and "://" not in str(value):
+        return Path(value) if folder is None else _inside(Path(value), folder, where)
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
+        return value
+    raise ConfigError(
+        f"{where}: a picture is a file of this machine, the bytes of one, or an array [H, W, 3] of uint8; found "
+        f"{str(value)[:60]!r}."
+    )
+
+
+def _inside(file: Path, folder: Path, where: str) -> Path:
+    """Return the place of a file of a data set, which may have been written by somebody else."""
+    # The hub's cache keeps files beside the folders of its snapshots, and links to them.
+    root = folder.parents[1] if folder.parent.name == "snapshots" else folder
+    if not (folder / file).resolve().is_relative_to(root.resolve()):
+        raise ConfigError(
+            f"{where}: the picture {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy it there and "
+            "name it relative to that folder, or store its bytes in the column."
+        )
+    return folder / file

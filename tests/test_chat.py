@@ -1,0 +1,151 @@
+"""Chat templates against transformers, and what a run says about them before it starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from text_runs import text_config
+from transformers import AutoTokenizer
+
+from embodyrl.chat import ChatTemplate, control_tokens, count_tokens, roles_problem, unnamed_end, without_controls
+from embodyrl.commands.dry_run import describe
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.settings import RowSettings
+from embodyrl.datasets.text import open_rows
+from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config
+from embodyrl.policies.causal_lm.prompts import Reader
+
+TINY = resolve_asset("assets/causal_lm_tiny")
+CHATML = (
+    "{% for m in messages %}{{ '<bos>' + m['role'] + '\n' + m['content'] + '<eos>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<bos>assistant\n' }}{% endif %}"
+)
+ALTERNATING = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] not in ['user', 'assistant'] %}"
+    "{{ raise_exception('Only user and assistant are roles') }}{% endif %}"
+    "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
+    "|{{ m['content'] | trim }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+OTHERS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+    "{% else %}{{ m | tojson }}{{ strftime_now('%Y') }}{% endif %}{% if loop.first %}{% continue %}"
+    "{% endif %}{% endfor %}\n    {%- if tools %}never{% endif %}"
+)
+
+
+def folder(where: Path, template: str, *, ends: int = 2) -> Path:
+    """A small model's folder with a template."""
+    where.mkdir()
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(where)
+    (where / "config.json").write_text((TINY / "config.json").read_text())
+    (where / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return where
+
+
+def messages(*roles: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": f" {n}+1= "} for n, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize("template", [CHATML, ALTERNATING, OTHERS])
+def test_a_template_is_rendered_as_by_transformers(template: str, tmp_path: Path):
+    place = folder(tmp_path / "m", template)
+    read, tokenizer = ChatTemplate.read(place), AutoTokenizer.from_pretrained(place)
+    assert read is not None
+    for roles in (("user",), ("user", "assistant", "user")):
+        wanted = tokenizer.apply_chat_template(messages(*roles), tokenize=False, add_generation_prompt=True)
+        assert read.render(messages(*roles)) == wanted
+        ids = tokenizer.apply_chat_template(messages(*roles), add_generation_prompt=True, return_dict=False)
+        assert count_tokens([wanted], place, template=read) == [len(ids)]
+
+
+@pytest.mark.parametrize("layout", ["inside", "list", "processor"])
+def test_a_template_is_found_where_transformers_keeps_it(layout: str, tmp_path: Path):
+    place = folder(tmp_path / "m", CHATML)
+    (place / "chat_template.jinja").unlink()
+    config = json.loads((place / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
+    if layout == "processor":
+        (place / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    else:
+        config["chat_template"] = CHATML if layout == "inside" else named
+        (place / "tokenizer_config.json").write_text(json.dumps(config))
+    assert ChatTemplate.read(place).source == CHATML
+    assert ChatTemplate.read(TINY) is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "fix"),
+    [
+        (("system", "user"), "data.prompt_template instead of data.system_prompt"),
+        (("user", "assistant", "tool"), "env.tool_role=user"),
+        (("system", "user", "assistant", "tool"), "env.tool_role=user, and data.prompt_template"),
+        (("user", "user"), "change the roles"),
+    ],
+)
+def test_a_refused_sequence_of_roles_is_named_with_a_fix(roles: tuple[str, ...], fix: str, tmp_path: Path):
+    template = ChatTemplate.read(folder(tmp_path / "m", ALTERNATING))
+    problem = roles_problem(template, roles, parts=False)
+    assert fix in problem
+    assert ", ".join(roles) in problem
+    assert roles_problem(template, ("user", "assistant", "user"), parts=False) is None
+
+
+def test_roles_of_a_run_are_tried_before_it_starts(tmp_path: Path):
+    place = folder(tmp_path / "m", ALTERNATING)
+    words = ["model=causal_lm", f"model.path={place}", "data.max_prompt_length=null"]
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    system = ["env=text/gsm8k", f"data.path={tmp_path}/rows.jsonl", "data.system_prompt=add", "data.prompt_key=prompt"]
+    system += ["data.answer_pattern=null"]
+    for command in ("train", "sft", "eval"):
+        chosen = system if command != "sft" else system[1:]
+        with pytest.raises(
+            ConfigError, match=r"refuses messages of system, user \(Only user and .*data.prompt_template"
+        ):
+            describe(load_config(command, [*words, *chosen, f"runner.output_dir={tmp_path}/runs"]))
+    tools = ["env=text/calculator", *words]
+    with pytest.raises(ConfigError, match=r"refuses messages of user, assistant, tool .*env.tool_role=user"):
+        describe(load_config("train", [*tools, f"runner.output_dir={tmp_path}/runs"]))
+    assert not (tmp_path / "runs").exists()
+    describe(load_config("train", [*tools, "env.tool_role=user"]))
+    describe(load_config("train", [*tools, "model.chat=false"]))
+
+
+def test_prompts_are_measured_with_the_template(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in (3, 9)))
+    keys = {"path": str(tmp_path / "rows.jsonl"), "max_prompt_length": 9, "val_share": 0.0}
+    plain, place = RowSettings(**keys), folder(tmp_path / "m", "{{ bos_token }}12+34={{ messages[0]['content'] }}")
+    assert len(open_rows(plain, tokenizer=place, chat=False)) == 1, "the tokenizer's own token counts"
+    assert len(open_rows(plain.updated({"max_prompt_length": 10}), tokenizer=place)) == 1
+    with pytest.raises(ConfigError, match="no row is left"):
+        open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place)
+
+
+def test_a_turn_that_ends_with_an_unnamed_token_is_a_warning(tmp_path: Path):
+    place = folder(tmp_path / "m", CHATML, ends=1)
+    warning = unnamed_end(ChatTemplate.read(place), place, parts=False)
+    assert "ends a turn with <eos> (2)" in warning
+    assert "add 2" in warning
+    words = ["model=causal_lm", f"model.path={place}", "model.precision=fp32"]
+    assert "ends a turn with <eos>" in describe(load_config("train", ["env=text/arithmetic", *words]))
+    sft = [*words, "data.path=embodyrl.datasets.tasks:arithmetic"]
+    assert "ends a turn with <eos>" in describe(load_config("sft", sft))
+    named = folder(tmp_path / "named", CHATML)
+    assert unnamed_end(ChatTemplate.read(named), named, parts=False) is None
+
+
+def test_control_tokens_in_texts_are_left_out_and_counted(tmp_path: Path):
+    place = folder(tmp_path / "m", CHATML)
+    assert without_controls("a<e<eos>os>b", control_tokens(place)) == "ab"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')
+    cfg = RowSettings(path=str(tmp_path / "rows.jsonl"), val_share=0.0)
+    rows = open_rows(cfg, tokenizer=place)
+    assert rows.doubts == ("1 rows contain control tokens of the model, which are left out (first: row 2, <eos>)",)
+    assert open_rows(cfg, tokenizer=place, chat=False).doubts == ()
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    reader = Reader(tokenizer, chat=None, first=0, pixels=0)
+    prompts = [list(reader._encode(text, b"", ())) for text in ("1+1=", "1<eos>+1=")]
+    assert prompts[0] == prompts[1]
+    assert text_config(tmp_path / "runs")
