@@ -50,6 +50,16 @@ LARGE = {
     "pad_token_id": 32000,
     "text_config": {"model_type": "llama", "vocab_size": 32064},
 }
+ENV = EnvSpec(
+    name="synthetic",
+    action_dim=7,
+    tasks=(TASK,),
+    states_per_task=(1,),
+    cameras=("agentview",),
+    image_size=(256, 256),
+    unnorm_key="libero_10",
+)
+FEW_LAYERS = 2
 GOALS = {"act": 0.4, "latency": 0.3, "train": 0.4, "memory": 1.0, "publish": 0.5}
 
 
@@ -102,27 +112,19 @@ def peak_bytes(device: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_folder(folder: Path, size: str) -> None:
+def write_folder(folder: Path, size: str, layers: int | None) -> None:
     """A checkpoint folder that asks for random weights: the shipped tiny one, or the same with the public sizes."""
     source = assets_dir() / "openvla_oft_tiny"
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    if size == "7b":
-        config = json.loads((source / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | LARGE))
+    config = json.loads((source / "config.json").read_text()) | (LARGE if size == "7b" else {})
+    if layers:
+        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
-    env = EnvSpec(
-        name="synthetic",
-        action_dim=7,
-        tasks=(TASK,),
-        states_per_task=(1,),
-        cameras=("agentview",),
-        image_size=(256, 256),
-        unnorm_key="libero_10",
-    )
-    cfg = OftSettings(
+def settings(folder: Path, mode: str, args: argparse.Namespace) -> OftSettings:
+    return OftSettings(
         model_type="openvla_oft",
         path=str(folder),
         precision=Precision(args.dtype),
@@ -133,8 +135,14 @@ def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
         compile=args.compile,
         cuda_graphs=args.graphs,
     )
+
+
+def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
+    """The policy, with few layers where all of them do not fit."""
+    write_folder(folder, args.size, args.layers)
+    cfg = settings(folder, mode, args)
     request = PolicyRequest(
-        env=env, value_dim=0, temperature=1.0, device=args.device, seed=0, gradient_checkpointing=args.recompute
+        env=ENV, value_dim=0, temperature=1.0, device=args.device, seed=0, gradient_checkpointing=args.recompute
     )
     return FACTORY.build(cfg, request)
 
@@ -193,16 +201,32 @@ def _product_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) 
     return 2 * math.prod(x) * weight[0]
 
 
-ONEDNN = {torch.ops.mkldnn._linear_pointwise: _product_flops}
-"""On a CPU products are oneDNN's (`policies/linear.py`), which torch's counter does not know."""
+def _added_flops(_: Sequence[int], left: Sequence[int], right: Sequence[int], **__: Any) -> int:
+    return 2 * math.prod(left) * right[1]
+
+
+PRODUCTS = {torch.ops.mkldnn._linear_pointwise: _product_flops, torch.ops.aten.addmm_: _added_flops}
+"""Unknown to torch's counter: a CPU's products (`policies/linear.py`) and those of adapted layers on a GPU."""
+
+
+def count_forward(policy: Policy) -> int:
+    """Return the FLOPs of scoring one sample: acting may be a recording, which runs the forward pass twice."""
+    tokens = policy.act(observe(1), noise=None).tokens
+    with FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter, torch.no_grad():
+        policy.score(observe(1), tokens)
+    return counter.get_total_flops()
+
+
+def fitting_layers(parameters: int, memory: int) -> int | None:
+    """Return the layers whose full fine-tuning fits; None: all. AdamW in float32 takes 16 bytes a parameter."""
+    return None if 16 * parameters <= 0.9 * memory else FEW_LAYERS
 
 
 def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace) -> list[dict]:
-    with FlopCounterMode(display=False, custom_mapping=ONEDNN) as counter:
-        policy.act(observe(1), noise=None)
-    forward = counter.get_total_flops()
+    forward = count_forward(policy)
     weights = sum(p.numel() for p in policy.module.parameters()) * torch.tensor([], dtype=dtype_of(args)).element_size()
-    name, rows = f"{args.size} {args.dtype} {mode}", []
+    depth = f" {args.layers} layers" if args.layers else ""
+    name, rows = f"{args.size}{depth} {args.dtype} {mode}", []
     for batch in args.batches:
         obs, noise = observe(batch), np.random.default_rng(1).random((batch, 56), dtype=np.float32)
         took = seconds_of(lambda obs=obs, noise=noise: policy.act(obs, noise=noise), args.device, args.seconds)
@@ -244,6 +268,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--size", choices=["7b", "tiny"], default="7b")
     parser.add_argument("--modes", nargs="+", choices=["lora", "full"], default=["lora", "full"])
+    parser.add_argument("--layers", type=int, help="of the language model; default: all, or 2 where all do not fit")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 128])
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--global-batch", type=int, default=64)
@@ -257,21 +282,34 @@ def main() -> None:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; --size tiny --device cpu tries the code path")
     limits = measure_limits(args.device, dtype_of(args), min(args.seconds, 2.0))
-    rows: list[dict] = []
-    with tempfile.TemporaryDirectory() as name:
-        write_folder(Path(name), args.size)
-        for mode in args.modes:
-            policy = build(Path(name), mode, args)
-            print(f"{mode}: {sum(p.numel() for p in policy.module.parameters()):,} parameters")
-            rows += rows_of(mode, policy, limits, args)
-            del policy
-            torch.cuda.empty_cache()
-    for entry in rows:
-        print(f"{entry['what']:<40}{entry['unit']:<11}{entry['ours']:>10}{entry['theirs']:>10}{entry['ratio']:>8}")
     device = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or platform.machine()
     machine = {"device": device, "tflops": limits.flops / 1e12, "torch": torch.__version__}
     machine |= {"GB/s": limits.bandwidth / 1e9, "threads": torch.get_num_threads()}
-    args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n", encoding="utf-8")
+    rows: list[dict] = []
+    for mode in args.modes:
+        rows += measure(mode, limits, args)
+        # After each mode: one that runs out of memory must not take the others with it.
+        args.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=2) + "\n", encoding="utf-8")
+    for entry in rows:
+        print(f"{entry['what']:<40}{entry['unit']:<11}{entry['ours']:>10}{entry['theirs']:>10}{entry['ratio']:>8}")
+
+
+def measure(mode: str, limits: Limits, args: argparse.Namespace) -> list[dict]:
+    """Rows of a mode, whose policy is gone afterwards."""
+    with tempfile.TemporaryDirectory() as name:
+        write_folder(Path(name), args.size, args.layers)
+        parameters = FACTORY.spec(settings(Path(name), mode, args), ENV, 0).num_parameters
+        few = fitting_layers(parameters, limits.memory) if mode == "full" and not args.layers else args.layers
+        if few != args.layers:
+            print(f"full: {parameters:,} parameters do not fit; {few} layers of the language model instead")
+        args = argparse.Namespace(**{**vars(args), "layers": few})
+        policy = build(Path(name), mode, args)
+        print(f"{mode}: {sum(p.numel() for p in policy.module.parameters()):,} parameters")
+        rows = rows_of(mode, policy, limits, args)
+    del policy
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+    return rows
 
 
 if __name__ == "__main__":

@@ -137,6 +137,9 @@ BUGS = {
         "            records = batch.records[part]",
         check="recomputed",
     ),
+    "products of adapted layers are not counted": Bug(
+        "speed", "gpu", ", torch.ops.aten.addmm_: _added_flops}", "}", check="flops"
+    ),
     "an unordered sum": Bug(
         "order",
         "embodyrl.policies.tensors",
@@ -215,7 +218,13 @@ def _resume() -> None:
     harness.test_a_run_begun_on_a_cpu_resumes_on_a_gpu()
 
 
+def _flops() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        importlib.import_module("on_benchmark").test_counted_flops_are_those_of_the_kernels(False, Path(folder))
+
+
 CHECKS = {
+    "flops": _flops,
     "norms": _norms,
     "resume": _resume,
     "recomputed": _process("recomputed on 8"),

@@ -47,7 +47,8 @@ def test_gpu_code(guard: Path) -> None:
 
 def test_every_bug_can_be_seeded() -> None:
     for name, bug in BUGS.items():
-        source = ROOT / f"{bug.module.replace('.', '/')}.py"
+        folder = ROOT if "." in bug.module else ROOT / "benchmarks"
+        source = folder / f"{bug.module.replace('.', '/')}.py"
         assert source.read_text(encoding="utf-8").count(bug.old) == 1, name
 
 
