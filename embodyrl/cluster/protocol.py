@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -160,6 +160,7 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 )
 
 
+T = TypeVar("T")
 COMPONENTS = ("env", "rollout", "actor")
 
 
@@ -191,6 +192,11 @@ def parse_placement(
             "same nodes; write the same for both, or use rollout.mode=disaggregated."
         )
     return found
+
+
+def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
+    """Return the node of a rank: neighbours share one, because shards are exchanged among neighbours."""
+    return nodes[number * len(nodes) // world]
 
 
 def _nodes(names: str, text: str | int, num_nodes: int) -> tuple[int, ...]:

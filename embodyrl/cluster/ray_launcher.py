@@ -16,11 +16,19 @@ from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
 from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
-from embodyrl.cluster.protocol import ClusterSection, ClusterSettings, Event, Handle, OpenRequests, parse_placement
+from embodyrl.cluster.protocol import (
+    ClusterSection,
+    ClusterSettings,
+    Event,
+    Handle,
+    OpenRequests,
+    parse_placement,
+    place_rank,
+)
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.files import cap_log
-from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure
+from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
 Pools = tuple[Arena, ...]
 """What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""
@@ -189,7 +197,10 @@ class RayLauncher(OpenRequests[_Handle]):
         chosen = self._placement[spec.component]
         living = _living() - self._lost
         candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
-        node = candidates[number % len(candidates)]
+        if spec.component == "actor" and isinstance(spec.init, PolicyHostInit):
+            node = place_rank(number, spec.init.rank_info.world, candidates)
+        else:
+            node = candidates[number % len(candidates)]
         gpus = 1 if spec.component != "env" and ray.cluster_resources().get("GPU", 0) else 0
         environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if spec.component == "env":

@@ -37,7 +37,7 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     if env.cameras and not policy.num_images and blueprint.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
     if env.task_bytes:
-        lines["simulators"] = memory_of_tasks(env, split, workers)
+        lines["simulators"] = memory_of_tasks(env, split, blueprint.env_workers_per_node)
     if blueprint.algorithm is not None:
         a = blueprint.algorithm.settings
         clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""

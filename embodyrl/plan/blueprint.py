@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ProcessSettings
+from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placement, place_rank
 from embodyrl.devices import Devices, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -63,6 +64,8 @@ class Blueprint:
     ranks: int
     """Processes that train the policy."""
     devices: Devices
+    nodes: Mapping[str, tuple[int, ...]]
+    """Hosts of each component; 0 is the driver's."""
     single_step: bool = False
     """Every env step is a record."""
     labelled: bool = False
@@ -72,6 +75,19 @@ class Blueprint:
         """`cfg`, of a command that is known to be this one."""
         assert isinstance(self.cfg, kind)
         return self.cfg
+
+    def policy_node(self, number: int) -> int:
+        """Return the host of an actor rank or, after them, of a process that only acts."""
+        return _policy_node(self.nodes, number, self.ranks)
+
+    def env_node(self, number: int) -> int:
+        """Return the host of an env worker."""
+        return self.nodes["env"][number % len(self.nodes["env"])]
+
+    @property
+    def env_workers_per_node(self) -> int:
+        """Env workers of a host, at most."""
+        return -(-len(self.env_workers) // len(self.nodes["env"]))
 
     @property
     def is_disaggregated(self) -> bool:
@@ -137,6 +153,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
         max_samples=samples,
         ranks=count_ranks(cfg),
         devices=devices,
+        nodes=component_nodes(cfg),
     )
 
 
@@ -286,23 +303,48 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
-    return 1 if alone or _in_process(cfg) else max(1, len(visible_gpus()) - acting)
+    nodes, gpus = component_nodes(cfg), len(visible_gpus())
+    free = gpus * len({*nodes["actor"], *nodes["rollout"]}) - acting
+    return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
+
+
+def component_nodes(cfg: ActingConfig | SftConfig) -> dict[str, tuple[int, ...]]:
+    """Return the hosts of each component; the driver's alone where the launcher has no others."""
+    cluster = getattr(cfg, "cluster", None)
+    if cluster is None:
+        return dict.fromkeys(COMPONENTS, (0,))
+    return parse_placement(cluster.component_placement, cluster.num_nodes)
+
+
+def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:
+    if number < ranks:
+        return place_rank(number, ranks, nodes["actor"])
+    return nodes["rollout"][(number - ranks) % len(nodes["rollout"])]
 
 
 def plan_devices(cfg: ActingConfig | SftConfig, *, training: bool) -> Devices:
-    """Which GPU each process of the run will see; one process for everything sees them all."""
+    """Return the GPU that each process of the run will see; one process for everything sees them all.
+
+    Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`cluster/ray_launcher.py`).
+    """
     acting = cfg.rollout.acting_processes if training and isinstance(cfg, ActingConfig) else 0
-    return deal_devices(() if _in_process(cfg) else visible_gpus(), count_ranks(cfg) + acting)
+    ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
+    placed = [_policy_node(nodes, number, ranks) for number in range(ranks + acting)]
+    if len({0, *placed, *nodes["env"]}) == 1:
+        return deal_devices(gpus, ranks + acting)
+    turns = [placed[:number].count(node) for number, node in enumerate(placed)]
+    return Devices(policies=tuple(gpus[turn % len(gpus)] for turn in turns) if gpus else (), simulators=gpus)
 
 
 def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: int) -> int:
-    """Env worker processes for so many slots: one per core, or per GPU where it steps all slots of a worker at once."""
+    """Count env worker processes: one per core, or per GPU where one steps all slots of a worker at once."""
     if not isinstance(cfg.launcher, ProcessSettings):
         return 1
     if cfg.launcher.env_workers != "auto":
         return min(cfg.launcher.env_workers, slots)
     batched = env.lockstep and env.on_gpu
-    return max(1, min(len(devices.simulators) if batched else available_cores(), slots))
+    each = len(devices.simulators) if batched else available_cores()
+    return max(1, min(each * len(component_nodes(cfg)["env"]), slots))
 
 
 def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:

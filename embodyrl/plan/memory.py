@@ -310,8 +310,6 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     Raises:
         ConfigError: says what is needed, what is there, and which keys make it smaller.
     """
-    acting = blueprint.cfg.rollout.acting_processes
-    policies, envs = plan.policy * blueprint.ranks + plan.acting * acting, plan.env_worker * len(blueprint.env_workers)
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
         gpu, needed = gpu_memory(), fullest_gpu(blueprint, plan)
@@ -321,21 +319,38 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
                 f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
                 f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
             )
-        policies = _PROCESS * (blueprint.ranks + acting) + plan.host(blueprint.ranks)
+    policies, workers = _fullest_host(blueprint, plan)
+    envs = plan.env_worker * workers
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
         raise ConfigError(
-            f"This run needs about {needed / GIB:.1f} GiB of memory ({policies / GIB:.1f} for the policy, "
-            f"{envs / GIB:.1f} for {len(blueprint.env_workers)} env workers, {plan.arena / GIB:.1f} shared), "
+            f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
+            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), "
             f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
         )
 
 
+def _fullest_host(blueprint: Blueprint, plan: MemoryPlan) -> tuple[int, int]:
+    """Return the bytes of the policy processes and the number of env workers on the host that needs most."""
+    policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
+    for number in range(blueprint.ranks + blueprint.cfg.rollout.acting_processes):
+        trains = number < blueprint.ranks
+        own = plan.policy if trains else plan.acting
+        policies[blueprint.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own
+    policies[blueprint.policy_node(0)] += plan.saving
+    for number in range(len(blueprint.env_workers)):
+        workers[blueprint.env_node(number)] += 1
+    fullest = max({*policies, *workers}, key=lambda node: policies[node] + plan.env_worker * workers[node])
+    return policies[fullest], workers[fullest]
+
+
 def fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
-    """What the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
-    devices, needed = blueprint.devices, Counter[str]()
+    """Return what the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
+    devices, needed = blueprint.devices, Counter[tuple[int, str]]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
-        needed[gpu] += plan.policy if number < blueprint.ranks else plan.acting
+        needed[blueprint.policy_node(number), gpu] += plan.policy if number < blueprint.ranks else plan.acting
     for number in range(len(blueprint.env_workers) if plan.env_gpu else 0):
-        needed[devices.of_env_worker(number, on_gpu=True) or "inline"] += plan.env_gpu
+        turn = number // len(blueprint.nodes["env"])
+        gpu = devices.of_env_worker(turn, on_gpu=True) or "inline"
+        needed[blueprint.env_node(number), gpu] += plan.env_gpu
     return max(needed.values())

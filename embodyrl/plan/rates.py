@@ -65,7 +65,7 @@ def predict(blueprint: Blueprint) -> Rates | None:
     assert blueprint.algorithm is not None
     rescored = blueprint.algorithm.recomputes_logprob + blueprint.algorithm.needs_reference
     train = 1.0 / (once * passes)
-    workers = min(len(blueprint.env_workers), available_cores())
+    workers = min(len(blueprint.env_workers), available_cores() * len(blueprint.nodes["env"]))
     simulators = workers / (env.chunk_s * policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
     samples = blueprint.max_samples
     parts = {

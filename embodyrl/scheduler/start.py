@@ -279,7 +279,7 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
     cfg, worker = blueprint.cfg, blueprint.env_workers[number]
     init = EnvWorkerInit(
         env=cfg.env,
-        context=replace(blueprint.context, num_slots=len(worker.slots), num_workers=len(blueprint.env_workers)),
+        context=replace(blueprint.context, num_slots=len(worker.slots), num_workers=blueprint.env_workers_per_node),
         video=cfg.video_cfg,
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from embodyrl.cluster.protocol import parse_placement
+from embodyrl.cluster.protocol import parse_placement, place_rank
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
@@ -20,6 +20,16 @@ def test_an_override_replaces_the_default_of_its_component():
     words = ["launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1}"]
     placement = load_config("train", words).cluster.component_placement
     assert parse_placement(placement, 2) == {"env": (1,), "rollout": (0, 1), "actor": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "placed"),
+    [(16, 2, "0" * 8 + "1" * 8), (4, 4, "0123"), (6, 4, "001223"), (3, 1, "000"), (2, 4, "02")],
+)
+def test_neighbouring_ranks_share_a_node(world, nodes, placed):
+    """Groups that shard weights are neighbours, and a node's own wires are the fastest."""
+    names = [f"node {number}" for number in range(nodes)]
+    assert [place_rank(rank, world, names) for rank in range(world)] == [f"node {node}" for node in placed]
 
 
 @pytest.mark.parametrize(

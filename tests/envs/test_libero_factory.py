@@ -8,7 +8,7 @@ from settings import env_of
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.libero import install
-from embodyrl.envs.libero.factory import ALL_AXES, AXES, FACTORY
+from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FACTORY, PHYSICS_S
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
@@ -191,3 +191,20 @@ def test_the_seed_matters_where_furniture_stands_around():
     assert install.seeded_tasks("libero_spatial") == install.seeded_tasks("libero_goal") == tuple(range(10))
     found = install.seeded_tasks("libero_10")
     assert 0 < len(found) < 10
+
+
+@pytest.mark.parametrize("gl", ["osmesa", "egl"])
+def test_a_chunk_costs_the_physics_and_the_drawing_that_are_chosen(gl, monkeypatch):
+    pytest.importorskip("libero")
+    monkeypatch.setenv("MUJOCO_GL", gl)
+
+    def chunk_s(profile, fast):
+        cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=fast)
+        return FACTORY.describe(cfg, EnvContext()).chunk_s
+
+    full, lean = RenderProfile.full, RenderProfile.lean
+    saved = PHYSICS_S[False] - PHYSICS_S[True]
+    for profile in (full, lean):
+        assert chunk_s(profile, False) - chunk_s(profile, True) == pytest.approx(saved)
+    assert (chunk_s(full, None), chunk_s(lean, None)) == (chunk_s(full, False), chunk_s(lean, True))
+    assert chunk_s(full, True) - PHYSICS_S[True] == (pytest.approx(EGL_DRAW_S if gl == "egl" else DRAW_S[full]))

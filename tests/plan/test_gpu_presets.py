@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,37 @@ def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
     if os.environ.get("DRY_RUNS") == "write":
         golden.write_text(said)
     assert said == golden.read_text()
+
+
+NODES = "cluster.component_placement={env:0-1,rollout:0-1,actor:0-1}"
+TWO_NODES = ("launcher.name=spread_launcher:SpreadLauncher", "cluster.num_nodes=2", NODES)
+
+
+def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
+    """16 ranks in two groups of 8, one on each node: no GPU holds more than a rank and its share of env workers."""
+    pytest.importorskip("libero")
+    ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)
+    plan = blueprint.draw_blueprint(cfg, training=True)
+    assert [plan.policy_node(rank) for rank in range(16)] == [0] * 8 + [1] * 8
+    assert plan.devices.policies == (*"01234567", *"01234567")
+    assert (len(plan.env_workers), plan.env_workers_per_node) == (192, 96)
+    assert [plan.env_node(number) for number in range(4)] == [0, 1, 0, 1]
+    said = describe(cfg)
+    assert "for each of 16 policy processes" in said
+    needed = memory.plan_memory(plan)
+    assert memory.fullest_gpu(plan, needed) == needed.policy + 12 * needed.env_gpu
+    with pytest.raises(ConfigError, match="96 env workers"):
+        memory.require_memory(plan, replace(needed, env_worker=20 * 2**30))
+
+
+def test_ranks_are_counted_over_all_nodes(tmp_path, monkeypatch):
+    pytest.importorskip("libero")
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
+    assert blueprint.count_ranks(cfg) == 16
+    one = (*TWO_NODES[:2], "cluster.component_placement={env:0-1,rollout:1,actor:1}")
+    plan = blueprint.draw_blueprint(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
+    assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
 
 
 def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):

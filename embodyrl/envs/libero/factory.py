@@ -42,10 +42,12 @@ TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9
 """Of a loaded task on the GPU that draws it, not measured: textures (up to 194 MB of RGB, times 16/9 for alpha and
 mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
 
-CHUNK_S = {RenderProfile.full: 0.21, RenderProfile.lean: 0.047}
-"""Of a core for a chunk of 8 actions, drawn in software once at its end; measured, one camera of 224 pixels."""
-EGL_CHUNK_S = 0.04
-"""The same where a GPU draws, not measured: the physics of 8 steps and a little for the pictures."""
+PHYSICS_S = {False: 0.139, True: 0.034}
+"""Of a core for the physics of a chunk of 8 actions, by `fast_physics`; measured."""
+DRAW_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
+"""Of a core for drawing its last state in software, one camera of 224 pixels; measured."""
+EGL_DRAW_S = 0.006
+"""The same where a GPU draws, not measured."""
 
 CONTEXT_BYTES = int(0.2e9)
 """Of an OpenGL context on a GPU, not measured."""
@@ -109,6 +111,11 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Scripted expert: varied, each episode another of the free grasps; nearest: what turns the hand least, which
     policies that choose the numbers of a chunk independently of each other imitate better."""
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether the inner loop is the one without repeated work."""
+        return self.render_profile is RenderProfile.lean if self.fast_physics is None else self.fast_physics
 
 
 class LiberoFactory(SimFactory[LiberoSettings]):
@@ -178,7 +185,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             task_bytes=TASK_BYTES[cfg.render_profile],
             on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
-            chunk_s=EGL_CHUNK_S if on_gpu else CHUNK_S[cfg.render_profile],
+            chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_DRAW_S if on_gpu else DRAW_S[cfg.render_profile]),
             seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 
@@ -189,12 +196,11 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         from embodyrl.envs.libero.sims import LiberoSims
 
         lean = cfg.render_profile is RenderProfile.lean
-        fast = lean if cfg.fast_physics is None else cfg.fast_physics
         held = tasks_in_memory(spec.task_bytes, context.num_workers)
         # Models that no slot needs now would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
         sims = LiberoSims(
-            spec, max_models=kept, lean=lean, fast=fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
+            spec, max_models=kept, lean=lean, fast=cfg.is_fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
         )
         # A fresh installation compiles for many seconds at its first reset: that belongs to the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)

@@ -1,0 +1,9 @@
+"""A launcher for several hosts, as far as a plan looks at it, which needs no package."""
+
+from mixed_launcher import MixedLauncher
+
+from embodyrl.cluster.protocol import ClusterSection
+
+
+class SpreadLauncher(MixedLauncher):
+    section = ClusterSection
