@@ -1,8 +1,8 @@
 """A toy environment for tests of the loop: one to three tasks, success depends on the actions alone.
 
 Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
-`env.kwargs`: `tasks`, `task_limit`, `goal`, `echo` (the reward is the first action dimension, nothing ends), `reward`
-(given in every step instead of 1 at success), and one fault: {"fault":
+`env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing
+ends), `reward` (given in every step instead of 1 at success), and one fault: {"fault":
 "raise|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which call
 on, "once": path of a marker file that the first sinner makes, "state": the initial state whose steps are meant}.
 A "gate" makes its marker and waits until the file "<marker>.open" exists.
@@ -143,7 +143,7 @@ class ToyFactory(SimFactory[ToySettings]):
     settings = ToySettings
 
     def describe(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
-        return toy_spec(int(cfg.kwargs.get("tasks", 1)))
+        return replace(toy_spec(int(cfg.kwargs.get("tasks", 1))), lockstep=bool(cfg.kwargs.get("lockstep")))
 
     def simulators(self, cfg: ToySettings, context: EnvContext) -> ToySims:
         return ToySims(self.describe(cfg, context), cfg.kwargs)

@@ -189,6 +189,28 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
     assert (unknown.success_once, unknown.success_at_end) == (None, None)
 
 
+@pytest.mark.parametrize(("task", "reset_id", "suite", "state"), [(1, 5, "own", 5), (2, 9, "other", 1)])
+def test_states_are_numbered_within_their_suite(task, reset_id, suite, state):
+    """So that runs that evaluate other suites can be paired; a reset id counts through all suites."""
+    env = replace(
+        toy_spec(3), tasks=("a", "b", "c", "d"), states_per_task=(4,) * 4, suites=("own",) * 2 + ("other",) * 2
+    )
+    column = np.zeros((1, 1), np.float32)
+    episode = Episode(
+        spec=EpisodeSpec(episode_id=0, reset_id=reset_id, task_id=task, group_id=0, member=0, seed=0, noise_seed=0),
+        records=np.arange(1),
+        reward=column,
+        valid=column == 0,
+        success=column > 0,
+        value=column,
+        bootstrap_value=column[0],
+        terminated=False,
+        truncated=True,
+    )
+    kept = episode_row(episode, env)
+    assert (kept.reset_id, kept.suite, kept.state) == (reset_id, suite, state)
+
+
 def test_changes_are_of_success_where_one_side_says_nothing_of_it():
     """Fails where a return of one side is subtracted from a rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]

@@ -63,6 +63,7 @@ def make(tmp_path):
 
 
 Make = Callable[..., Actor]
+HALVES = ("actor.global_batch_size=3", "actor.micro_batch_size=3")
 
 
 def test_samples_that_are_left_out_of_the_forward_still_count_in_the_denominator(make: Make):
@@ -86,6 +87,36 @@ def test_the_off_policy_mask_reads_the_rollout_beside_recomputed_probabilities(m
     # The engine that acted said e times as likely: far off-policy, whatever the trainer says now.
     actor.arena[Record.logprob][:] += 1.0
     assert actor.update()["policy_loss"] == 0
+
+
+def test_each_sample_has_its_own_importance_weight(make: Make):
+    """Decoupled PPO in two optimizer steps: -A w of each sample, w = pi_proximal / pi_behaviour of a token."""
+    words = ("algorithm.old_logprob=recompute", "algorithm.behave_weight_threshold=100", "actor.optim.lr=0")
+    actor = make(*words, "algorithm.behave_weight_level=geometric", *HALVES)
+    drift, advantage = np.array([0.0, 0.3, -0.4, 1.0, -0.8, 0.5]), np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
+    actor["advantage"] = advantage[:, None]
+    actor.arena[Record.logprob][records_of(actor.tickets)] += drift[:, None]
+    assert actor.update()["policy_loss"] == pytest.approx(-np.mean(advantage * np.exp(-drift)), rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
+def test_each_batch_has_loss_weights_of_its_own(make: Make, mode):
+    """Two optimizer steps of as many samples, of other episodes and with other actions missing."""
+    actor = make(f"algorithm.loss_agg_func={mode}", "actor.optim.lr=0", *HALVES)
+    episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4, 1, 2, 3, 4, 2])
+    advantage = np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
+    actor["advantage"], actor["valid"] = advantage[:, None], np.arange(4) < ran[:, None]
+    expected = []
+    for own in np.split(_shuffle(RECORDS, 0, 0, 0), 2):
+        sequences = [own[episode[own] == e] for e in np.unique(episode[own])]
+        earned, units = ([(values[s]).sum() for s in sequences] for values in (advantage * ran, ran))
+        earned, units = np.array(earned), np.array(units)
+        by_mode = {"seq-mean-token-mean": np.mean(earned / units), "token-mean": earned.sum() / units.sum()}
+        # A sum over tokens, of which an action of the toy has seven.
+        expected.append(by_mode.get(mode, 7 * np.mean(earned)))
+    request = UpdateRequest(step=0, tickets=actor.tickets, episode=tuple(episode.tolist()))
+    (done,) = actor.host.handle(request)
+    assert done.metrics["policy_loss"] == pytest.approx(-np.mean(expected), rel=1e-3)
 
 
 def test_every_optimizer_step_starts_from_no_gradient(make: Make):

@@ -13,6 +13,10 @@ from embodyrl.algorithms.sac import actor_loss, temperature_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
+from embodyrl.commands.collect import collect
+from embodyrl.datasets.cards import read_card
+from embodyrl.datasets.layout import Demonstration, Source
+from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.errors import CheckpointError, ConfigError, NonFiniteError
 from embodyrl.learners.replay import Frames, ReplayBuffer
 from embodyrl.learners.sac import SacLearner
@@ -59,10 +63,9 @@ def four_chunks() -> Frames:
 def make(tmp_path: Path):
     hosts: list[tuple[PolicyHost, Arena]] = []
 
-    def build(*words: str) -> tuple[PolicyHost, SacLearner]:
-        blueprint = draw_blueprint(
-            load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True
-        )
+    def build(*words: str, start: tuple[str, ...] = SMALL) -> tuple[PolicyHost, SacLearner]:
+        words = (*start, f"runner.output_dir={tmp_path}", *words)
+        blueprint = draw_blueprint(load_config("train", words), training=True)
         arena = Arena.create(blueprint.layout, blueprint.capacity)
         host = PolicyHost(policy_init(blueprint, arena, None))
         hosts.append((host, arena))
@@ -287,6 +290,60 @@ def test_a_time_limit_is_no_end_to_learn_from(make):
     actor._store(stored(actor, [(2, "terminated"), (2, "truncated")]))
     starts = actor._replay.starts
     np.testing.assert_allclose(actor._replay["discount"][starts], [0.9, 0.0, 0.9, 0.9])
+
+
+CHUNKED = {
+    "sac": (*SMALL, "model.num_action_chunks=4"),
+    "dsrl": ("model=flow_small", "algorithm=sac", "model.likelihood=dsrl", "launcher=inline"),
+}
+
+
+@pytest.mark.parametrize("start", CHUNKED)
+def test_a_chunk_earns_the_sum_of_its_executed_actions_and_ends_where_one_of_them_does(make, start):
+    """Three chunks; the last one of each episode is over after two actions. What was not executed is of old records."""
+    _, actor = make("algorithm.gamma=0.9", start=CHUNKED[start])
+    request, arena = stored(actor, [(2, "terminated"), (1, "truncated")]), actor._arena
+    records = arena.read(request.tickets)
+    arena[Record.advantage][records], arena[Record.valid][records[1:], 2:] = [1.0, 2.0, 4.0, 8.0], False
+    for field in (Record.terminated, Record.truncated):
+        arena[field][records] &= np.arange(4) == 1
+    arena[Record.terminated][records[2], 3] = True
+    actor._store(request)
+    starts = actor._replay.starts
+    np.testing.assert_array_equal(actor._replay["reward"][starts], [15.0, 3.0, 3.0])
+    np.testing.assert_allclose(actor._replay["discount"][starts], [0.9, 0.0, 0.9])
+
+
+def test_a_demonstration_that_goes_on_after_its_success_is_not_over_with_it(make, tmp_path):
+    """Chunks of four; success of the last step alone ends a demonstration, also in a chunk that is cut short."""
+    words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
+    limits = ("collect.episodes=1", "env.train.max_episode_steps=1", f"collect.out={tmp_path}/one")
+    collect(load_config("collect", [*words, *limits, f"runner.output_dir={tmp_path}"]))
+    writer = DatasetWriter(tmp_path / "demos", read_card(tmp_path / "one"))
+    for trial, (length, won) in enumerate([(8, [3]), (8, [7]), (8, [1, 7]), (6, [5])]):
+        steps = np.arange(length)
+        writer.append(
+            Demonstration(
+                images=np.zeros((length, 0, 0, 0, 3), np.uint8),
+                state=np.zeros((length, 3), np.float32),
+                action=np.zeros((length, 1), np.float32),
+                reward=steps.astype(np.float32),
+                success=np.isin(steps, won),
+                instruction="Pendulum-v1",
+                source=Source(task_id=0, reset_id=0, trial=trial, seed=0),
+            )
+        )
+    writer.flush()
+    writer.close()
+    rates = ("algorithm.gamma=0.9", "algorithm.reward_scale=0.5", "model.num_action_chunks=4")
+    _, actor = make(
+        f"algorithm.demonstrations=[{tmp_path}/demos]", *rates, start=(*SMALL[:3], "algorithm=rlpd", *SMALL[4:])
+    )
+    demos = actor._demonstrations
+    assert demos is not None
+    assert demos.starts.tolist() == [0, 2, 3, 4, 6, 7]
+    np.testing.assert_allclose(demos["discount"][demos.starts], [0.9, 0.9, 0.0, 0.9, 0.9, 0.0])
+    np.testing.assert_allclose(demos["reward"][demos.starts], [3.0, 3.0, 11.0, 3.0, 3.0, 4.5])
 
 
 def test_any_pair_of_critics_may_be_the_target(make):

@@ -99,3 +99,11 @@ def test_one_state_is_one_state_whatever_its_episodes():
         rate = Rate.of(("a", trial == 0) for trial in range(episodes))
         assert rate.effective == 1
         assert rate.interval == wilson(1 / episodes, 1)
+
+
+def test_effective_episodes_do_not_exceed_the_episodes():
+    """States that agree more than chance would have them add no episodes."""
+    groups = [[1.0, 0.0]] * 9 + [[1.0, 1.0]]
+    assert effective_episodes(groups) == 20
+    rate = Rate.of((state, outcome) for state, group in enumerate(groups) for outcome in group)
+    assert rate.interval == wilson(11, 20)

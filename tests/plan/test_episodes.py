@@ -140,6 +140,22 @@ def test_free_reset_ids_vary_within_a_slot(config):
     assert all(len({e.reset_id for e in queue}) > 4 for queue in queues)
 
 
+def test_free_reset_ids_differ_in_every_step_and_epoch(config):
+    words = ("algorithm=ppo", "env.train.use_fixed_reset_state_ids=false", "algorithm.group_size=1")
+    cfg = config(*words, "env.train.max_steps_per_rollout_epoch=64", "algorithm.rollout_epoch=2")
+    waves = [wave for step in range(3) for wave in plan_of(cfg, step, counts_chunk_steps=True).waves]
+    assert len({tuple(e.reset_id for queue in wave.queues for e in queue) for wave in waves}) == 6
+
+
+def test_continued_episodes_take_free_reset_ids(config):
+    """A slot that continues an episode is in another state than the plan of its step says."""
+    words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=64", "env.train.use_fixed_reset_state_ids=true")
+    for continues in (True, False):
+        cfg = config(*words, f"env.train.continue_episodes={continues}".lower())
+        queues = plan_of(cfg, counts_chunk_steps=True).waves[0].queues
+        assert all((len({e.reset_id for e in queue}) > 4) == continues for queue in queues)
+
+
 def test_an_evaluation_covers_tasks_and_states_evenly(config):
     plan = eval_episodes(config("eval.episodes_per_task=6"), ENV, POLICY)
     episodes = episodes_of(plan)
@@ -249,6 +265,21 @@ def test_tasks_are_drawn_by_weight_and_by_how_open_they_are(config):
     assert 6 <= half[1] <= 7
     assert min(half[0], half[2]) >= 2
     assert groups(open_ones, 3, seen) == groups(open_ones, 3, seen)
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
+    """Tasks with equal outcomes are drawn by weight; task 1 with the better signal is drawn more often."""
+    words = ("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
+    cfg = config(*words, f"algorithm.curriculum={share}")
+
+    def drawn(seen: dict | None) -> list[int]:
+        found = [e.task_id for e in train_episodes(cfg, ENV, 0, counts_chunk_steps=False, seen=seen).episodes]
+        return [found[::4].count(task) for task in range(3)]
+
+    assert drawn(None) == [2, 4, 6]
+    assert drawn({str(task): [1.0, 9.0] for task in range(3)}) == [2, 4, 6]
+    assert drawn({"0": [0.0, 98.0], "1": [49.0, 98.0], "2": [98.0, 98.0]})[1] >= 7
 
 
 def test_groups_in_place_of_filtered_ones_are_drawn_by_the_same_weights(config):

@@ -280,6 +280,22 @@ def test_adapters_train_alone_and_are_restored(tmp_path: Path):
     )
 
 
+def test_a_value_head_beside_adapters_is_restored(tmp_path: Path):
+    """Into another run's model: random weights below adapters are the same for every seed."""
+    cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
+    policy = build(cfg, value_dim=6)
+    torch.nn.init.normal_(policy.module.value_head.weight)
+    for name, p in policy.module.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(0))
+    policy.save(tmp_path)
+    wanted = policy.values(observe(*PROMPTS))
+    assert np.abs(wanted[:, 0]).min() > 0
+    for other in (build(cfg, value_dim=6, seed=9), build(value_dim=6)):
+        other.load_weights(tmp_path)
+        np.testing.assert_allclose(other.values(observe(*PROMPTS)), wanted, atol=1e-3)
+
+
 def test_whole_modules_train_beside_adapters_and_are_restored(tmp_path: Path):
     lora = TextLoraSettings(r=4, target_modules="q_proj,v_proj", modules_to_save=["lm_head"], lora_dropout=0.5)
     cfg = TINY.updated({"is_lora": True, "lora": lora})

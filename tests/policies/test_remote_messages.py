@@ -110,6 +110,16 @@ def test_what_is_written_is_read(names):
     assert found.prompt == SEEN.prompt
 
 
+def test_images_of_vla_eval_are_read_in_the_order_in_which_they_come():
+    """Its servers read by position; fails where names decide."""
+    first, second = SEEN.images
+    message = VLA_EVAL.write(SEEN) | {"images": {"wrist": first, "agentview": second}}
+    found = VLA_EVAL.read(unpack(pack(message, text_keyed)), images=2, states=8)
+    assert np.array_equal(found.images[0], first)
+    assert np.array_equal(found.images[1], second)
+    assert np.array_equal(VLA_EVAL.read(message, images=1, states=8).images[0], first)
+
+
 def test_names_can_be_chosen():
     cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
     message = names_of(cfg).write(SEEN)

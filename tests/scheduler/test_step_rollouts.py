@@ -12,12 +12,13 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import records_of
 from embodyrl.channels.layout import Record
 from embodyrl.commands.metrics import rollout_metrics
+from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import train_episodes
-from embodyrl.scheduler.actors import StepRollouts
-from embodyrl.scheduler.rollout import RolloutResult
+from embodyrl.plan.episodes import greedy_episodes, train_episodes
+from embodyrl.scheduler.actors import StepRollouts, gather_scores
+from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.slot import Phase
 
 
@@ -93,6 +94,49 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
 
 
+def test_episodes_that_a_refill_loses_are_counted(tmp_path):
+    """Both groups of the refill take their worker with them; the groups of the plan start from other states."""
+    words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1")
+    fault = ("env.kwargs.fault=raise", "env.kwargs.state=3", "faults.max_restarts_per_worker=2", "seed=33")
+    with running_crew(tmp_path, *words, *fault) as stage:
+        assert 3 not in {e.reset_id for e in planned(stage, 0)}
+        rollout = collect(stage, sampler_of(stage), 0)
+        assert rollout.refills == 2
+        assert rollout.dropped == 4 - len(rollout.episodes) > 0
+        assert len(rollout.filtered) == 4
+
+
+def failing_reward(step: RewardStep) -> float:
+    raise RuntimeError("no reward today")
+
+
+def test_every_episode_without_a_known_reward_is_counted_also_in_refills(tmp_path):
+    """Once for each of the eight episodes that four slots play."""
+    words = ("reward.path=test_step_rollouts:failing_reward", "env.kwargs.goal=99", "~env.use_rel_reward")
+    with running_crew(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1") as stage:
+        rollout = collect(stage, sampler_of(stage), 0)
+        assert (len(rollout.filtered), len(rollout.episodes)) == (4, 4)
+        assert len(rollout.unjudged) == 8
+        assert all("no reward today" in why for why in rollout.unjudged)
+
+
+def test_the_baseline_of_remax_is_the_greedy_episode_of_the_group(tmp_path):
+    """Played again with other noise it is the same; episodes of one group share it."""
+    words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
+    with running_crew(tmp_path, *words) as stage:
+        cfg, algorithm, scheduler = stage.blueprint.cfg, stage.blueprint.algorithm, stage.workers.scheduler
+        rollout = collect(stage, sampler_of(stage), 0)
+        plan = greedy_episodes(cfg, train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False))
+        queues = tuple(tuple(replace(e, noise_seed=e.noise_seed + 1) for e in q) for q in plan.waves[0].queues)
+        other = replace(plan, waves=(replace(plan.waves[0], queues=queues),))
+        again = scheduler.collect(Rollout(other, greedy=True, keep=False))
+        assert len(again.episodes) == 2
+        for e in again.episodes:
+            np.testing.assert_array_equal(e.action, rollout.greedy[e.spec.group_id].action)
+        found = gather_scores(algorithm, stage.workers.arena, rollout, ()).greedy
+        assert [e.spec.group_id for e in found] == [e.spec.group_id for e in rollout.episodes] == [0, 0, 1, 1]
+
+
 def test_without_any_group_left_the_weights_stay(tmp_path):
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=2")
     for row in rows(train_toy(tmp_path, *words)):
@@ -148,6 +192,76 @@ def test_a_cut_episode_goes_on_in_the_next_step(tmp_path, ahead):
         assert metrics["train/episodes"] == 2
         assert metrics["train/episode_len"] == 200
         assert metrics["train/return"] == pytest.approx(np.mean([e.whole.episode_return for e in wholes]) / 2)
+
+
+def test_a_continued_episode_keeps_its_task(tmp_path):
+    """Whatever the plan of the next step says about its slot: success counts for the task that is played."""
+    words = ("algorithm=ppo", "env.kwargs.tasks=3", "env.kwargs.goal=99", "env.train.max_episode_steps=16")
+    quota = ("env.train.max_steps_per_rollout_epoch=12", "env.train.continue_episodes=true", "runner.max_steps=4")
+    with running_crew(tmp_path, *words, *quota, "env.train.total_num_envs=8") as stage:
+        env, sampler = stage.blueprint.env, sampler_of(stage)
+        continued = 0
+        for step in range(3):
+            rollout = collect(stage, sampler, step)
+            for e in rollout.episodes:
+                assert e.spec.task_id == env.task_of(e.spec.reset_id)[0]
+                assert e.instruction == env.tasks[e.spec.task_id]
+                continued += e.earlier is not None
+            stage.workers.scheduler.release(rollout)
+        assert continued == 16
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_episodes_of_a_batch_that_moves_as_one_do_not_wait_for_the_next_step(tmp_path, lockstep):
+    words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=4", "rollout.pipeline_stage_num=1")
+    cfg = toy_config(tmp_path, *words, "env.kwargs.goal=99", f"env.kwargs.lockstep={lockstep}".lower())
+    with running_crew(tmp_path, cfg=cfg.updated({"env.train.continue_episodes": True})) as stage:
+        sampler = sampler_of(stage)
+        for step in range(2):
+            rollout = collect(stage, sampler, step)
+            assert rollout.continues == (not lockstep)
+            assert [e.earlier is not None for e in rollout.episodes] == [step == 1 and not lockstep] * 4
+            stage.workers.scheduler.release(rollout)
+
+
+def test_a_restarted_worker_begins_new_episodes_in_place_of_those_that_were_cut(tmp_path):
+    """Two slots were cut already when the worker dies in the last chunk of the other two."""
+    words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.max_episode_steps=32")
+    fault = ("env.kwargs.fault=raise", "env.kwargs.at=46", f"env.kwargs.once={tmp_path}/m", "env.kwargs.goal=99")
+    continued = ("env.train.continue_episodes=true", "rollout.pipeline_stage_num=2")
+    with running_crew(tmp_path, *words, *fault, *continued) as stage:
+        sampler = sampler_of(stage)
+        first = collect(stage, sampler, 0)
+        assert [(e.length, e.cut) for e in first.episodes] == [(12, True)] * 4
+        assert stage.workers.supervisor.restarts == 1
+        stage.workers.scheduler.release(first)
+        second = collect(stage, sampler, 1)
+        assert sorted(e.earlier is not None for e in second.episodes) == [False, False, True, True]
+        assert stage.workers.supervisor.restarts == 1
+
+
+def test_a_batch_has_one_temperature(tmp_path, monkeypatch):
+    """Two rollouts that share the slots; fails where actions are drawn at the temperature of the other one."""
+    with running_crew(tmp_path, "env.kwargs.goal=0.7", "algorithm.rollout_epoch=4") as stage:
+        cfg, env, scheduler = stage.blueprint.cfg, stage.blueprint.env, stage.workers.scheduler
+        plans = [train_episodes(cfg, env, step, counts_chunk_steps=False) for step in range(2)]
+        temperature, asked = (
+            {e.noise_seed: t for plan, t in zip(plans, (0.5, 2.0), strict=True) for e in plan.episodes},
+            [],
+        )
+        submit = scheduler._policy.submit
+
+        def noted(request, on_done):
+            asked.append((request.temperature, {temperature[seed] for seed in request.noise_seeds.tolist()}))
+            submit(request, on_done)
+
+        monkeypatch.setattr(scheduler._policy, "submit", noted)
+        scheduler.publish(0)
+        opened = [scheduler.open(Rollout(plan, temperature=t)) for plan, t in zip(plans, (0.5, 2.0), strict=True)]
+        for rollout in opened:
+            scheduler.release(scheduler.finish(rollout))
+    assert {t for t, _ in asked} == {0.5, 2.0}
+    assert all(own == {t} for t, own in asked)
 
 
 def test_where_no_episode_can_wait_it_is_refused():

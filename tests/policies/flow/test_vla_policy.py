@@ -105,6 +105,24 @@ def test_acting_and_scoring_agree(form, way, tmp_path):
     assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
 
 
+@pytest.mark.parametrize("way", ["sde", "all", "noise"])
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_that_are_constant_in_the_data_have_no_probability(form, way, tmp_path):
+    """Neither when acting nor when scoring, and no entropy: they would be noise in every gradient."""
+    folder = folder_of(form, tmp_path)
+    (file,) = folder.rglob("norm_stats.json")
+    stats = json.loads(file.read_text())
+    for name, value in (("std", 0.0), ("q01", 0.3), ("q99", 0.3), ("mean", 0.3)):
+        stats["norm_stats"]["actions"][name][2] = stats["norm_stats"]["actions"][name][5] = value
+    file.write_text(json.dumps(stats))
+    policy, obs = build(form, folder, **WAYS[way]), observe(2)
+    out = policy.act(obs, noise=noise_for(policy, 2))
+    scores = policy.score(obs, out.tokens)
+    for numbers in (out.logprob, scores.logprob.detach().numpy(), scores.entropy.detach().numpy()):
+        per_number = numbers.reshape(2, 3, -1)[..., :7] != 0
+        assert per_number.tolist() == np.broadcast_to([1, 1, 0, 1, 1, 0, 1], (2, 3, 7)).tolist()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_greedy_chunks_are_those_of_the_model_on_what_the_public_code_feeds_it(form, tmp_path):
     """Rotated, padded images with a third camera that is black and masked; statistics; prompt; Euler steps."""
