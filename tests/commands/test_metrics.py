@@ -207,6 +207,13 @@ def test_an_episode_that_went_on_counts_as_a_whole():
     assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)
 
 
+def test_success_before_a_cut_is_success_of_the_episode():
+    spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
+    taken = replace(episode(steps=2, success=False), earlier=EarlierPart(spec, 4, 3.0, True))
+    metrics = rollout_metrics(RolloutResult(episodes=[taken], continues=True), ENV, num_workers=1, restarts=0)
+    assert (metrics["train/success_once"], metrics["train/success_at_end"]) == (1, 0)
+
+
 def test_parts_of_the_reward_are_those_of_the_whole_episode_too():
     """Of one that a training step cut and the next went on with; fails where only its last part is counted."""
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))

@@ -1,9 +1,11 @@
-"""What an env worker reports of the time that it took."""
+"""Env workers: the times that they report, the records that they fill, and their recordings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record
+from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
+from embodyrl.envs.video import FilmSettings
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
@@ -48,3 +51,75 @@ def test_drawing_is_no_part_of_simulating_and_resetting(tmp_path, monkeypatch: p
     assert isinstance(report, EnvReport)
     # Begun at 0, drawn from 1 to 2, stepped at 3, drawn from 4 to 5, ended at 6.
     assert (report.sim_s, report.render_s, report.reset_s) == (2.0, 2.0, 2.0)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]]]:
+    """Start an env worker of the toy with one slot, whose records hold ones."""
+    blueprint = draw_blueprint(toy_config(tmp_path, "env.kwargs.goal=99"), training=True)
+    opened: list[env_worker.EnvWorker] = []
+
+    def begin(**init: bool) -> tuple[env_worker.EnvWorker, Arena]:
+        arena = Arena.create(blueprint.layout, 32)
+        for name in STEP_RESULT:
+            arena[name][:] = 1
+        arena[Record.action][:] = 0.0
+        opened.append(
+            env_worker.EnvWorker(
+                env_worker.EnvWorkerInit(
+                    env=blueprint.cfg.env,
+                    context=blueprint.context,
+                    video=FilmSettings(),
+                    arena=arena.handle,
+                    shared_arena=arena,
+                    **init,
+                )
+            )
+        )
+        return opened[-1], arena
+
+    yield begin
+    for worker in opened:
+        worker.close()
+        worker._arena.close()
+
+
+def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path | None = None) -> int:
+    """Begin an episode; returns the ticket of its first observation."""
+    (ticket,) = arena.allocate_all(1).tolist()
+    begun = EpisodeStart(reset_id=0, seed=0, max_episode_steps=steps)
+    stem = None if video is None else str(video)
+    (_,) = worker.handle(
+        EnvRequest(sequence=0, stage=0, resets=(ResetRequest(slot=0, start=begun, target=ticket, video_stem=stem),))
+    )
+    return ticket
+
+
+def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, EnvReport]:
+    """Execute the chunk of a record; returns the ticket of the next observation."""
+    (target,) = arena.allocate_all(1).tolist()
+    request = EnvRequest(sequence=1, stage=0, slots=[0], sources=np.array([source]), targets=np.array([target]))
+    (report,) = worker.handle(request)
+    return target, report
+
+
+def test_records_of_single_steps_hold_nothing_of_earlier_chunks(start) -> None:
+    worker, arena = start(single_step=True)
+    ticket = reset(worker, arena, steps=8)
+    (record,) = arena.read([ticket])
+    step(worker, arena, ticket)
+    assert arena[Record.valid][record].tolist() == [True, False, False, False]
+    for name in STEP_RESULT:
+        assert not arena[name][record, 1:].any(), name
+
+
+def test_the_recording_of_a_cut_episode_does_not_go_on_in_the_next_one(start, tmp_path) -> None:
+    """The slot is reset while it is recorded; nobody wants a recording of what follows."""
+    worker, arena = start()
+    ticket = reset(worker, arena, steps=8, video=tmp_path / "first")
+    _, report = step(worker, arena, ticket)
+    assert report.recordings == ()
+    ticket = reset(worker, arena, steps=4)
+    _, report = step(worker, arena, ticket)
+    assert report.recordings == ()
+    assert not [*tmp_path.glob("*.mp4")]

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
+import pytest
+from text_runs import text_config
 from toy_runs import running_crew
 
-from embodyrl.channels.layout import Record
+from embodyrl.channels.arena import read_observation
+from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.plan.episodes import train_episodes
+from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.start import policy_init
 from embodyrl.specs import convert_gripper
 from embodyrl.types import GripperConvention
+from embodyrl.workers.building import build_policy
 
 POLICY = GripperConvention(open=1.0, closed=0.0)
 LIBERO = GripperConvention(open=-1.0, closed=1.0, binary=True)
@@ -64,3 +72,28 @@ def test_every_chunk_draws_anew_and_its_gripper_speaks_the_simulators_convention
         assert (first == second).mean() < 0.2, "the same noise gives nearly the same 256 bins"
         gripper = arena[Record.action][np.concatenate(chunks)][..., -1]
         assert set(np.unique(gripper)) == {-1.0, 1.0}, "the policy speaks of 0 to 1, a binary receiver of two values"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_path, deterministic):
+    """Also where the slots of a stage have the last rows of a batch of fixed size."""
+    words = (f"runner.deterministic={deterministic}".lower(), "rollout.pipeline_stage_num=2", "rollout.logprobs=1")
+    cfg = text_config(tmp_path, *words, "algorithm.group_size=2", task="length")
+    with running_crew(tmp_path, cfg=cfg) as stage:
+        plan = train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        rollout = stage.workers.scheduler.collect(Rollout(plan))
+        arena, records = stage.workers.arena, np.concatenate([e.records for e in rollout.episodes])
+        policy = build_policy(policy_init(stage.blueprint, arena, None))
+        assert isinstance(policy, CausalLMPolicy)
+        prompts, tokens = policy.read(read_observation(arena, records)), arena[Record.tokens][records]
+        said = (tokens >= 0).sum(1)
+        costs = arena[Record.cost][records]
+        assert costs.tolist() == [len(prompt) + count for prompt, count in zip(prompts, said.tolist(), strict=True)]
+        assert len(set(costs.tolist())) > 2
+        for record, own in zip(records, tokens, strict=True):
+            words = policy.tokenizer.decode(own[own >= 0], skip_special_tokens=True)
+            assert decode_instruction(arena[Record.reply][record]) == words
+            probable = json.loads(decode_instruction(arena[Record.top][record]))
+            assert [choices[0][0] for choices in probable] == [policy.tokenizer.decode([t]) for t in own[own >= 0]]
+        np.testing.assert_array_equal(arena[Record.cut_off][records], policy._cut_off(tokens))
+        assert len({*arena[Record.cut_off][records].tolist()}) == 2

@@ -56,3 +56,24 @@ def test_engines_notice_new_weights():
     take(request, acting, bucket_arena)
     assert weights_version(acting) > before
     bucket_arena.close()
+
+
+def test_running_statistics_arrive_as_well():
+    """They have no gradient and yet change with each update; buffers that are not saved are constants."""
+
+    def normalised(mean: float) -> torch.nn.Module:
+        net = torch.nn.Linear(2, 2)
+        net.register_buffer("mean", torch.full((3,), mean))
+        net.register_buffer("table", torch.full((3,), mean), persistent=False)
+        return net.requires_grad_(False)
+
+    trained, acting, bucket_arena = normalised(1.0), normalised(2.0), Arena.create(bucket_layout(4096), 1)
+    weights = describe_weights(trained)
+    assert {weight.name: weight.trained for weight in weights} == {"weight": False, "bias": False, "mean": True}
+    (parts,) = fill_buckets(weights, 4096)
+    request = LoadWeightsRequest(sequence=0, ticket=bucket_arena.allocate(), parts=parts)
+    publish(PublishRequest(sequence=0, ticket=request.ticket, parts=parts), trained, OneRank(RankInfo()), bucket_arena)
+    take(request, acting, bucket_arena)
+    assert torch.equal(acting.mean, trained.mean)
+    assert not torch.equal(acting.table, trained.table)
+    bucket_arena.close()
