@@ -2,7 +2,8 @@
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
-Each mutant is one entry of planted/<folder of the package, or part of one>.toml: a file, old text that occurs in it
+Each mutant is one entry of planted/<folder of the package, or part of one>.toml (combinations.toml: bugs that show
+only where two options or parts meet): a file, old text that occurs in it
 once, new text, and tests that must fail.
 Libraries are loaded once; every mutant runs in a process of its own. `--unchanged` runs the same tests without any
 mutant: they must pass, or a failure would prove nothing.
