@@ -9,6 +9,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,10 +55,10 @@ def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
     """The run's environment with its policy in it."""
     from embodyrl.program.acting import load_policy
 
-    try:
-        return Scene(load_policy(run, *_WATCHED, *_FOR_EVER, *trust))
-    except ConfigError:  # of an environment that must not go on after its end
-        return Scene(load_policy(run, *_WATCHED, *trust))
+    for words in ((*_WATCHED, *_FOR_EVER), _WATCHED):
+        with suppress(ConfigError):  # of an environment that ends by itself, or draws nothing
+            return Scene(load_policy(run, *words, *trust))
+    return Scene(load_policy(run, *trust))
 
 
 class Scene:

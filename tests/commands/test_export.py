@@ -19,6 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from embodyrl.cli.play import scene_of
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.export import export
 from embodyrl.commands.sft import sft
@@ -26,10 +27,12 @@ from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.settings import RowSettings
 from embodyrl.datasets.text import open_rows
+from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
 TRAINED = ("runner.max_steps=1", "runner.save_interval=1", "actor.optim.lr=0.02", "actor.optim.warmup_steps=0")
 LORA = ("model.is_lora=true", "model.lora.r=4")
+WHOLE_HEAD = (*LORA, "model.lora.modules_to_save=[lm_head]")
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]", "model.precision=fp32")
 
 
@@ -63,11 +66,15 @@ def generated(folder: Path, prompt: str, pictures: dict[str, Any]) -> str:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("adapters", "tied"), [(False, False), (True, False), (True, True), (True, None)])
-def test_an_exported_model_generates_in_transformers_as_in_eval(tmp_path: Path, adapters: bool, tied: bool | None):
+@pytest.mark.parametrize(
+    ("adapters", "tied"), [((), False), (LORA, False), (LORA, True), (WHOLE_HEAD, True), (LORA, None)]
+)
+def test_an_exported_model_generates_in_transformers_as_in_eval(
+    tmp_path: Path, adapters: tuple[str, ...], tied: bool | None, recwarn: pytest.WarningsRecorder
+):
     """None: a model of random weights from the seed, without a folder."""
     model = [] if tied is None else ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=tied)}"]
-    words = [*TRAINED, *QUIET[2:], *(LORA if adapters else ()), *model, "seed=7"]
+    words = [*TRAINED, *QUIET[2:], *adapters, *model, "seed=7"]
     words += ["algorithm.sampling_params.max_new_tokens=6"]
     run = train(text_config(tmp_path / "runs", *words)).run
     out = export(run, 1, tmp_path / "out")
@@ -79,8 +86,9 @@ def test_an_exported_model_generates_in_transformers_as_in_eval(tmp_path: Path, 
     assert [generated(out, prompt, {}) for _, prompt, _ in replies] == [reply for *_, reply in replies]
     if tied is not None:
         base = load_file(tmp_path / "base" / "model.safetensors")
-        assert base.keys() == tensors.keys()
+        assert base.keys() <= tensors.keys()
         assert any(not torch.equal(base[name], tensors[name]) for name in base)
+    assert not [str(warning.message) for warning in recwarn if "embodyrl" not in str(warning.filename)]
 
 
 @pytest.mark.integration
@@ -120,3 +128,14 @@ def test_adapters_that_learned_from_rows_are_exported(tmp_path: Path):
     small = ("actor.global_batch_size=4", "actor.micro_batch_size=4", f"runner.output_dir={tmp_path}/runs")
     run = sft(load_config("sft", [*words, *small])).run
     assert (export(run, 1, tmp_path / "out") / "model.safetensors").is_file()
+
+
+@pytest.mark.integration
+def test_whole_modules_beside_adapters_are_evaluated_in_bfloat16(tmp_path: Path):
+    model = ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=False)}", "model.precision=bf16"]
+    run = train(text_config(tmp_path / "runs", *TRAINED, *WHOLE_HEAD, *model)).run
+    words = [f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}"]
+    cfg = load_config("eval", [*words, *QUIET[:2], "runner.experiment_name=eval"], base=run / "config.yaml")
+    assert evaluate(cfg).overall.episodes == 4
+    with pytest.raises(ConfigError, match="is a task in words: there is nothing to step"):
+        scene_of(run)

@@ -1,6 +1,7 @@
 """The network of a language-model policy: loaded, adapted, read for logits, values and scores of tokens."""
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,15 @@ def without_bars() -> Iterator[None]:
     finally:
         if shown:
             bars.enable_progress_bar()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Leave out what peft warns of for every model: of tied embeddings, which `untie` and exports take care of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(?s).*(`tie_word_embeddings=True`|no longer tied)")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        yield
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
@@ -100,8 +110,9 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) ->
         for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
             if not (folder / name).is_file():  # or the library would ask the hub, or take a pickle
                 raise CheckpointError(f"{folder}: {name} is missing; it is no complete adapter folder.")
-        adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
-        return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]
+        with _without_warnings():
+            adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
+            return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]
     names = lora.target_modules if lora.target_modules == "all-linear" else lora.target_modules.split(",")
     config = LoraConfig(
         r=lora.r,
@@ -113,8 +124,9 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) ->
         modules_to_save=lora.modules_to_save or None,
         task_type="CAUSAL_LM",
     )
-    adapted = get_peft_model(model, config)  # type: ignore[arg-type]
-    for name, parameter in adapted.named_parameters():
+    with _without_warnings():
+        adapted = get_peft_model(model, config)  # type: ignore[arg-type]
+    for name, parameter in adapted.named_parameters() if trainable else ():
         if ".modules_to_save." in name:  # AdamW's steps would be lost in bfloat16
             parameter.data = parameter.data.float()
     return adapted
@@ -247,6 +259,16 @@ def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor,
     """Log-probability, entropy and whether it is the most probable one, of tokens [...] by float32 logits [..., V]."""
     scaled = logits / temperature
     return *categorical_scores(scaled, said), scaled.argmax(-1) == said
+
+
+def untie(lm: Any, like: Any) -> None:
+    """Give the output matrix weights of its own if only those of `like` are not the input embeddings."""
+    head = lm.get_output_embeddings()
+    tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (lm, like)]
+    if tied == [True, False]:
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        for config in (lm.config, lm.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of, without_bars
+from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
@@ -384,6 +384,7 @@ class CausalLMPolicy:
                     fresh = add_adapters(fresh, self._cfg.updated({"lora.path": str(adapter)}), trainable=False)
                 else:
                     fresh, _ = load(folder, dtype=dtype, sees=self._sees)
+                untie(self._net.lm, like=fresh)
                 fill(self._net.lm, fresh.state_dict(), folder)
             if self._net.value_head is not None and (folder / VALUE_FILE).is_file():
                 self._net.value_head.load_state_dict(load_file(folder / VALUE_FILE))
