@@ -1,4 +1,4 @@
-"""A GRPO step by hand: groups of episodes from one table, advantages, a clipped loss. See docs/program.md."""
+"""A GRPO step by hand: groups of episodes from one table, advantages, a clipped loss. See docs/tutorials/program.md."""
 
 import sys
 

@@ -23,7 +23,7 @@ from embodyrl.plan.keys import all_keys
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the generated pages."""
     for page in (configuration, commands, api, zoo):
-        files.append(File.generated(config, f"{page.__name__}.md", content=page()))
+        files.append(File.generated(config, f"reference/{page.__name__}.md", content=page()))
     return files
 
 
@@ -77,7 +77,7 @@ API = {
 
 def api() -> str:
     """Signature and docstring of everything public."""
-    lines = ["# Python API", "", "From the docstrings; [in your own program](program.md) shows how they go together."]
+    lines = ["# Python API", "", "From the docstrings; [in your own program](../tutorials/program.md) shows how they go together."]
     for name, title in API.items():
         module = importlib.import_module(name)
         lines += ["", f"## {title}", "", f"`{name}`: {_prose(module, below=False)}"]
@@ -136,9 +136,9 @@ def zoo() -> str:
     ]
     lines += ["eval ckpt=assets/<name>`, which says whether it has been trained on what is evaluated. The others in"]
     lines += [
-        "`assets/` are architectures without weights. Published checkpoints: [OpenVLA-OFT](openvla_oft.md), [pi0,"
+        "`assets/` are architectures without weights. Published checkpoints: [OpenVLA-OFT](../howto/openvla_oft.md), [pi0,"
     ]
-    lines += ["pi0.5, SmolVLA](flow.md)."]
+    lines += ["pi0.5, SmolVLA](../howto/flow.md)."]
     for weights in sorted(Path(__file__).parents[1].glob("assets/*/model.safetensors")):
         card = json.loads((weights.parent / "card.json").read_text(encoding="utf-8"))
         readme = (weights.parent / "README.md").read_text(encoding="utf-8")

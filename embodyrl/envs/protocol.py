@@ -237,6 +237,6 @@ class GoalFactory(EnvFactory, Protocol):
 ENVS: Registry[EnvFactory] = Registry(
     "env",
     group="embodyrl.envs",
-    wants="a factory with settings, validate, spec and make (docs/add_an_env.md)",
+    wants="a factory with settings, validate, spec and make (docs/howto/add_an_env.md)",
     fits=has("settings", "validate", "spec", "make"),
 )
