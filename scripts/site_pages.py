@@ -77,7 +77,11 @@ API = {
 
 def api() -> str:
     """Signature and docstring of everything public."""
-    lines = ["# Python API", "", "From the docstrings; [in your own program](../tutorials/program.md) shows how they go together."]
+    lines = [
+        "# Python API",
+        "",
+        "From the docstrings; [in your own program](../tutorials/program.md) shows how they go together.",
+    ]
     for name, title in API.items():
         module = importlib.import_module(name)
         lines += ["", f"## {title}", "", f"`{name}`: {_prose(module, below=False)}"]

@@ -271,7 +271,7 @@ class FlowModel(nn.Module, ABC):
         """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
 
         What is looked for must be found before anything else can be learned, so that a small model begins ready to
-        look (measured in docs/howto/flow.md): towers as in `SiglipTower.initialise`, open gates behind the expert's adaptive
+        look: towers as in `SiglipTower.initialise`, open gates behind the expert's adaptive
         norms, queries of the expert that tell tokens apart and are not of the noise alone.
         """
         generator = torch.Generator().manual_seed(seed)
