@@ -140,9 +140,9 @@ def zoo() -> str:
     ]
     lines += ["eval ckpt=assets/<name>`, which says whether it has been trained on what is evaluated. The others in"]
     lines += [
-        "`assets/` are architectures without weights. Published checkpoints: [OpenVLA-OFT](../howto/openvla_oft.md), [pi0,"
+        "`assets/` are architectures without weights. Published checkpoints: [OpenVLA-OFT](../howto/openvla_oft.md),"
     ]
-    lines += ["pi0.5, SmolVLA](../howto/flow.md)."]
+    lines += ["[pi0, pi0.5, SmolVLA](../howto/flow.md)."]
     for weights in sorted(Path(__file__).parents[1].glob("assets/*/model.safetensors")):
         card = json.loads((weights.parent / "card.json").read_text(encoding="utf-8"))
         readme = (weights.parent / "README.md").read_text(encoding="utf-8")
