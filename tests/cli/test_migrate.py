@@ -238,7 +238,7 @@ def test_every_key_is_accounted_for(name: str) -> None:
     assert result.system.folder == next(s for s in systems() if name.startswith(s))
     if name in REFERENCES:
         assert sum(result.counts.values()) == EXPECTED[name]["keys"]
-        page = (SOURCE / "docs" / "migrate.md").read_text()
+        page = (SOURCE / "docs" / "howto" / "migrate.md").read_text()
         numbers = " | ".join(str(result.counts[state]) for state in list(result.counts)[:4])
         assert f"| {result.system.name} | {EXPECTED[name]['keys']} | {numbers} |" in page
 
@@ -407,7 +407,7 @@ def test_every_target_of_the_tables_is_a_key_of_ours(system: str) -> None:
 
 
 def test_the_counts_of_the_comparison_are_those_of_the_tables() -> None:
-    page = (SOURCE / "docs" / "compared.md").read_text()
+    page = (SOURCE / "docs" / "reference" / "compared.md").read_text()
     for name in REFERENCES:
         system = load_system(name.partition("_reference")[0])
         deciding = {key for q in system.identity for case in q["cases"] for key in case.get("when", {})}
