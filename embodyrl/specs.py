@@ -210,6 +210,8 @@ class PolicySpec(Footprint):
     """V: 0 without a value head, 1 (chunk level) or K (action level)."""
     num_images: int = 0
     uses_state: bool = False
+    turns_images: bool = False
+    """It turns frames by `EnvSpec.image_rotation_deg` before it reads them."""
     gripper: GripperConvention | None = None
     untrainable: str = ""
     """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""

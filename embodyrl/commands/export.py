@@ -22,6 +22,7 @@ from embodyrl.plan.held_out import EXPORTED_CONFIG
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.texts import ANY_TEXT, env_spec
 from embodyrl.policies import export_policy
+from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -51,6 +52,8 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     with replacing(out) as scratch:
         if cfg.model.adapted:
             _save_merged(cfg, source, scratch)
+            if (source / INPUTS_FILE).is_file():
+                shutil.copyfile(source / INPUTS_FILE, scratch / INPUTS_FILE)
         else:
             shutil.copytree(source, scratch)
         shutil.copyfile(run / "config.yaml", scratch / EXPORTED_CONFIG)

@@ -14,6 +14,7 @@ from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
 from embodyrl.plan.rates import predict
 from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
+from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
 
 
@@ -34,6 +35,12 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
     lines |= dict(precision_facts(cfg))
     if env.doubts or policy.doubts:
         lines["warning"] = "; ".join((*env.doubts, *policy.doubts))
+    if policy.num_images or policy.gripper:
+        cameras = ", ".join(env.cameras[: policy.num_images]) or "none"
+        turned = " · frames turned by 180 degrees" if policy.turns_images and env.image_rotation_deg else ""
+        lines["inputs"] = (
+            f"cameras {cameras}{turned} · {gripper_text(policy.gripper)}, env: {gripper_text(env.gripper)}"
+        )
     if env.cameras and not policy.num_images and blueprint.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
     if env.task_bytes:

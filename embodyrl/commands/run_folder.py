@@ -30,8 +30,9 @@ from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig,
 from embodyrl.plan.settings import OnExisting
 from embodyrl.policies import POLICIES
 from embodyrl.policies.adapter import find_adapter
+from embodyrl.policies.inputs import input_problems
 from embodyrl.policies.protocol import ComparesWeights
-from embodyrl.policies.settings import AdapterSettings
+from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
@@ -256,9 +257,12 @@ def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
         ConfigError: its weights are of another model, were made for another environment, or would replace an adapter.
         CheckpointError: nothing usable is there.
     """
+    model = cfg.model
     if cfg.ckpt is None:
+        if model.weights is not None and (problems := _input_problems(model, env, resolve_asset(model.weights))):
+            raise ConfigError([f"model.path={model.weights}: {problem}" for problem in problems])
         return None
-    folder, model = resolve_weights(cfg.ckpt), cfg.model
+    folder = resolve_weights(cfg.ckpt)
     _compare(cfg, env, folder, f"ckpt={cfg.ckpt}")
     if not isinstance(model, AdapterSettings) or model.lora.path is None:
         return folder
@@ -323,6 +327,13 @@ def _compare(cfg: ActingConfig | ServeConfig | SftConfig, env: EnvSpec, folder: 
             raise ConfigError(
                 f"{asked}: {error} Where no env, model or model.* is typed, those of the run hold."
             ) from error
+    if problems := _input_problems(cfg.model, env, folder):
+        raise ConfigError([f"{asked}: {problem}" for problem in problems])
+
+
+def _input_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[str]:
+    spec = POLICIES.get(model.model_type).spec(model, env, 0)
+    return input_problems(folder, spec, env, getattr(model, "cameras", None))
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:

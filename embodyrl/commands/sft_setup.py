@@ -31,6 +31,7 @@ from embodyrl.plan.seeds import derive
 from embodyrl.plan.texts import ANY_TEXT, checked_rows
 from embodyrl.policies import POLICIES
 from embodyrl.policies.folder import check_statistics
+from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
@@ -151,6 +152,8 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
             "example model=openvla_oft_tiny."
         )
     if problems := mismatches(env, spec):
+        if spec.gripper is not None and env.gripper is None:
+            problems.append("data.gripper=[open,closed] states what the gripper's actions in the data mean.")
         raise ConfigError(problems)
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
@@ -301,19 +304,11 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     return [
         *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
         ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
-        ("as stored", conventions(card.env)),
+        ("as stored", f"{gripper_text(card.env.gripper)} · image_rotation_deg {card.env.image_rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
         training,
     ]
-
-
-def conventions(env: EnvSpec) -> str:
-    """Describe the gripper convention and the orientation of the frames of an environment or a data set."""
-    gripper = "no gripper convention"
-    if env.gripper is not None:
-        gripper = f"gripper opens at {env.gripper.open:g}, closes at {env.gripper.closed:g}"
-    return f"{gripper} · frames {'rotated by 180 degrees' if env.image_rotation_deg else 'upright'}"
 
 
 def _counted(folder: str) -> str:

@@ -21,8 +21,9 @@ from embodyrl.learners.precision import VALUE_HEAD
 from embodyrl.learners.ranks import OneRank, Ranks, S
 from embodyrl.learners.schedule import Schedule
 from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
+from embodyrl.policies.inputs import write_inputs
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
-from embodyrl.types import IntArray
+from embodyrl.types import EnvSpec, IntArray
 
 TRAINING_STATE = "training_state"
 
@@ -124,7 +125,7 @@ class Optimization:
         """Of shards the norm of the whole; collective."""
         return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
-    def save(self, folder: Path, policy: Policy) -> None:
+    def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
         """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.
 
         Nothing in it depends on the number of ranks.
@@ -145,7 +146,7 @@ class Optimization:
 
         with self._ranks.full_weights(write=False):
             # Every rank passes through here, and only the first one writes: gathering the weights is collective.
-            write(lambda: _save_policy(policy, folder / POLICY_FOLDER))
+            write(lambda: _save_policy(policy, env, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
             "schedule": {"taken": self._schedule.taken, "warm_until": self._schedule.warm_until},
@@ -283,9 +284,10 @@ def _on_host(scalars: list[Tensor]) -> list[float]:
     return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
 
 
-def _save_policy(policy: Policy, folder: Path) -> None:
+def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
     folder.mkdir(parents=True)
     policy.save(folder)
+    write_inputs(folder, policy.spec, env)
 
 
 def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:

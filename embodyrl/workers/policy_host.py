@@ -149,7 +149,7 @@ class PolicyHost:
             CheckpointError: it could not be written (full disk); the other ranks were not kept waiting.
         """
         try:
-            trainer.optimization.save(folder, self.policy)
+            trainer.optimization.save(folder, self.policy, self._init.request.env)
         finally:
             if self._learner is not None:
                 with writing(folder):

@@ -19,10 +19,12 @@ from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.collect import collect
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.sft import SftResult, sft
 from embodyrl.commands.sft_setup import data_statistics, load_samples, sft_facts
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.errors import ConfigError, NonFiniteError
+from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.roots import SftConfig
@@ -142,6 +144,20 @@ def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training
     assert entry["proprio"]["mean"] != pytest.approx(held_in.demos.state.mean(axis=0).tolist(), rel=1e-3)
     assert entry["action"]["mean"][6] == 0.5, "the toy's gripper is half open: 0.5 in the policy's convention"
     assert len(entry["proprio"]["q99"]) == 1
+
+
+def test_checkpoint_states_its_inputs_and_other_ones_are_rejected(trained: SftResult, tmp_path: Path) -> None:
+    policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
+    cfg = load_config("eval", [*TOY_EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
+    env = draw_blueprint(cfg, training=False).env
+    assert first_weights(cfg, env) == policy
+    inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
+    assert inputs["cameras"] == list(env.cameras[:1])
+    assert inputs["gripper"] == {"open": 1.0, "closed": 0.0, "index": -1, "binary": False}
+    (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
+    with pytest.raises(ConfigError, match=r"env.init_params.camera_names=\[elsewhere\]"):
+        first_weights(cfg, env)
+    assert first_weights(cfg.updated({"model.cameras": list(env.cameras[:1])}), env) == policy
 
 
 def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ class FlowSettings(ResidualSettings):
         "likelihood=fpo": "fpo_pairs fpo_ratio",
     }
 
+    cameras: list[str] | None = None
+    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
+    default: the names that it was trained with."""
     num_steps: Count = 10
     """Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero

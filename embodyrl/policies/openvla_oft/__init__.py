@@ -249,6 +249,7 @@ class OpenVlaOftFactory:
             value_dim=value_dim,
             num_images=images,
             uses_state=cfg.use_proprio,
+            turns_images=True,
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
             num_trained=_trained(config, options) if cfg.is_lora else None,

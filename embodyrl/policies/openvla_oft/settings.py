@@ -26,6 +26,9 @@ class OpenVlaSettings(AdapterSettings):
     """Key of the action statistics; default: the environment's own."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 1
     """Camera images per query."""
+    cameras: list[str] | None = None
+    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
+    default: the names that it was trained with."""
     action_normalization: Normalization = Normalization.bounds_q99
     """Statistics that stand for -1 and 1 of actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf

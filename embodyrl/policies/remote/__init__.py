@@ -38,6 +38,7 @@ class RemoteFactory:
             action_dim=env.action_dim,
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             num_images=named if cfg.image_names is not None else min(named, len(env.cameras)),
+            turns_images=True,
             gripper=env.gripper,
             takes_noise=False,
             untrainable="its weights are in another program, which says actions and no probabilities",

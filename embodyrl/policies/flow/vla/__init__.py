@@ -156,6 +156,7 @@ class VlaFactory:
             num_images=cfg.num_images_in_input,
             uses_state=reads_state(cfg) or cfg.delta_dims > 0,
             # As LIBERO's simulator and demonstrations have it, and so the checkpoints that were trained on them.
+            turns_images=True,
             gripper=None if env.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.gripper.index),
             num_parameters=sizes.total,
             num_trained=lora if lora is not None else sizes.expert if only else None,

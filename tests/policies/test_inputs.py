@@ -1,0 +1,66 @@
+"""What a policy was trained on travels with its weights and is compared with the environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.inputs import INPUTS_FILE, input_problems, write_inputs
+from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention, PolicySpec
+
+ENDS = GripperConvention(open=-1.0, closed=1.0)
+ENV = EnvSpec(
+    name="shop", action_dim=7, tasks=("a",), states_per_task=(1,), cameras=("front", "wrist", "top"), gripper=ENDS
+)
+POLICY = PolicySpec(
+    name="p", num_action_chunks=1, action_dim=7, tokens_per_chunk=7, num_images=2, gripper=ENDS, turns_images=False
+)
+
+
+def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed: list[str] | None = None) -> list[str]:
+    write_inputs(tmp_path, POLICY, ENV)
+    return input_problems(tmp_path, replace(POLICY, **policy), replace(ENV, **env), renamed)
+
+
+@pytest.mark.parametrize(
+    ("policy", "env", "renamed", "said"),
+    [
+        ({}, {}, None, None),
+        ({}, {"cameras": ("front", "wrist")}, None, None),
+        ({}, {"name": "other"}, None, None),
+        ({}, {"cameras": ("wrist", "front")}, None, r"trained on the cameras \[front,wrist\].*shows \[wrist,front\]"),
+        ({}, {"cameras": ("wrist", "front")}, ["wrist", "front"], None),
+        ({}, {"cameras": ("wrist", "front")}, ["front", "wrist"], r"shows \[wrist,front\]; select those cameras"),
+        ({"num_images": 1}, {}, None, r"shows \[front\]"),
+        ({}, {"image_rotation_deg": 180}, None, "image_rotation_deg=0, env 'shop' shows frames with 180"),
+        ({"turns_images": True}, {"image_rotation_deg": 180}, None, None),
+        ({"gripper": None}, {"gripper": None}, None, "it would need no gripper convention"),
+        ({"gripper": GripperConvention(open=1.0, closed=0.0)}, {}, None, "a gripper that opens at 1 and closes at 0"),
+        ({"gripper": replace(ENDS, index=6, binary=True)}, {}, None, None),
+        ({"gripper": replace(ENDS, index=0)}, {}, None, "data.gripper"),
+    ],
+)
+def test_differences_are_named(tmp_path: Path, policy: Any, env: Any, renamed: Any, said: str | None) -> None:
+    problems = compare(tmp_path, policy, env, renamed)
+    assert len(problems) == (said is not None), problems
+    if said is not None:
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(problems[0])
+
+
+def test_without_a_file_only_the_named_cameras_are_compared(tmp_path: Path) -> None:
+    assert input_problems(tmp_path, POLICY, ENV, None) == []
+    assert input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
+    assert len(input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1
+    write_inputs(tmp_path, POLICY, replace(ENV, action_space=ActionSpace(kind=ActionKind.text)))
+    assert not (tmp_path / INPUTS_FILE).exists()
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / INPUTS_FILE).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is damaged"):
+        input_problems(tmp_path, POLICY, ENV, None)
