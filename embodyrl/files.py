@@ -17,6 +17,15 @@ SCRATCH = ".tmp-"
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
+def by_number(name: Path | str) -> list[str | int]:
+    """Sort key of names and paths: runs of digits count as numbers, so that step_1000000 follows step_999999.
+
+    >>> sorted(["step_10", "step_9"], key=by_number)
+    ['step_9', 'step_10']
+    """
+    return [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", str(name))]
+
+
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
     """Another name beside `target` to write a file or a folder under; complete, it becomes `target`.

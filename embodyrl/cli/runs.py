@@ -9,6 +9,7 @@ from typing import Any
 
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
+from embodyrl.files import by_number
 from embodyrl.registry import closest
 
 NEWEST = "newest"
@@ -20,7 +21,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
-    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"))):
+    if step is None and (tables := sorted(folder.glob(f"eval/step_*/{TABLE_FILE}"), key=by_number)):
         with contextlib.suppress(ConfigError, KeyError, TypeError, ValueError):  # damaged: it is listed without
             overall = read_table(tables[-1].parent)["overall"]
             success, earned = overall["success_once"], overall["mean_return"]

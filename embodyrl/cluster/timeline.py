@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest, Reply, Request, UpdateRequest
-from embodyrl.files import write_atomically
+from embodyrl.files import by_number, write_atomically
 
 _TRACE_LIMIT = 500_000
 """Spans kept for the trace; about 100 MB of JSON."""
@@ -133,7 +133,7 @@ class Timeline:
     def write(self, path: Path) -> None:
         """Write all spans in the Chrome trace format: one track per worker, microseconds."""
         assert self._trace is not None
-        tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}), start=1)}
+        tracks = {name: k for k, name in enumerate(sorted({s.worker for s in self._trace}, key=by_number), start=1)}
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": 1, "tid": k, "args": {"name": name}} for name, k in tracks.items()
         ]

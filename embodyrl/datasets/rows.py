@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.datasets.layout import DATA_PATH, is_ours
 from embodyrl.errors import EmbodyError
+from embodyrl.files import by_number
 from embodyrl.types import FloatArray, IntArray
 
 COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -45,7 +46,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
         EmbodyError: a file is missing or damaged, or lacks a column.
     """
     named = dict.fromkeys(root / data_path(row) for row in episodes) if is_ours(root) else ()
-    files = tuple(named or sorted((root / "data").rglob("*.parquet")))
+    files = tuple(named or sorted((root / "data").rglob("*.parquet"), key=by_number))
     if not files:
         raise EmbodyError(f"{root / 'data'} holds no .parquet file. Fetch or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]

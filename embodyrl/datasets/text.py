@@ -17,7 +17,7 @@ from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, plac
 from embodyrl.datasets.pictures import Picture, pictures_of
 from embodyrl.datasets.settings import PairSettings, RowSettings, is_function
 from embodyrl.errors import ConfigError
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, by_number
 from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
@@ -163,7 +163,7 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
         except TypeError as error:
             raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
     found = resolve_asset(path) / (cfg.subset or "")
-    files = sorted(f for f in found.rglob("*") if f.suffix in SUFFIXES) if found.is_dir() else [found]
+    files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
     if not files or not files[0].is_file():
         raise ConfigError(
             f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files: {found}."

@@ -20,7 +20,7 @@ from embodyrl.datasets.layout import Card, Demonstration, image_key
 from embodyrl.datasets.rows import find_rows, read_vectors
 from embodyrl.datasets.statistics import MAX_FRAMES, image_stats, pixel_counts, vector_stats
 from embodyrl.errors import EmbodyError
-from embodyrl.files import SCRATCH
+from embodyrl.files import SCRATCH, by_number
 from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
@@ -265,7 +265,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
         EmbodyError: a file of it is damaged.
     """
     rows: list[dict[str, Any]] = []
-    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet")):
+    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
         try:
             rows += pq.read_table(path).to_pylist()
         except (OSError, pa.ArrowException) as error:

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
+from embodyrl.files import by_number
 from embodyrl.monitor.intervals import Mean, Rate, Score
 
 EVENTS_FILE = Path("logs") / "events.log"
@@ -271,7 +272,7 @@ def read_history(folder: Path) -> History:
     if not _is_within(file, folder):
         raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
     evaluations, unfinished = [], None
-    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}")):
+    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
         step = int(path.parent.name.removeprefix("step_"))
         found = Evaluation(step=step, episodes=tuple(read_episodes(path)))
         if (path.parent / TABLE_FILE).is_file():  # written last

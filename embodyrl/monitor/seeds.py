@@ -1,7 +1,8 @@
 """Runs that differ in their seed alone, as one result: the definitions of rliable (arXiv 2108.13264).
 
-A matrix of scores has a row for each run and a column for each task. Intervals are 95 %, by stratified bootstrap: runs
-are drawn with replacement within each task.
+A matrix of scores has a row for each run and a column for each task. Intervals are 95 %: Student's t over runs and,
+from ten runs on, a stratified bootstrap that draws runs with replacement within each task. With three runs such a
+bootstrap covers 73 to 83 % of the cases.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,30 +29,35 @@ Matrix = npt.NDArray[np.float64]
 _DRAWS = 2000
 _SEED = 20211015
 """Of the bootstrap: the same runs give the same intervals."""
+FEWEST_RUNS = 10
+"""Of a bootstrap interval that is printed."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
 """What runs of one experiment may differ in."""
 
 
-def interquartile_mean(scores: npt.ArrayLike) -> float:
-    """Mean of the middle half of all scores, runs and tasks together: a quarter is cut off at each end.
+def interquartile_mean(scores: npt.ArrayLike) -> Any:
+    """Return the mean of the middle half of the scores [..., runs, tasks]: a quarter is cut off at each end.
 
-    >>> interquartile_mean([[0.0, 1.0], [2.0, 9.0]])
+    >>> float(interquartile_mean([[0.0, 1.0], [2.0, 9.0]]))
     1.5
     """
-    ordered = np.sort(np.asarray(scores, np.float64), axis=None)
-    cut = int(0.25 * ordered.size)
-    return float(ordered[cut : ordered.size - cut].mean())
+    values = np.asarray(scores, np.float64)
+    ordered = np.sort(values.reshape(*values.shape[:-2], -1), axis=-1)
+    cut = int(0.25 * ordered.shape[-1])
+    return ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1)
 
 
-def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
-    """Mean over tasks of P(a run of the second scores above one of the first), ties counted half (Mann and Whitney).
+def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> Any:
+    """Return the mean over tasks of P(a run of the second scores above one of the first).
 
-    >>> probability_of_improvement([[0.0], [1.0]], [[1.0], [2.0]])
+    Scores are [..., runs, tasks]; ties count half (Mann and Whitney).
+
+    >>> float(probability_of_improvement([[0.0], [1.0]], [[1.0], [2.0]]))
     0.875
     """
-    a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
-    above, equal = b[None] > a[:, None], b[None] == a[:, None]
-    return float((above + 0.5 * equal).mean(axis=(0, 1)).mean())
+    a, b = (np.asarray(scores, np.float64) for scores in (first, second))
+    a, b = a[..., :, None, :], b[..., None, :, :]
+    return ((b > a) + 0.5 * (b == a)).mean(axis=(-3, -2, -1))
 
 
 def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
@@ -71,17 +79,23 @@ def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
     return float(np.mean(np.array(gaps) >= abs(probability_of_improvement(a, b) - 0.5) - 1e-9))
 
 
-def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., float]) -> tuple[float, float]:
-    """95 % percentile interval of a statistic of one or more matrices."""
-    rng = np.random.default_rng(_SEED)
-    drawn = np.empty(_DRAWS)
-    for k in range(_DRAWS):
-        parts = []
-        for matrix in matrices:
-            rows = rng.integers(0, len(matrix), matrix.shape)
-            parts.append(np.take_along_axis(matrix, rows, axis=0))
-        drawn[k] = statistic(*parts)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., Any]) -> tuple[float, float]:
+    """Return the expanded percentile interval (Hesterberg 2015, section 5.3) of a statistic of one or more matrices.
+
+    Quantiles are those of a normal distribution at sqrt(n / (n - 1)) times Student's t with n - 1 degrees of freedom, n
+    the runs (of several matrices one less for each further one): plain percentiles are too narrow by this.
+
+    Args:
+        matrices: scores [runs, tasks].
+        statistic: function of matrices [draws, runs, tasks] that returns [draws].
+    """
+    rng, count = np.random.default_rng(_SEED), sum(map(len, matrices)) - len(matrices) + 1
+    drawn = [
+        np.take_along_axis(matrix[None], rng.integers(0, len(matrix), (_DRAWS, *matrix.shape)), axis=1)
+        for matrix in matrices
+    ]
+    outside = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student_t(count - 1))
+    low, high = np.quantile(statistic(*drawn), (outside, 1 - outside))
     return float(low), float(high)
 
 
@@ -134,11 +148,12 @@ class SeedGroup:
         overall = [run.evaluations[-1].score(known=rate).value for run in self.runs]
         mean, low, high = mean_interval(overall)
         said = "; ".join(_spell(value, rate) for value in overall)
-        middle, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
-        return [
-            f"{self.name}: mean over seeds {seeds}: {_spell(mean, rate)} {_bounds((low, high), rate)} ({said})",
-            f"  interquartile mean over {matrix.size} runs x tasks: {_spell(middle, rate)} {_bounds(bounds, rate)}",
-        ]
+        lines = [f"{self.name}: mean over seeds {seeds}: {_spell(mean, rate)} {_bounds((low, high), rate)} ({said})"]
+        if len(self.runs) >= FEWEST_RUNS:
+            middle, bounds = interquartile_mean(matrix), stratified_bootstrap([matrix], interquartile_mean)
+            middle = f"{_spell(middle, rate)} {_bounds(bounds, rate)}"
+            lines.append(f"  interquartile mean over {matrix.size} runs x tasks: {middle}")
+        return lines
 
     def curve(self, metric: str, limits: tuple[float, float] | None = None) -> list[tuple[int, float, float, float]]:
         """(step, mean over the runs, 95 % interval) where all runs have the metric."""
@@ -176,12 +191,14 @@ def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
         return None
     rates = first.rates or second.rates
     a, b = first.matrix(tasks, rates=rates), second.matrix(tasks, rates=rates)
-    value, (low, high) = probability_of_improvement(a, b), stratified_bootstrap([a, b], probability_of_improvement)
-    # Not by the interval: bootstrap draws of three runs hardly vary, and separate any two lucky samples.
+    value, bounds = f"{probability_of_improvement(a, b):.2f}", ""
+    if min(len(a), len(b)) >= FEWEST_RUNS:
+        bounds = " [{:.2f}, {:.2f}]".format(*stratified_bootstrap([a, b], probability_of_improvement))
+    # Not by the interval, which lots of tasks with few runs make too narrow.
     p_value = permutation_test(a, b)
     verdict = "more than chance" if p_value < SIGNIFICANT else "no more than chance"
     return (
-        f"probability that {second.name} improves on {first.name}: {value:.2f} [{low:.2f}, {high:.2f}] over "
+        f"probability that {second.name} improves on {first.name}: {value}{bounds} over "
         f"{a.shape[1]} tasks (permutation test p = {p_value:.2g}: {verdict})"
     )
 

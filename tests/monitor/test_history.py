@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from run_files import write_evaluation, write_run, write_video
 
+from embodyrl.cli.runs import describe_run
 from embodyrl.errors import ConfigError
+from embodyrl.files import by_number
 from embodyrl.monitor import history
 from embodyrl.monitor.card import card_of
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_history, read_rows
@@ -111,4 +113,24 @@ def test_the_least_likely_tokens_are_told_in_their_order() -> None:
     tokens = [[(f"t{i}", value), ("best", -0.25)] for i, value in enumerate(said)]
     assert EpisodeRow.from_json(raw | {"logprobs": tokens}).doubts == [
         f'token {i + 1}: "t{i}" {said[i]:.2f}; most probable "best" -0.25' for i in (1, 3, 4, 5, 6)
+    ]
+
+
+def test_evaluations_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for step in (999_999, 1_000_000, 10_000_000):
+        write_evaluation(run, step, [True])
+    assert [one.step for one in read_history(run).evaluations] == [0, 3, 999_999, 1_000_000, 10_000_000]
+    (run / "metrics.jsonl").unlink()
+    for step in (0, 3, 999_999, 1_000_000, 10_000_000):
+        overall = {"success_once": step / 1e7, "mean_return": 0.0}
+        table = {"overall": overall, "tasks": [], "wall_s": 1.0, "env_steps": 1, "dropped": 0, "protocol": None}
+        (run / f"eval/step_{step:06d}/eval.json").write_text(json.dumps(table))
+    assert describe_run(run)["step"] == 10_000_000
+
+
+def test_names_are_ordered_by_their_numbers() -> None:
+    names = ["chunk-1000/file-002", "chunk-999/file-1000", "chunk-999/file-999", "env_10.log", "env_9.log", "a", ""]
+    assert sorted(names, key=by_number) == [
+        *("", "a", "chunk-999/file-999", "chunk-999/file-1000", "chunk-1000/file-002", "env_9.log", "env_10.log")
     ]

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from embodyrl.config.settings import flat, spell
-from embodyrl.files import write_atomically
+from embodyrl.files import by_number, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import other_worlds, pair_suites
@@ -122,7 +122,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
     last = history.evaluations[-1].episodes if history.evaluations else ()
     events = history.text(EVENTS_FILE).splitlines()
     tails = []
-    for path in sorted(history.folder.glob("logs/*/*.log")):
+    for path in sorted(history.folder.glob("logs/*/*.log"), key=by_number):
         text = history.text(path.relative_to(history.folder))
         if "Traceback (most recent call last)" in text:
             tails.append((path.relative_to(history.folder).as_posix(), "\n".join(text.splitlines()[-_LOG_TAIL:])))

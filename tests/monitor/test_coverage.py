@@ -1,0 +1,93 @@
+"""How often each printed 95 % interval holds the true value, by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from embodyrl.monitor.intervals import Mean, Rate
+from embodyrl.monitor.seeds import (
+    FEWEST_RUNS,
+    interquartile_mean,
+    mean_interval,
+    probability_of_improvement,
+    stratified_bootstrap,
+)
+
+Interval = tuple[float, float]
+Draw = Callable[[np.random.Generator], tuple[float, Interval]]
+"""One simulated experiment: the true value and the interval."""
+
+MIDDLE = float(interquartile_mean(np.random.default_rng(5).normal(size=(200_000, 5)) * 0.1 + np.arange(5) * 0.05))
+
+
+def rate(rng: np.random.Generator, episodes: int) -> tuple[float, Interval]:
+    chance = rng.uniform(0.05, 0.95)
+    return chance, Rate.of((k, rng.random() < chance) for k in range(episodes)).interval
+
+
+def rate_over_states(rng: np.random.Generator, states: int, alike: float) -> tuple[float, Interval]:
+    """Five episodes for each state; success rates of states differ (beta-binomial)."""
+    chances = rng.beta(0.6 * (1 - alike) / alike, 0.4 * (1 - alike) / alike, states)
+    return 0.6, Rate.of((k, rng.random() < chance) for k, chance in enumerate(chances) for _ in range(5)).interval
+
+
+def mean(rng: np.random.Generator, states: int) -> tuple[float, Interval]:
+    """Four episodes for each state."""
+    returns = rng.normal(size=(states, 1)) + rng.normal(size=(states, 4))
+    return 0.0, Mean.of((k, value) for k, row in enumerate(returns) for value in row).interval
+
+
+def over_seeds(rng: np.random.Generator, seeds: int) -> tuple[float, Interval]:
+    """Success rates of 100 episodes by runs that differ by ten points."""
+    chances = rng.normal(0.6, 0.1, seeds).clip(0, 1)
+    _, low, high = mean_interval((rng.binomial(100, chances) / 100).tolist())
+    return 0.6, (low, high)
+
+
+def middle_of_runs(rng: np.random.Generator, runs: int) -> tuple[float, Interval]:
+    scores = rng.normal(size=(runs, 5)) * 0.1 + np.arange(5) * 0.05
+    return MIDDLE, stratified_bootstrap([scores], interquartile_mean)
+
+
+def improvement(rng: np.random.Generator, runs: int) -> tuple[float, Interval]:
+    """A shift by 0.7 standard deviations: Phi(0.7 / sqrt(2))."""
+    a, b = rng.normal(size=(runs, 2)), rng.normal(0.7, 1, size=(runs, 2))
+    return 0.68969, stratified_bootstrap([a, b], probability_of_improvement)
+
+
+KINDS: dict[str, tuple[Draw, int]] = {
+    "rate, 10 episodes": (lambda rng: rate(rng, 10), 3000),
+    "rate, 50 episodes": (lambda rng: rate(rng, 50), 3000),
+    "rate, 10 states": (lambda rng: rate_over_states(rng, 10, 0.2), 3000),
+    "rate, 30 states": (lambda rng: rate_over_states(rng, 30, 0.2), 2000),
+    "mean, 5 states": (lambda rng: mean(rng, 5), 3000),
+    "mean, 30 states": (lambda rng: mean(rng, 30), 1500),
+    "seeds, 3": (lambda rng: over_seeds(rng, 3), 3000),
+    "seeds, 10": (lambda rng: over_seeds(rng, 10), 3000),
+    "interquartile mean, 10 runs": (lambda rng: middle_of_runs(rng, FEWEST_RUNS), 400),
+    "interquartile mean, 20 runs": (lambda rng: middle_of_runs(rng, 20), 400),
+    "improvement, 10 runs": (lambda rng: improvement(rng, FEWEST_RUNS), 250),
+}
+
+
+def covered(kind: str, times: int) -> float:
+    draw, rng = KINDS[kind][0], np.random.default_rng(0)
+    inside = 0
+    for _ in range(times):
+        true, (low, high) = draw(rng)
+        inside += low <= true <= high
+    return inside / times
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_cover_what_they_state(kind: str) -> None:
+    assert 0.92 <= covered(kind, KINDS[kind][1]) <= 0.98
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_intervals_cover_what_they_state_in_many_draws(kind: str) -> None:
+    assert 0.92 <= covered(kind, 5 * KINDS[kind][1]) <= 0.98
