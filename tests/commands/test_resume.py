@@ -163,6 +163,15 @@ def test_a_curriculum_of_one_task_among_several_remembers_its_reset_ids(tmp_path
 
 
 @pytest.mark.integration
+def test_a_curriculum_remembers_the_outcomes_of_filtered_groups(tmp_path):
+    """Of four failures and of the four of the groups that were run in their place."""
+    words = ("env.kwargs.tasks=3", "env.kwargs.goal=99", "algorithm.curriculum=1", "algorithm.filter_refills=1")
+    run = train_toy(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "runner.max_steps=1")
+    seen = json.loads((run / "checkpoints" / "step_000001" / "algorithm.json").read_text())["seen"]
+    assert sum(played for _, played in seen.values()) == 8
+
+
+@pytest.mark.integration
 def test_a_resumed_run_keeps_its_reference_policy(golden, tmp_path):
     words = (*WORDS, f"ckpt={golden}", "algorithm.kl_beta=0.5", "runner.val_check_interval=-1")
     whole = train_toy(tmp_path, *words, "runner.max_steps=2", name="whole")

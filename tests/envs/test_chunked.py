@@ -70,6 +70,17 @@ def test_ignored_terminations_only_truncate_and_keep_success_flags():
     assert result.reward.tolist()[0][:5] == [0, 1, -1, 1, 0]
 
 
+def test_slots_that_are_reset_together_end_by_their_own_rules():
+    """One ignores terminations, the other does not, whichever comes first."""
+    for ignoring in ((True, False), (False, True)):
+        _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), slots=2)
+        env.reset([0, 1], [start(limit=3, ignore=ignores) for ignores in ignoring])
+        result = env.step_chunk([0, 1], chunk(2, 4))
+        assert result.valid.sum(axis=1).tolist() == [3 if ignores else 2 for ignores in ignoring]
+        assert result.terminated.any(axis=1).tolist() == [not ignores for ignores in ignoring]
+        assert result.truncated.any(axis=1).tolist() == [*ignoring]
+
+
 def test_relative_rewards_telescope_over_chunks_and_restart_with_the_episode():
     rewards = [0.5, 0.25, 2.0, -1.0, 3.0, 0.75]
     _, env = make(steps_of(rewards), coef=2.0)

@@ -144,6 +144,26 @@ def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others()
     np.testing.assert_array_equal(state[1], before[1])
 
 
+def test_an_episode_that_ended_shows_its_end_though_the_batch_plays_on_in_its_place():
+    """Pushed to one side, a pole falls four times while the chunk of its neighbour goes on."""
+    env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_slots=2))
+    state, images = np.zeros((2, 4), np.float32), np.zeros((2, 0, 0, 0, 3), np.uint8)
+    actions = np.zeros((2, 40, 1), np.float32)
+    actions[1, ::2] = 1.0
+    env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6)])
+    result = env.step_chunk([0, 1], actions)
+    assert result.valid.sum(axis=1).tolist()[0] < 12
+    assert result.valid.sum(axis=1).tolist()[1] > 24
+    env.observe([0, 1], images, state)
+    env.close()
+    single = gymnasium.make("CartPole-v1")
+    single.reset(seed=5)
+    for _ in range(int(result.valid[0].sum())):
+        seen, _, terminated, _, _ = single.step(0)
+    assert terminated
+    np.testing.assert_array_equal(state[0], seen)
+
+
 def test_the_contract_holds():
     findings = list(check_env(config("test_gym_vector:CartPoles")))
     assert {finding.level for finding in findings} == {"ok"}, findings

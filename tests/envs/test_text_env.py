@@ -1,5 +1,7 @@
 """The text environment: one-step episodes, tools in between, and whose tokens count."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from settings import env_of
@@ -55,6 +57,35 @@ def test_a_reply_that_was_cut_off_ends_truncated_with_nothing_to_bootstrap_from(
     assert result.terminated.nonzero()[1].tolist() == [7, 7]
     assert result.truncated.any(axis=1).tolist() == [False, True]
     assert result.truncated[1, 7]
+
+
+class Doubting:
+    """Judges nothing but what begins with a digit."""
+
+    components, weights = (), ()
+
+    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
+        return [
+            Judgement(
+                reward=0.0,
+                success=False,
+                components=(),
+                problem=None if one.response[:1].isdigit() else f"no {one.response}",
+            )
+            for one in answers
+        ]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_reason_for_a_missing_reward_belongs_to_its_slot():
+    context = EnvContext(num_slots=4, rows=two_digits(), judge=Doubting())
+    env = FACTORY.make(env_of("text"), context)
+    env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
+    env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
+    result = env.step_chunk([1, 2, 3], np.zeros((3, 8, 1), np.float32))
+    assert result.unjudged == {2: "no idea", 3: "no clue"}
 
 
 def test_a_tool_answers_and_a_further_reply_follows(env):

@@ -29,9 +29,9 @@ def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
     """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     blueprint(*ppo, training=True)
-    free = "env.train.use_fixed_reset_state_ids=false"
-    with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but the slots"):
-        blueprint(*ppo, free, training=True)
+    for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
+        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but the slots"):
+            blueprint(*ppo, free, training=True)
 
 
 def test_weights_are_as_many_as_what_is_drawn_by_them():
@@ -61,6 +61,15 @@ def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, fix):
         draw_blueprint(load_config("train", words), training=True)
     assert fix in caught.value.problems[0]
     assert not any("unnorm_key" in line or "max_new_tokens" in line for line in caught.value.problems)
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_every_last_observation_has_a_record(stale):
+    """Of 4 slots, in each of 2 epochs 3 chunks: 24 chunks of 12 episodes, of which 8 may be cut; of all open steps."""
+    words = ("algorithm=ppo", "env.train.total_num_envs=4", "algorithm.rollout_epoch=2", "model.num_action_chunks=4")
+    limits = ("env.train.max_episode_steps=8", "env.train.max_steps_per_rollout_epoch=12")
+    plan = blueprint(*words, *limits, f"algorithm.max_staleness={stale}", training=True)
+    assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_slots
 
 
 def test_epochs_end_a_run_unless_its_steps_are_fewer():

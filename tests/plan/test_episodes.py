@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from text_runs import text_config
 from toy_env import toy_spec
 from toy_runs import TOY_COLLECT, toy_config
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
+from embodyrl.plan.blueprint import env_context
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import (
     EpisodeList,
@@ -316,6 +318,43 @@ def test_refills_differ_from_step_to_step_and_repeat_nothing(config):
         own = [*plan_of(cfg, step).episodes, *plans[step, 0], *plans[step, 1]]
         assert len({e.episode_id for e in own}) == len({e.noise_seed for e in own}) == 3 * 8
     assert len({e.noise_seed for plan in plans.values() for e in plan}) == 12 * 8
+
+
+def test_rounds_of_refills_of_different_sizes_share_no_episode_id(config):
+    """A first round of four groups, then two rounds of one."""
+    cfg = config("env.train.total_num_envs=16", "algorithm.group_size=4")
+    rounds = [plan_of(cfg), *(refill_episodes(cfg, ENV, 0, attempt, n) for attempt, n in enumerate((4, 1, 1)))]
+    episodes = [e for plan in rounds for e in plan.episodes]
+    assert len({e.episode_id for e in episodes}) == len({e.noise_seed for e in episodes}) == 16 + 16 + 4 + 4
+
+
+@pytest.mark.parametrize("words", ["env.train.task_weights=[1, 2, 3]", "algorithm.curriculum=1"])
+def test_weighted_tasks_and_their_refills_stay_within_the_states_of_the_split(config, words):
+    cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.state_ids=[1,2]", words)
+    first, refills = plan_of(cfg), refill_episodes(cfg, ENV, 0, 0, 12)
+    for plan in (first, refills):
+        assert {ENV.task_of(e.reset_id)[1] for e in plan.episodes} == {1, 2}
+
+
+def test_demonstrations_stay_within_the_states_of_the_split(config):
+    words = ("env.kwargs.tasks=3", "collect.out=demos", "env.train.state_ids=[1,2]")
+    plan = demonstration_episodes(
+        load_config("collect", [*TOY_COLLECT, *words]), ENV, [(1, trial) for trial in range(8)]
+    )
+    assert {e.reset_id for e in plan.episodes} == {5, 6}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shuffle):
+    cfg = text_config(tmp_path, f"data.shuffle={shuffle}".lower(), "data.kwargs={rows: 40}")
+    env = ENVS.get("text").spec(cfg.env, env_context(cfg))
+    rows = [
+        e.reset_id
+        for step in range(3)
+        for e in train_episodes(cfg, env, step, counts_chunk_steps=False).episodes
+        if e.member == 0
+    ]
+    assert (rows == list(range(6))) == (not shuffle)
 
 
 def test_demonstrations_visit_their_states_in_orders_of_their_own(config):

@@ -177,6 +177,11 @@ def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path
     cfg = load_config("eval", [f"ckpt={run}", *words[:2], "model.path=assets/openvla_oft_tabletop"])
     told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
     assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
+    shown = load_config(
+        "eval", [f"ckpt={run}", "env.eval.state_ids=[0,1]", *words[1:2], "model.path=assets/openvla_oft_tabletop"]
+    )
+    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(shown, training=False)))
+    assert f"training of {run} uses 6, validation of {run} uses 0;" in told, "training stays in the own suite"
     save_config(load_config("train", [*words, "eval.episodes=7"]), run / "config.yaml")
     told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
     assert f"validation of {run} uses 7;" in told, "it was allowed more, and looked at these"

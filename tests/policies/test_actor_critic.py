@@ -141,6 +141,17 @@ def test_every_parameter_is_trained(space):
     assert still == []
 
 
+def test_only_the_first_cameras_are_read_where_a_reward_sees_more():
+    spec = env_spec("box", cameras=2)
+    policy = shake(build("cnn", env=replace(spec, cameras=spec.cameras[:1])))
+    obs = observe(spec, 4)
+    alone = replace(obs, images=np.ascontiguousarray(obs.images[:, :1]))
+    both, first = (policy.act(seen, noise=None).actions for seen in (obs, alone))
+    np.testing.assert_array_equal(both, first)
+    turned = replace(obs, images=np.ascontiguousarray(obs.images[:, ::-1]))
+    assert np.abs(both - policy.act(turned, noise=None).actions).max() > 1e-4
+
+
 def test_of_grey_images_one_colour_is_read_and_older_weights_are_refused(tmp_path):
     coloured = env_spec("discrete", cameras=2, state_dim=0)
     grey = replace(coloured, grey=True)

@@ -131,6 +131,21 @@ def test_a_reply_does_not_depend_on_its_batch(policy: CausalLMPolicy):
     np.testing.assert_array_equal(together.tokens, np.concatenate([a.tokens for a in alone]))
 
 
+def test_replies_that_outlast_the_others_do_not_depend_on_them():
+    """Three of five end at once; the rest keep their own noise, positions, and the tokens that a penalty counts."""
+    kept = {"repetition_penalty": 1.5}
+    first = build(sampling=SamplingSettings(**kept)).act(observe(*PROMPTS), noise=noise(5)).tokens[:, 0]
+    ended = [int(token) for row, token in enumerate(first) if row in (0, 1, 2)]
+    assert not np.isin(first[3:], ended).any()
+    policy = build(sampling=SamplingSettings(stop_token_ids=ended, **kept))
+    together = policy.act(observe(*PROMPTS), noise=noise(5))
+    assert (together.tokens >= 0).sum(1)[:3].tolist() == [1, 1, 1]
+    assert (together.tokens >= 0).sum(1)[3:].tolist() == [4, 2]
+    alone = [policy.act(observe(p), noise=noise(5)[i : i + 1]) for i, p in enumerate(PROMPTS)]
+    np.testing.assert_array_equal(together.tokens, np.concatenate([a.tokens for a in alone]))
+    np.testing.assert_allclose(together.logprob, np.concatenate([a.logprob for a in alone]), atol=1e-5)
+
+
 def test_deterministic_rows_are_equal_to_the_last_bit(policy: CausalLMPolicy):
     torch.use_deterministic_algorithms(True)
     try:

@@ -44,6 +44,12 @@ def test_without_a_convention_nothing_changes():
     assert converted([0.3], None, LIBERO) == converted([0.3], POLICY, None) == [np.float32(0.3)]
 
 
+def test_a_gripper_may_have_another_place_in_the_simulators_action():
+    actions = np.array([[[1.0, 0.2, 0.3]], [[0.0, 0.2, 0.3]]], np.float32)
+    convert_gripper(actions, GripperConvention(open=1.0, closed=0.0, index=0), LIBERO)
+    assert actions[:, 0, 2].tolist() == [-1.0, 1.0]
+
+
 def test_there_and_back_again():
     there = np.array(converted([1.0, 0.0], POLICY, LIBERO), np.float32)
     assert converted(there, LIBERO, POLICY) == [1.0, 0.0]
@@ -97,3 +103,18 @@ def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_pat
             assert [choices[0][0] for choices in probable] == [policy.tokenizer.decode([t]) for t in own[own >= 0]]
         np.testing.assert_array_equal(arena[Record.cut_off][records], policy._cut_off(tokens))
         assert len({*arena[Record.cut_off][records].tolist()}) == 2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_value_of_a_last_observation_is_its_own(tmp_path, deterministic):
+    words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.total_num_envs=8")
+    with running_crew(tmp_path, *words, f"runner.deterministic={deterministic}".lower()) as stage:
+        arena, policy = stage.workers.arena, build_policy(policy_init(stage.blueprint, stage.workers.arena, None))
+        rollout = stage.workers.scheduler.collect(
+            Rollout(train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=True))
+        )
+        finals = np.array([e.final_record for e in rollout.episodes if e.final_record >= 0])
+        assert len(finals) >= 8
+        expected = policy.values(read_observation(arena, finals))
+        assert len(set(expected[:, 0].tolist())) > 4
+        np.testing.assert_allclose(arena[Record.value][finals], expected, atol=1e-5)

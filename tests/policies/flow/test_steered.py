@@ -187,3 +187,15 @@ def test_temperature_widens_what_is_chosen(folder):  # noqa: F811
         chosen.append(policy.chosen(out.tokens).double().atanh())
     torch.testing.assert_close(chosen[2] - chosen[1], chosen[1] - chosen[0], rtol=1e-3, atol=1e-4)
     assert float((chosen[1] - chosen[0]).abs().mean()) > 0.01
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+def test_the_density_has_the_temperature_that_was_chosen_with(folder, temperature):  # noqa: F811
+    policy = steer(folder)
+    out = policy.act(observe(6), noise=noise_for(policy, 6), temperature=temperature)
+    mean, log_std = policy.module.noise_actor(policy.features(observe(6)))[:, 0].chunk(2, -1)
+    normal = torch.distributions.Normal(mean, log_std.exp() * temperature)
+    tangent = torch.distributions.transforms.TanhTransform(cache_size=1)
+    chosen = torch.distributions.TransformedDistribution(normal, [tangent])
+    expected = chosen.log_prob(policy.chosen(out.tokens)).sum(1).detach().numpy()
+    assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
