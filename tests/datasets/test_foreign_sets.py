@@ -14,6 +14,7 @@ import pytest
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl.datasets.cards import Reading, read_card
+from embodyrl.datasets.layout import OWN
 from embodyrl.datasets.reader import Demonstrations, load_demonstrations
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.types import GripperConvention
@@ -201,6 +202,21 @@ def test_non_finite_rows_are_rejected_or_their_episode_left_out(
     assert demos.skipped.tolist() == [1]
     np.testing.assert_array_equal(demos.images[6, 0], frame(2, 0, 0))
     assert np.isfinite(demos.action).all()
+
+
+@pytest.mark.parametrize("files", [None, (0, 0, 0)])
+def test_episodes_that_are_left_out_take_their_words_states_and_frames_along(tmp_path: Path, files: Any) -> None:
+    good = numbers(3)
+    columns = {"observation.state": numbers(4), "action": lambda e, t: [np.nan] * 3 if e == 1 else good(e, t)}
+    root = write_set(
+        tmp_path / "set", tasks=("a", "b", "c"), task_of=lambda e, t: e, columns=columns, video_files=files
+    )
+    edit_episodes(root, lambda rows: [row.update({f"{OWN}reset_id": 7 + row["episode_index"]}) for row in rows][:0])
+    demos = load_demonstrations(root, Reading(skip_nonfinite=True))
+    assert demos.instruction.tolist() == ["a"] * 6 + ["c"] * 8
+    assert demos.reset_id.tolist() == [7, 9]
+    expected = np.stack([np.stack([frame(e, t, camera) for camera in (0, 1)]) for e, t in STEPS if e != 1])
+    assert np.abs(demos.images.astype(int) - expected).max() <= (6 if files else 0)
 
 
 def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:

@@ -60,20 +60,14 @@ def test_a_reply_that_was_cut_off_ends_truncated_with_nothing_to_bootstrap_from(
 
 
 class Doubting:
-    """Judges nothing but what begins with a digit."""
+    """Give a reason instead of a reward for replies that do not begin with a digit."""
 
     components, weights = (), ()
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        return [
-            Judgement(
-                reward=0.0,
-                success=False,
-                components=(),
-                problem=None if one.response[:1].isdigit() else f"no {one.response}",
-            )
-            for one in answers
-        ]
+        said = [one.response for one in answers]
+        reasons = [None if text[:1].isdigit() else f"no {text}" for text in said]
+        return [Judgement(reward=0.0, success=False, components=(), problem=reason) for reason in reasons]
 
     def close(self) -> None:
         pass
