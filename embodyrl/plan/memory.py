@@ -194,7 +194,12 @@ def _acting_batch(blueprint: Blueprint, cfg: TrainConfig, policy: PolicySpec) ->
     """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
     slots = blueprint.num_slots
     if cfg.rollout.backend != "vllm":
-        return policy.acting_bytes * -(-slots // blueprint.ranks)
+        # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
+        copied = policy.num_trained
+        if copied is None:
+            alone = blueprint.ranks == 1 and not cfg.actor.fsdp.cpu_offload
+            copied = policy.num_parameters - policy.outside_layers if alone else 0
+        return policy.acting_bytes * -(-slots // blueprint.ranks) + (2 * copied if cfg.model.half else 0)
     if policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
         return policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
     return 0

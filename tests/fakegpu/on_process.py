@@ -67,6 +67,15 @@ def test_waits_and_copies_are_those_of_the_table(name: str, tmp_path: Path) -> N
     check(JOBS[name], tmp_path)
 
 
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "all weights"])
+def test_the_largest_batch_takes_what_is_planned(lora: bool, tmp_path: Path) -> None:
+    """Two layers of 7B's widths, 64 slots."""
+    words = ("actor.fsdp.size=1", "env.train.total_num_envs=64")
+    got = run(Job(name="act", model="7b", layers=2, lora=lora, words=words, act=64, train=0), tmp_path)
+    took = got.peaks["act"] - got.phases["build"]["live"]
+    assert took == pytest.approx(got.planned["acting_batch"], rel=0.1)
+
+
 def check(job: Job, folder: Path) -> None:
     """Run a job and compare its waits and copies with the table; nothing may be left behind by acting or an update."""
     name, got = job.name, run(job, folder)

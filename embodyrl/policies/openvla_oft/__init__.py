@@ -186,7 +186,8 @@ def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: 
         recomputed=llama.num_hidden_layers * tokens * stream * d + inputs,
         # And as many gradients: of gate, SiLU, up, product and the adapters' or the weights' inputs.
         layer=max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
-        acting=tokens * (3 * m + 4 * d) * (2 if half else 4),
+        # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
+        acting=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
         flops=2.0 * (tokens * weights + images * towers[0].num_patches * seen) + 2.0 * attention,
     )
 
