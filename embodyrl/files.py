@@ -79,33 +79,47 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def available_cores() -> int:
-    """Cores that this process may use: its affinity, or less where a control group has a quota (rounded up)."""
-    cores = len(os.sched_getaffinity(0))
+def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control groups and of all above them, whose limits hold as well.
+
+    True: of version 2. A container sees its own group as the root, a Slurm job lies below several others.
+    """
     for line in MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = CGROUP / "cpu" if controllers else CGROUP
-        files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+        root = CGROUP / controller if controllers else CGROUP
         own = root / path.strip("/")
-        # A quota of any group above holds as well.
         for folder in (own, *own.parents):
-            words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
-            if len(words) == 2 and words[0] not in ("max", "-1"):
-                cores = min(cores, -(-int(words[0]) // int(words[1])))
+            yield folder, not controllers
+            if folder == root:
+                break
+
+
+def available_cores() -> int:
+    """Count the cores that this process may use: its affinity, or a smaller quota of a control group (rounded up)."""
+    cores = len(os.sched_getaffinity(0))
+    for folder, unified in _control_groups("cpu"):
+        files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
+        if len(words) == 2 and words[0] not in ("max", "-1"):
+            cores = min(cores, -(-int(words[0]) // int(words[1])))
     return max(cores, 1)
 
 
 def available_bytes() -> int:
-    """Memory that the host and the control group still give."""
+    """Return the memory that the host and all control groups still give."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
-    limit, used, stat = (CGROUP / f"memory.{name}" for name in ("max", "current", "stat"))
-    if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-        # What files left in memory goes where programs want it, as MemAvailable has it for the host.
-        cached = re.search(r"^inactive_file (\d+)$", stat.read_text(), re.MULTILINE) if stat.is_file() else None
-        own = int(limit.read_text()) - int(used.read_text()) + (int(cached[1]) if cached else 0)
-        available = min(available, own)
+    for folder, unified in _control_groups("memory"):
+        names = ("max", "current", "stat") if unified else ("limit_in_bytes", "usage_in_bytes", "stat")
+        limit, used, stat = (folder / f"memory.{name}" for name in names)
+        if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
+            # What files left in memory goes where programs want it, as MemAvailable has it for the host.
+            text = stat.read_text() if stat.is_file() else ""
+            cached = re.search(rf"^{'' if unified else 'total_'}inactive_file (\d+)$", text, re.MULTILINE)
+            available = min(
+                available, int(limit.read_text()) - int(used.read_text()) + (int(cached[1]) if cached else 0)
+            )
     return max(available, 0)

@@ -55,12 +55,41 @@ def test_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert files.available_cores() == expected
 
 
-def test_what_files_left_in_memory_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+LIMITS = {
+    "a container": ("0::/", "", {"max": 100, "current": 90}, 10),
+    "a job of Slurm": ("0::/system.slice/job_1/step_0/user", "system.slice/job_1", {"max": 80, "current": 10}, 70),
+    "of its own group": ("0::/a", "a", {"max": 8, "current": 2}, 6),
+    "version 1": ("4:memory:/slurm/job_1", "memory/slurm", {"limit_in_bytes": 50, "usage_in_bytes": 20}, 30),
+    "both": ("4:cpu,memory:/a\n0::/a", "memory/a", {"limit_in_bytes": 50, "usage_in_bytes": 20}, 30),
+    "of another group": ("0::/a", "b", {"max": 8, "current": 2}, None),
+    "of another controller": ("4:cpu:/a", "memory/a", {"limit_in_bytes": 8, "usage_in_bytes": 2}, None),
+}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_memory_follows_the_limits_of_all_control_groups(case: str, tmp_path: Path, monkeypatch) -> None:
+    membership, folder, mib, expected = LIMITS[case]
+    monkeypatch.setattr(files, "CGROUP", tmp_path)
+    monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
+    lay_out(tmp_path, {"membership": membership})
+    unlimited = files.available_bytes()
+    lay_out(tmp_path, {f"{folder}/memory.{name}".strip("/"): str(number << 20) for name, number in mib.items()})
+    free = files.available_bytes()
+    assert free == expected << 20 if expected else free > unlimited // 2
+
+
+@pytest.mark.parametrize(("where", "name"), [("", "inactive_file"), ("memory", "total_inactive_file")])
+def test_what_files_left_in_memory_is_free(where: str, name: str, tmp_path: Path, monkeypatch) -> None:
     """A container that read a data set was refused runs that it has room for."""
     monkeypatch.setattr(files, "CGROUP", tmp_path)
-    lay_out(tmp_path, {"memory.max": str(100 << 20), "memory.current": str(90 << 20)})
+    monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if where else ("max", "current")
+    lay_out(tmp_path, {"membership": "1:memory:/" if where else "0::/"})
+    numbers = {limit: str(100 << 20), used: str(90 << 20)}
+    lay_out(tmp_path, {f"{where}/memory.{key}".strip("/"): value for key, value in numbers.items()})
     assert files.available_bytes() == 10 << 20
-    lay_out(tmp_path, {"memory.stat": f"anon 5\ninactive_file {60 << 20}\nactive_file 1\n"})
+    stat = f"anon 5\n{name} {60 << 20}\nactive_file 1\n"
+    lay_out(tmp_path, {f"{where}/memory.stat".strip("/"): stat})
     assert files.available_bytes() == 70 << 20
 
 
