@@ -162,6 +162,8 @@ class Episode:
     """[T, bytes] `PolicyOutput.top` of each chunk; T x 0 where it was not asked for."""
     duration_s: float = 0.0
     video: str | None = None
+    solved_at_reset: bool = False
+    """The goal held before the first action."""
 
     @property
     def length(self) -> int:

@@ -42,6 +42,18 @@ class Walk(gymnasium.Env[Any, Any]):
         return {"observation": other, "achieved_goal": self.at.copy(), "desired_goal": self.goal.copy()}
 
 
+class Started(Walk):
+    """States in the info of a reset whether the goal holds, as it does in some episodes."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        seen, _ = super().reset(seed=seed)
+        return seen, {"is_success": bool(np.linalg.norm(self.at - self.goal) <= NEAR)}
+
+
+def started_vector(num_envs: int, **_: Any) -> Any:
+    return gymnasium.vector.SyncVectorEnv([Started] * num_envs)
+
+
 class Ending(Walk):
     """Says with which goals it would have ended, one goal at a time."""
 

@@ -135,6 +135,8 @@ class EnvReport:
     recordings: tuple[Recording, ...] = ()
     unjudged: tuple[tuple[int, str], ...] = ()
     """Slots whose reward is not known, and why."""
+    solved: tuple[int, ...] = ()
+    """Slots that were reset to a state in which their goal holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

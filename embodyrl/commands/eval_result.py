@@ -81,6 +81,8 @@ class EvalResult:
     """(episode id, path) of each recording that was kept."""
     wall_s: float
     env_steps: int
+    solved_at_reset: tuple[int, ...] = ()
+    """Numbers of the episodes whose goal held before the first action; they count as they ended."""
     suites: tuple[TaskResult, ...] = ()
     """Each suite, the own one first, where several were evaluated."""
     paired: tuple[Paired, ...] = ()
@@ -127,6 +129,7 @@ class EvalResult:
             "eval/episodes": float(self.overall.episodes),
             "eval/effective_episodes": self.overall.effective_episodes,
             "eval/dropped_episodes": float(self.dropped),
+            "eval/solved_at_reset": float(len(self.solved_at_reset)),
         }
         if self.overall.solved is not None and self.overall.states < self.overall.episodes:
             rows["eval/pass_at_n"] = self.overall.solved / self.overall.states
@@ -153,6 +156,10 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
             for row in (*result.tasks, result.overall)
         ]
         _say_table(table, say)
+    if result.solved_at_reset:
+        count, total = len(result.solved_at_reset), sum(row.episodes for row in result.tasks)
+        numbers = ", ".join(map(str, result.solved_at_reset[:20])) + (", ..." if count > 20 else "")
+        say(f"  warning  {count} of {total} episodes begin with their goal already reached: {numbers}")
     for one in result.paired:
         say(f"  {one.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:
@@ -250,6 +257,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
         wall_s=collection.tally.wall_s,
         env_steps=collection.tally.env_steps,
+        solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),
     )
 
 
@@ -278,6 +286,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
         truncated=episode.truncated,
         seconds=round(episode.duration_s, 3),
         video=episode.video,
+        solved_at_reset=episode.solved_at_reset,
         suite=suite,
         state=episode.spec.reset_id - first,
         conversation=tuple((turn.role, spoken(turn.content)) for turn in said) if talks else (),

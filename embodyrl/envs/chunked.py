@@ -68,6 +68,10 @@ class ChunkedEnv:
         self._ignores[rows], self._reward_failed[rows] = [start.ignore_terminations for start in starts], False
         self._begin(rows)
 
+    def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
+        """Return the slots whose goal held when their episode began (see `ReportsSolvedStarts`)."""
+        return [slot for slot in slots if slot in self._sims.solved]
+
     def _begin(self, slots: IntArray) -> None:
         self._steps[slots], self._last_reward[slots] = 0, 0.0
         try:

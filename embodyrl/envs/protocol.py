@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -88,6 +88,15 @@ class Env(Protocol):
 
     def close(self) -> None:
         """Free the simulators; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ReportsSolvedStarts(Env, Protocol):
+    """An environment that can state whether an episode begins with its goal reached."""
+
+    def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
+        """Return those of the slots, which were just reset, whose goal holds before the first action."""
         ...
 
 

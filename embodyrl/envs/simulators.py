@@ -51,6 +51,12 @@ class Simulators(ABC):
 
     def __init__(self, spec: EnvSpec) -> None:
         self.spec = spec
+        self.solved: set[int] = set()
+        """Slots whose goal held when their episode began."""
+
+    def note_start(self, slot: int, *, solved: bool) -> None:
+        """Store whether the goal holds at the beginning of the slot's episode; called by `reset`."""
+        (self.solved.add if solved else self.solved.discard)(slot)
 
     @abstractmethod
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:

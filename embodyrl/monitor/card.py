@@ -59,6 +59,7 @@ def card_of(folder: Path) -> dict[str, Any]:
         "protocol": tables[-1].get("protocol") if tables else None,
         "figures": [_figures(evaluation) for evaluation in dict.fromkeys((first, last)) if evaluation is not None],
         "change": [_change(one) for one in changed],
+        "solved_at_reset": sum(e.solved_at_reset for e in last.episodes) if last else 0,
         "dropped_episodes": sum(int(table.get("dropped", 0)) for table in tables),
         "costs": _costs(history, tables),
         "machine": machine,
@@ -81,6 +82,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "code": f"embodyrl {card['embodyrl']}, commit {card['commit'] or 'not known'}",
         "config": f"sha256 {card['config_sha256'][:16]}",
         "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
+        "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
         "lost": f"{card['dropped_episodes']} episodes were given up" if card["dropped_episodes"] else None,
     }
     lines += [f"| {name} | {value} |" for name, value in facts.items() if value]

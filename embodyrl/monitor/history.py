@@ -55,6 +55,8 @@ class EpisodeRow:
     """Number of the initial state among those of its suite; earlier versions did not say it."""
     conversation: tuple[tuple[str, str], ...] = ()
     """(role, text) of every turn, the last reply included, of a task in words."""
+    solved_at_reset: bool = False
+    """The goal held before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
     """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable ones."""
 
@@ -67,6 +69,7 @@ class EpisodeRow:
         turns = tuple((str(role), str(text)) for role, text in raw.get("conversation", ()))
         top = tuple([(str(text), float(value)) for text, value in token] for token in raw.get("logprobs", ()))
         more = {"suite": str(raw.get("suite", "")), "conversation": turns, "logprobs": top, "state": raw.get("state")}
+        more["solved_at_reset"] = raw.get("solved_at_reset") is True
         return cls(episode_return=float(raw["return"]), **more, **values)
 
     @property
@@ -91,7 +94,7 @@ class EpisodeRow:
 _KINDS: Mapping[str, Any] = {
     name: int | float if kind is float else kind
     for name, kind in get_type_hints(EpisodeRow).items()
-    if name not in ("episode_return", "suite", "state", "conversation", "logprobs")
+    if name not in ("episode_return", "suite", "state", "conversation", "logprobs", "solved_at_reset")
 }
 """What is stored as it is."""
 

@@ -299,6 +299,8 @@ class RolloutScheduler(EventLoop):
                 rollout.out.unjudged.append(why)
         if len(request.slots):
             self._on_stepped(np.asarray(request.slots) + first, records_of(request.sources), recordings)
+        for local in report.solved:
+            self._slots.each[first + local].solved = True
         if request.resets:
             self._slots.advance(np.array([first + reset.slot for reset in request.resets]))
 

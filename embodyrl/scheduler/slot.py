@@ -65,6 +65,8 @@ class Slot:
     """What came before the running episode's part of this rollout."""
     stale: bool = False
     """Its worker died while the policy was reading its record."""
+    solved: bool = False
+    """The goal held when the running episode began."""
 
 
 class Slots:
@@ -106,7 +108,7 @@ class Slots:
         for i, row in enumerate(rows.tolist()):
             slot = self.each[row]
             assert slot.rollout is not None and slot.episode is not None
-            slot.started = now
+            slot.started, slot.solved = now, False
             facts[:, i] = slot.rollout.not_before, slot.episode.noise_seed, slot.room, slot.rollout.keep
         self.not_before[rows], self.noise_seed[rows], self._left[rows], self.keeps[rows] = facts
         self.phase[rows], self.chunks[rows] = Phase.RESETTING, 0
@@ -227,6 +229,7 @@ class Slots:
                 counted=not cut if rollout.continues else whole,
                 earlier=slot.earlier,
                 instruction=instructions[i],
+                solved_at_reset=slot.solved,
                 duration_s=now - slot.started,
                 video=videos[i],
             )

@@ -1,7 +1,7 @@
 """The env worker: carries out whole action chunks and writes observations straight into the arena."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -11,7 +11,7 @@ import numpy as np
 from embodyrl.channels.arena import Tickets
 from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, encode_instruction
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
-from embodyrl.envs.protocol import ENVS, Env, EnvContext, TextEnv
+from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
@@ -70,8 +70,7 @@ class EnvWorker:
         stepped = time.perf_counter()
         # Frames are drawn in both parts, and simulation is what is left of each.
         step_render_s = self._render_s
-        if request.resets:
-            self._reset(request.resets)
+        solved = self._reset(request.resets) if request.resets else ()
         ended = time.perf_counter()
         yield EnvReport(
             sequence=request.sequence,
@@ -81,6 +80,7 @@ class EnvWorker:
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=tuple(recordings + self._take_problems()),
             unjudged=tuple(self._unjudged.items()) if len(request.slots) else (),
+            solved=tuple(solved),
         )
 
     def _step(self, request: EnvRequest) -> list[Recording]:
@@ -120,7 +120,8 @@ class EnvWorker:
             if done and slot in self._open_recordings
         ]
 
-    def _reset(self, requests: tuple[ResetRequest, ...]) -> None:
+    def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
+        """Begin episodes; return the slots whose goal holds already."""
         for request in requests:
             if (recording := self._open_recordings.pop(request.slot, None)) is not None:
                 recording.recorder.discard()  # its episode was cut
@@ -132,6 +133,7 @@ class EnvWorker:
             if request.video_stem is not None:
                 self._start_recording(request)
         self._observe(slots, [o.target for o in requests])
+        return self._env.solved_at_reset(slots) if isinstance(self._env, ReportsSolvedStarts) else ()
 
     def _observe(self, slots: list[int], targets: Tickets) -> None:
         """Render into the records. They stay unreadable until all observations are complete."""

@@ -90,6 +90,7 @@ def test_figures_of_tasks_and_of_all():
             "eval/episode_len": 5.0,
             "eval/episodes": 6,
             "eval/dropped_episodes": 2,
+            "eval/solved_at_reset": 0,
             "eval/pass_at_n": 0.5,
             "eval/task_0/success_once": 2 / 3,
             "eval/task_1/success_once": 1 / 3,

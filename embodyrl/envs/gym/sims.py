@@ -76,6 +76,7 @@ class GymSims(_Slots, PerSlot):
             # Some wrappers draw (a task, a start) before they hand the seed on.
             env.unwrapped.np_random = seeding.np_random(reset_id)[0]
         self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
+        self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", succeeded(self._infos[slot]))))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
@@ -137,7 +138,11 @@ class VectorSims(_Slots):
         """Start the slots' episodes, whose seeds are the reset ids."""
         starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._over -= starts.keys()
-        self._keep(self._restart(starts), starts)
+        observations, info = self._restart(starts)
+        self._keep(observations, starts)
+        reached = np.broadcast_to(succeeded(info), len(self._actions)).astype(bool)
+        for slot in starts:
+            self.note_start(slot, solved=bool(reached[slot]))
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         """Step the whole batch; slots without an action repeat their last one."""
@@ -202,12 +207,12 @@ class VectorSims(_Slots):
     def _frame(self, slot: int) -> Any:
         return self._vector.render()[slot] if self._vector.render_mode == "rgb_array" else None
 
-    def _restart(self, seeds: Mapping[int, int]) -> Any:
-        """Reset some environments of the batch; return the batch's observation."""
+    def _restart(self, seeds: Mapping[int, int]) -> tuple[Any, dict[str, Any]]:
+        """Reset some environments of the batch; return the batch's observation and info."""
         mask = np.zeros(len(self._actions), np.bool_)
         mask[list(seeds)] = True
         chosen = [seeds.get(slot, 0) for slot in range(len(mask))]
-        return self._vector.reset(seed=chosen, options={"reset_mask": mask})[0]
+        return self._vector.reset(seed=chosen, options={"reset_mask": mask})
 
     def _keep(self, batch: Any, slots: Iterable[int]) -> None:
         """Keep a copy of these slots' observations."""

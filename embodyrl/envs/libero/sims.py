@@ -139,7 +139,7 @@ class LiberoSims(PerSlot):
         self._experts[slot] = Expert(seed, nearest=self._nearest)
         simulator = self.pool.begin(slot, task)
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
-        simulator.reset(state, seed, change)
+        self.note_start(slot, solved=simulator.reset(state, seed, change))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position and rotation deltas in -1..1 (0.05 m, 0.5 rad), gripper -1 opens."""

@@ -117,8 +117,10 @@ class TaskSimulator:
         self._grain: Variant | None = None
         """Whose sensor noise the front camera has."""
 
-    def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> None:
-        """Start from a stored state [1 + nq + nv]; `seed` draws the fixture poses, which the state does not hold.
+    def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
+        """Start from a stored state [1 + nq + nv]; return whether the goal holds then.
+
+        `seed` draws the fixture poses, which the state does not hold.
 
         `variant` is what LIBERO-Plus changes. As there, the stored state puts the arm back to its usual place, and the
         controller, which still aims at the variant's start, moves it on.
@@ -148,8 +150,7 @@ class TaskSimulator:
         self._env.sim.forward()
         self._env._check_success()
         self._env._post_process()
-        for _ in range(SETTLE_STEPS):
-            self.step(SETTLE_ACTION)
+        return [self.step(SETTLE_ACTION).success for _ in range(SETTLE_STEPS)][-1]
 
     def sample_state(self, seed: int) -> DoubleArray:
         """Draw an initial state [1 + nq + nv] as the stored ones were: placements, and noise on the robot's joints."""

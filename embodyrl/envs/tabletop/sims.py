@@ -125,6 +125,7 @@ class TabletopSims(PerSlot):
         # The same tables on every axis: reset ids of other suites count on from those of the first.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
         self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, axis_of(self.spec.suite_of(task)))
+        self.note_start(slot, solved=self._worlds[slot].success())
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
         """Execute one action [7]: position deltas in -1..1 (0.04 m), rotations (ignored), gripper (positive closes)."""
