@@ -10,16 +10,21 @@ import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, fill
-from toy_runs import toy_config
+from text_runs import text_config
+from toy_runs import running_crew, toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
-from embodyrl.channels.messages import LoadRequest, SaveRequest, UpdateRequest
+from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import ValueOptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.policies.causal_lm.policy import CausalLMPolicy
+from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -270,6 +275,64 @@ def test_a_reference_follows_the_policy_every_so_many_steps(make: Make):
         pairs = (actor.host._learner._reference.module.state_dict(), actor.host.policy.module.state_dict())
         followed.append(all(torch.equal(pairs[0][name], pairs[1][name]) for name in pairs[0]))
     assert followed == [False, True, False]
+
+
+def test_a_reference_that_follows_the_policy_comes_back_on_resume(make: Make, tmp_path):
+    """Saved a step after the reference was replaced, so neither the start nor the policy is the same."""
+    words = ("algorithm.kl_beta=0.1", "algorithm.reference_interval=2", "actor.optim.lr=0.01")
+    first, second = make(*words), make(*words)
+    first["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
+    for step in range(3):
+        first.update(step)
+    list(first.host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
+    list(second.host.handle(LoadRequest(folder=str(tmp_path / "saved"))))
+    saved, loaded = (actor.host._learner._reference.module.state_dict() for actor in (first, second))
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    policy = first.host.policy.module.state_dict()
+    assert not all(torch.equal(saved[name], policy[name]) for name in saved)
+
+
+def test_the_reference_scores_every_sample(make: Make):
+    """In micro-batches of two; before the first update it is the policy."""
+    actor = make("algorithm.kl_beta=0.1", "actor.micro_batch_size=2")
+    list(actor.host.handle(ScoreRequest(tickets=actor.tickets)))
+    records = records_of(actor.tickets)
+    scored, acted = (actor.arena[name][records] for name in (Record.ref_logprob, Record.logprob))
+    np.testing.assert_allclose(scored, acted, atol=1e-4)
+    assert scored.any(axis=1).all()
+
+
+def test_a_value_head_beside_adapters_has_its_own_rate(make: Make):
+    soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
+    rates = ("actor.optim.lr=0.001", "actor.optim.value_lr=0.05")
+    actor = make("algorithm=ppo", "model.is_lora=true", *soup, *rates)
+    assert actor.host._trainer is not None
+    groups = actor.host._trainer.optimization.optimizer.param_groups
+    values = {id(p) for p in actor.host.policy.module.value_head.parameters()}
+    assert {id(p) for p in groups[1]["params"]} == values
+    assert [group["lr"] for group in groups] == [0.001, 0.05]
+    assert not values & {id(p) for p in groups[0]["params"]}
+
+
+def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_samples(tmp_path, monkeypatch):
+    """Shuffled samples of two optimizer steps; each forward pass holds what fits into 24 tokens when padded."""
+    words = ("actor.max_tokens_per_mbs=24", "env.train.total_num_envs=16", "actor.global_batch_size=8")
+    cfg, batches = text_config(tmp_path, *words, "algorithm.group_size=2", task="length"), []
+    with running_crew(tmp_path, cfg=cfg) as stage:
+        algorithm, scheduler = stage.blueprint.algorithm, stage.workers.scheduler
+        rollout = scheduler.collect(Rollout(train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)))
+        batch = algorithm.prepare(rollout.episodes)
+        score = CausalLMPolicy.score
+
+        def noted(policy, obs, tokens):
+            batches.append([len(p) + int((row >= 0).sum()) for p, row in zip(policy.read(obs), tokens, strict=True)])
+            return score(policy, obs, tokens)
+
+        monkeypatch.setattr(CausalLMPolicy, "score", noted)
+        Actors(stage.workers, algorithm, stage.blueprint).update(0, rollout, batch)
+    assert len({cost for costs in batches for cost in costs}) > 2
+    assert all(len(costs) * max(costs) <= 24 for costs in batches if len(costs) > 1)
+    assert max(map(len, batches)) > 2
 
 
 def test_policy_and_value_head_may_have_limits_of_their_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from copy import deepcopy
 
 import numpy as np
@@ -22,6 +23,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.scheduler.start import policy_init
 from embodyrl.specs import convert_gripper
+from embodyrl.types import Observation
 from embodyrl.workers.policy_host import PolicyHost
 
 FILTERED = ("algorithm=filtered_bc", "algorithm.learning_starts=1", "algorithm.updates_per_sample=0.2")
@@ -234,3 +236,37 @@ def test_nothing_is_learned_before_there_is_enough_and_a_buffer_need_not_be_save
     assert [update(host, tickets, step)["optimizer_steps"] for step in range(2)] == [0, 1]
     list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     assert [file.name for file in (tmp_path / "saved").rglob("replay*")] == []
+
+
+def test_an_update_that_is_left_out_leaves_the_average_as_it_was(make):
+    """The weights that are trained have become no numbers; what acts is their average."""
+    host, actor, _, tickets = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
+    name = next(iter(actor._aside))
+    actor._aside[name].fill_(torch.nan)
+    before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}
+    metrics = update(host, tickets)
+    assert metrics["optimizer_steps"] == 0
+    assert metrics["skipped_nonfinite"] > 0
+    after = host.policy.module.state_dict()
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def test_a_token_budget_counts_prompts_and_replies(tmp_path):
+    words = ("env=text/copy", "model=causal_lm_tiny", "algorithm=filtered_bc", "actor.global_batch_size=6")
+    words = (*words, "actor.micro_batch_size=6", "actor.max_tokens_per_mbs=40", f"runner.output_dir={tmp_path}")
+    blueprint = draw_blueprint(load_config("train", [*words, "launcher=inline"]), training=True)
+    with (
+        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
+        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+    ):
+        actor = host._learner
+        assert isinstance(actor, FilteredLearner)
+        prompts, replies = ["1" * n for n in (2, 30, 3, 8, 14, 1)], np.array([30, 2, 3, 8, 1, 6])
+        empty, state = np.zeros((6, 0, 0, 0, 3), np.uint8), np.zeros((6, 0), np.float32)
+        obs = Observation(images=empty, state=state, instructions=tuple(prompts))
+        actions = np.where(np.arange(32) < replies[:, None], 5.0, -1.0)[:, :, None].astype(np.float32)
+        costs = np.array([len(prompt) for prompt in host.policy.read(obs)]) + replies
+        found = actor._deal(obs, actions)
+    assert sorted(np.concatenate([rows for rows, _ in found]).tolist()) == list(range(6))
+    assert all(len(rows) * costs[rows].max() <= 40 for rows, _ in found)
+    assert len(found) == 4, "32, 32, two of at most 16 and the rest"

@@ -314,6 +314,24 @@ def test_a_chunk_earns_the_sum_of_its_executed_actions_and_ends_where_one_of_the
     np.testing.assert_allclose(actor._replay["discount"][starts], [0.9, 0.0, 0.9])
 
 
+def test_what_follows_a_limit_is_the_last_observation_of_the_same_episode(make):
+    _, actor = make()
+    request, arena = (
+        stored(actor, [(2, "truncated"), (1, "truncated"), (1, "terminated"), (1, "truncated")]),
+        actor._arena,
+    )
+    finals = arena.read([ticket for _, ticket in request.finals])
+    arena[Record.observed_state][arena.read(request.tickets)] = np.arange(5.0)[:, None]
+    arena[Record.observed_state][finals] = 100.0 + np.array([episode for episode, _ in request.finals])[:, None]
+    actor._store(request)
+    drawn = actor._replay.transitions(actor._replay.starts)
+    seen, then = (actor._replay["observed_state"][places][:, 0] for places in (drawn.places, drawn.after))
+    assert seen.tolist() == [0, 1, 2, 3, 4]
+    goes_on = drawn.discount > 0
+    assert goes_on.tolist() == [True, True, True, False, True]
+    assert then[goes_on].tolist() == [1, 100, 101, 103]
+
+
 def test_a_demonstration_that_goes_on_after_its_success_is_not_over_with_it(make, tmp_path):
     """Chunks of four; success of the last step alone ends a demonstration, also in a chunk that is cut short."""
     words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")

@@ -74,6 +74,17 @@ def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_keeps_the_token_budget_with_its_own_samples(world):
+    costs, budget = np.array([9, 1, 2, 8, 1, 1, 7, 3, 1, 12]), 12
+    ranks = [deal(costs, RankInfo(rank=rank, world=world), 4, budget) for rank in range(world)]
+    assert len({len(parts) for parts in ranks}) == 1, "all take part in each collective"
+    counted = [rows for parts in ranks for rows, counts in parts if counts]
+    assert sorted(np.concatenate(counted).tolist()) == list(range(10))
+    assert all(len(rows) * costs[rows].max() <= budget for rows in counted)
+    assert all(len(rows) == 1 for parts in ranks for rows, counts in parts if not counts)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("words", [FULL, LORA], ids=["full", "lora"])

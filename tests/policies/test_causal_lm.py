@@ -133,7 +133,7 @@ def test_a_reply_does_not_depend_on_its_batch(policy: CausalLMPolicy):
 
 def test_replies_that_outlast_the_others_do_not_depend_on_them():
     """Three of five end at once; the rest keep their own noise, positions, and the tokens that a penalty counts."""
-    kept = {"repetition_penalty": 1.5}
+    kept = {"repetition_penalty": 100.0}
     first = build(sampling=SamplingSettings(**kept)).act(observe(*PROMPTS), noise=noise(5)).tokens[:, 0]
     ended = [int(token) for row, token in enumerate(first) if row in (0, 1, 2)]
     assert not np.isin(first[3:], ended).any()

@@ -11,7 +11,9 @@ import pytest
 import torch
 from test_policy import build, folder, noise_for, observe, stir  # noqa: F401
 
-from embodyrl.channels.arena import Arena
+from embodyrl.channels.arena import Arena, read_observation
+from embodyrl.channels.layout import Record
+from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import ConfigError
 from embodyrl.learners.replay import Frames
 from embodyrl.learners.sac import FEATURES, SacLearner
@@ -199,3 +201,26 @@ def test_the_density_has_the_temperature_that_was_chosen_with(folder, temperatur
     chosen = torch.distributions.TransformedDistribution(normal, [tangent])
     expected = chosen.log_prob(policy.chosen(out.tokens)).sum(1).detach().numpy()
     assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
+
+
+def test_each_chunk_is_kept_with_the_features_of_its_own_observation(tmp_path):
+    """Five observations, of which two are read at a time."""
+    words = [*RUN, "actor.global_batch_size=2", f"runner.output_dir={tmp_path}"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    with (
+        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
+        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+    ):
+        tickets = arena.allocate_all(5)
+        with arena.write_all(tickets) as records:
+            shape = arena[Record.images][records].shape
+            arena[Record.images][records] = np.random.default_rng(0).integers(0, 256, shape)
+            for field in (Record.observed_state, Record.tokens, Record.terminated, Record.advantage):
+                arena[field][records] = 0
+            arena[Record.valid][records], arena[Record.terminated][records[-1], 0] = True, True
+        actor = host._learner
+        assert isinstance(actor, SacLearner)
+        actor._store(UpdateRequest(step=0, tickets=tickets, episode=[0] * 5))
+        expected = host.policy.features(read_observation(arena, records)).numpy()
+        np.testing.assert_allclose(actor._replay[FEATURES][:5], expected, atol=1e-5)
+        assert np.abs(np.diff(expected, axis=0)).max(axis=1).min() > 1e-4
