@@ -102,6 +102,31 @@ def test_remax_credits_what_comes_after_a_step():
     np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
 
 
+def test_remax_baselines_stay_with_their_episodes_where_others_are_masked():
+    """The first episode was truncated; its greedy return of 5 is nothing to the second."""
+    episodes = [make_episode([[1.0]], terminated=False), make_episode([[4.0]], episode_id=1, first_record=1)]
+    greedy = make_episode([[5.0]]), make_episode([[1.0]])
+    batch = Algorithm(algorithm_of("remax", "pg", truncated_episodes="mask")).prepare(episodes, Scores(greedy=greedy))
+    assert batch.episode.tolist() == [1]
+    assert batch.advantage.tolist() == [[3.0]]
+
+
+def test_states_of_gigpo_stay_with_their_episodes_where_groups_are_filtered():
+    """Both members of the first group succeed; the second is credited as it would be alone."""
+    outcomes = ((0, True), (0, True), (1, True), (1, False))
+    episodes = [
+        make_episode([[float(won)], [2.0 * won]], episode_id=i, group=group, success=won, first_record=2 * i)
+        for i, (group, won) in enumerate(outcomes)
+    ]
+    states = tuple(np.array(own) for own in ([1, 2], [1, 2], [3, 3], [3, 4]))
+    algorithm = Algorithm(algorithm_of("gigpo", filter_rewards=[0.4, 0.6], group_size=2))
+    whole = algorithm.prepare(episodes, Scores(states=states))
+    alone = algorithm.prepare(episodes[2:], Scores(states=states[2:]))
+    np.testing.assert_array_equal(whole.episode, [2, 2, 3, 3])
+    np.testing.assert_allclose(whole.advantage, alone.advantage)
+    assert len(set(alone.advantage[:, 0].tolist())) > 2
+
+
 def test_gdpo_reads_the_parts_of_the_reward():
     parts = [(1.0, 0.0), (0.0, 0.0), (1.0, 40.0), (1.0, 0.0)]
     episodes = [

@@ -1,3 +1,4 @@
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,14 @@ from settings import algorithm_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
-from embodyrl.algorithms.shaping import Outcomes, ReturnScale, adapted_beta, note_outcomes, shape_rewards
+from embodyrl.algorithms.shaping import (
+    Outcomes,
+    ReturnScale,
+    adapted_beta,
+    note_outcomes,
+    shape_rewards,
+    subtract_kl,
+)
 
 REFERENCE = Scores(
     logprob=tuple(OLD_LOGPROB[i, :length, None].astype(np.float32) for i, length in enumerate(LENGTHS)),
@@ -165,6 +173,46 @@ def test_an_episode_that_goes_on_counts_as_one():
     parts.apply([second, replace(make_episode(rewards[9:], episode_id=2), earlier=second.whole)])
     ours, theirs = ({**scale.state(), "returns_cut": None} for scale in (parts, whole))
     assert ours == pytest.approx(theirs)
+
+
+def test_an_episode_that_a_quota_cut_is_not_truncated():
+    """It is neither masked nor without a reward: a value stands for what follows."""
+    one = [[0.0]]
+    cut = replace(make_episode([[1.0], [2.0]], value=one * 2, bootstrap=[0.5], terminated=False), cut=True)
+    limited = make_episode([[4.0]], episode_id=1, value=one, bootstrap=[0.5], terminated=False, first_record=2)
+    batch = Algorithm(algorithm_of("gae", truncated_episodes="mask")).prepare([cut, limited])
+    assert batch.episode.tolist() == [0, 0]
+    shaped = shape_rewards([cut, limited], algorithm_of("gae", truncated_episodes="zero_reward"))
+    assert [episode.episode_return for episode in shaped] == [3.0, 0.0]
+
+
+def test_returns_of_cut_episodes_travel_through_the_state():
+    """A step that is repeated after a resume continues them like the step that was lost."""
+    first, other = ReturnScale(0.9), ReturnScale(0.9)
+    cut = replace(make_episode([[5.0], [7.0]], terminated=False), cut=True)
+    first.apply([cut])
+    other.load_state(json.loads(json.dumps(first.state())))
+    last = replace(make_episode([[1.0]]), earlier=cut.whole)
+    mine, theirs = (scale.apply([last])[0].reward for scale in (first, other))
+    np.testing.assert_array_equal(mine, theirs)
+
+
+def test_outcomes_of_a_curriculum_travel_through_the_state():
+    algorithm, other = (Algorithm(algorithm_of(curriculum=1.0)) for _ in range(2))
+    note_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)
+    other.load_state(json.loads(json.dumps(algorithm.state())))
+    assert other.seen == algorithm.seen == {"3": [1.0, 1.0]}
+
+
+def test_the_kl_of_each_action_is_taken_from_its_own_reward():
+    """Two actions of two tokens; the last one was not executed."""
+    episode = make_episode([[1.0, 1.0], [1.0, 1.0]], valid=[[True, True], [True, False]])
+    own = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 9.0, 9.0]], np.float32)
+    (shaped,), kl = subtract_kl(
+        [episode], Scores(logprob=(own,), ref_logprob=(np.zeros_like(own),)), beta=2.0, kind="k1"
+    )
+    np.testing.assert_allclose(shaped.reward, 1 - 2 * np.array([[0.3, 0.7], [1.1, 0.0]]), rtol=1e-5)
+    assert kl == pytest.approx(2.1 / 6)
 
 
 def test_a_reward_far_beyond_the_spread_is_bounded():
