@@ -71,7 +71,7 @@ OTHER = {
     "bash scripts/test.sh": "runs these tests",
     "python -m pytest": "runs these tests",
     "python benchmarks/": "tests/benchmarks runs them with small sizes",
-    "python tests/faults/soak.py": "ten minutes of killing workers",
+    "python tests/faults/": "minutes of killing workers",
     "pip install": "scripts/setup.sh does it",
     "ray start": "several machines",
     "export ": "the reader fixture does it",
