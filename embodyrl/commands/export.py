@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -81,22 +82,65 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     trained = isinstance(cfg, TrainConfig)
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
-    public = HUB_NAME.fullmatch(base)
+    title, results = f"{run.name}, step {step}", run / "eval" / f"step_{step:06d}" / "eval.json"
     return _template("model_card.md").format(
-        title=f"{run.name}, step {step}",
+        metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
+        title=title,
         version=__version__,
         command="train" if trained else "dagger" if isinstance(cfg, DaggerConfig) else "sft",
         step=step,
         seed=cfg.seed,
         base=base,
-        # The hub refuses a card that names a folder here, and a name with a commit.
-        hub=f"base_model: {public['owner']}/{public['name']}\n" if public and public["revision"] else "",
         about="environment" if trained else "data",
         env=meta.get("env") or meta.get("data"),
         trained=f"{method}{', low-rank adapters (merged here)' if cfg.model.adapted else ''}",
         precision=cfg.model.precision_name,
-        results=_results(run / "eval" / f"step_{step:06d}" / "eval.json"),
+        results=_results(results),
     )
+
+
+def _metadata(cfg: RunConfig, title: str, base: str, results: Path, where: str) -> str:
+    """Return the YAML head of a model card, by which the hub lists the model and its evaluation.
+
+    Folders of this machine are left out: the hub accepts names of repositories only.
+    """
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = getattr(cfg, "data", None)
+    sets = [data.path, *(data.more if isinstance(data, DemonstrationSettings) else [])] if data is not None else []
+    datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
+    public = _published(base)
+    table: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {"tasks": []}
+    known = table["tasks"] and table["overall"]["success_once"] is not None
+    metric, value = ("success_rate", "success_once") if known else ("return", "mean_return")
+    found = [
+        EvalResult(
+            task_type="robotics" if not isinstance(data, RowSettings) else "text-generation",
+            dataset_type=where,
+            dataset_name=where,
+            dataset_config=row["task"],
+            metric_type=metric,
+            metric_value=round(row[value], 4),
+        )
+        for row in [*table["tasks"], *([table["overall"]] if table["tasks"] else [])]
+        if row[value] is not None
+    ]
+    head = ModelCardData(
+        library_name="embodyrl",
+        pipeline_tag="text-generation" if isinstance(data, RowSettings) else "robotics",
+        tags=["robotics", "reinforcement-learning", "embodyrl"],
+        base_model=f"{public['owner']}/{public['name']}" if public else None,
+        datasets=datasets or None,
+        model_name=title,
+        eval_results=found or None,
+    )
+    return head.to_yaml()
+
+
+def _published(path: str) -> re.Match[str] | None:
+    """Return owner, name and commit of a repository of the hub; None for a folder, or a name without a commit."""
+    match = HUB_NAME.fullmatch(path)
+    return match if match and match["revision"] else None
 
 
 def _template(name: str) -> str:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from hub_server import TOKEN, Hub
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import load_file, save_file
-from toy_runs import train_toy
+from toy_runs import TOY_COLLECT, train_toy
 
 from embodyrl.cli.main import main
+from embodyrl.commands.collect import collect
+from embodyrl.commands.sft import sft
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.checks import check_layout
 from embodyrl.datasets.reader import load_demonstrations
@@ -72,18 +74,42 @@ def test_a_run_goes_out_and_comes_back_with_equal_weights(hub: Hub, tmp_path: Pa
 
 
 def test_a_card_names_where_its_run_began(hub: Hub, tmp_path: Path, capsys) -> None:
-    def card(pinned: str) -> str:
-        name, _, commit = pinned.partition("@")
-        return hub.repositories["model", name].commits[commit]["README.md"].decode()
-
     words = ("runner.max_steps=1", "runner.save_interval=1")
     policy = train_toy(tmp_path / "runs", *words) / "checkpoints/step_000001/policy"
     begun = train_toy(tmp_path / "runs", *words, f"ckpt={policy}", name="second")
     first = pushed(capsys, begun, "me/toy", "trust=true")
-    assert f"| base model | {policy} |" in card(first)
-    assert "base_model" not in card(first).split("---")[1], "the hub wants no folder of this machine there"
+    assert f"| base model | {policy} |" in read(hub, first)
+    assert "base_model" not in read(hub, first).split("---")[1], "the hub wants no folder of this machine there"
     again = train_toy(tmp_path / "runs", *words, f"ckpt={first}", name="third")
-    assert "\nbase_model: me/toy\n" in card(pushed(capsys, again, "me/more", "trust=true")).split("---")[1]
+    assert "\nbase_model: me/toy\n" in read(hub, pushed(capsys, again, "me/more", "trust=true")).split("---")[1]
+
+
+def test_a_card_lists_task_data_and_results_for_the_hub(hub: Hub, tmp_path: Path, capsys) -> None:
+    collected = tmp_path / "demos"
+    few = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=3")
+    collect(load_config("collect", [*TOY_COLLECT, f"collect.out={collected}", f"runner.output_dir={tmp_path}/r", *few]))
+    data = pushed(capsys, collected, "me/demos")
+    words = ("model.num_action_chunks=4", "model.use_proprio=false", "model.num_images_in_input=1")
+    small = ("actor.global_batch_size=4", "actor.micro_batch_size=4", "runner.max_steps=1", *few[:2])
+    run = sft(load_config("sft", [f"data.path={data}", f"runner.output_dir={tmp_path}/r", *words, *small])).run
+    learned = pushed(capsys, run, "me/learned", "trust=true")
+    head = ModelCard(read(hub, learned)).data
+    assert (head.library_name, head.pipeline_tag, head.datasets) == ("embodyrl", "robotics", ["me/demos"])
+    assert head.eval_results is None
+    trained = train_toy(
+        tmp_path / "runs", "runner.max_steps=1", "runner.save_interval=1", "runner.val_check_interval=1"
+    )
+    head = ModelCard(read(hub, pushed(capsys, trained, "me/toy", "trust=true"))).data
+    table = json.loads((trained / "eval/step_000001/eval.json").read_text())
+    assert head.eval_results[-1].dataset_config == "overall"
+    assert head.eval_results[-1].metric_type == "success_rate"
+    assert head.eval_results[-1].metric_value == pytest.approx(table["overall"]["success_once"], abs=1e-4)
+    assert len(head.eval_results) == len(table["tasks"]) + 1
+
+
+def read(hub: Hub, pinned: str) -> str:
+    name, _, commit = pinned.partition("@")
+    return hub.repositories["model", name].commits[commit]["README.md"].decode()
 
 
 def test_a_pinned_commit_stays_what_it_was_and_needs_no_hub(hub: Hub, tmp_path: Path, capsys) -> None:
