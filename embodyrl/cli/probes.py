@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, vulkan_problem
-from embodyrl.envs.renderer import choose_renderer, draw_frame
+from embodyrl.envs.renderer import choose_renderer, draw_frame, egl_device
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.sandbox import confinement
 
@@ -161,7 +161,7 @@ def probe_rendering() -> Finding:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
     renderer, gpus = choose_renderer(), visible_gpus()
     name = f"mujoco {version} with MUJOCO_GL={renderer.backend} ({renderer.why})"
-    frame = draw_frame(renderer.backend, gpus[0] if renderer.backend == "egl" and gpus and gpus[0].isdigit() else "")
+    frame = draw_frame(renderer.backend, egl_device(gpus[0]) if renderer.backend == "egl" and gpus else "")
     if frame.problem:
         fix = _APT.get(renderer.backend, "MUJOCO_GL=osmesa (CPU) or MUJOCO_GL=egl (GPU)")
         return Finding("rendering", "FAIL", f"{name} cannot render: {frame.problem}", fix)

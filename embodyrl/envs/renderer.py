@@ -6,9 +6,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from embodyrl.devices import visible_gpus
+from embodyrl.devices import query_gpus, visible_gpus
 
 _TIMEOUT_S = 60.0
 _SOFTWARE = ("llvmpipe", "softpipe", "swrast")
@@ -25,6 +29,25 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     from OpenGL import GL
     print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
+EGL_TABLE, _EGL_ID = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
+"""Numbers of CUDA and of EGL, 0:2,1:0, which a process finds out for those that it starts; MuJoCo's variable."""
+_EGL_CUDA_DEVICE = 0x323A
+"""EGL_CUDA_DEVICE_NV."""
+_LIST_EGL = f"""
+import ctypes
+egl = ctypes.CDLL("libEGL.so.1")
+egl.eglGetProcAddress.restype = ctypes.c_void_p
+def function(name, *types):
+    return ctypes.CFUNCTYPE(ctypes.c_uint, *types)(egl.eglGetProcAddress(name))
+handles, count, number = (ctypes.c_void_p * 64)(), ctypes.c_int(), ctypes.c_ssize_t()
+list_devices = function(b"eglQueryDevicesEXT", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+attribute = function(b"eglQueryDeviceAttribEXT", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+assert list_devices(64, handles, ctypes.byref(count))
+for index in range(count.value):
+    if attribute(handles[index], {_EGL_CUDA_DEVICE}, ctypes.byref(number)):
+        print(f"{{number.value}}:{{index}}")
+"""
+_VENDORS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +77,24 @@ def choose_renderer() -> Renderer:
     gpus = visible_gpus()
     if not gpus:
         return Renderer("osmesa", "there is no GPU")
-    if not gpus[0].isdigit():
+    if hidden := [gpu for gpu in gpus if cuda_number(gpu) is None]:
         fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
-        return Renderer("osmesa", "CUDA_VISIBLE_DEVICES names its GPUs by id, EGL knows them by number", fix)
-    return judge_egl(draw_frame("egl", gpus[0]))
+        return Renderer("osmesa", f"EGL knows GPUs by number, and {hidden[0]} is a slice or not listed", fix)
+    with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are dealt over all of them
+        frames = list(pool.map(lambda gpu: draw_frame("egl", egl_device(gpu)), gpus))
+    judged = [judge_egl(frame) for frame in frames]
+    bad = next((number for number, one in enumerate(judged) if one.backend != "egl"), None)
+    if bad is None or len(gpus) == 1:
+        return judged[bad or 0]
+    return Renderer("osmesa", f"{judged[bad].why} (GPU {gpus[bad]})", judged[bad].fix)
 
 
 def judge_egl(frame: Frame) -> Renderer:
     """Prefer EGL if a GPU drew with it."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
+    folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")
+    if not any(file for folder in folders for file in Path(folder).glob("*nvidia*.json")):
+        fix += f"; NVIDIA's EGL is registered nowhere: 10_nvidia.json is missing in {folders[-1]}"
     if frame.problem:
         return Renderer("osmesa", f"EGL does not draw on the GPU: {frame.problem}", fix)
     if any(name in frame.driver for name in _SOFTWARE):
@@ -70,16 +102,57 @@ def judge_egl(frame: Frame) -> Renderer:
     return Renderer("egl", "a GPU draws")
 
 
+def cuda_number(gpu: str) -> int | None:
+    """Return CUDA's number of a GPU; None for a slice of one (MIG), which draws nothing, or an unknown id."""
+    if gpu.isdigit():
+        return int(gpu)
+    return next((one.number for one in query_gpus() if one.uuid.startswith(gpu)), None)
+
+
+def egl_device(gpu: str) -> str:
+    """Return EGL's number of a GPU: drivers count their devices in an order of their own."""
+    number = cuda_number(gpu)
+    return "" if number is None else str(egl_table().get(number, number))
+
+
+def egl_table() -> dict[int, int]:
+    """Return EGL's numbers by CUDA's, found once on a host; empty where EGL does not say.
+
+    Without CUDA_VISIBLE_DEVICES, which hides and renumbers devices of CUDA only.
+    """
+    if EGL_TABLE not in os.environ:
+        environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        command = [sys.executable, "-c", _LIST_EGL]
+        try:
+            done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)
+        except subprocess.TimeoutExpired:
+            return {}
+        os.environ[EGL_TABLE] = ",".join(done.stdout.split()) if done.returncode == 0 else ""
+    pairs = (pair.split(":") for pair in os.environ[EGL_TABLE].split(",") if pair)
+    return {int(cuda): int(egl) for cuda, egl in pairs}
+
+
 def choose_device() -> None:
-    """Let EGL draw on the first GPU that this process sees: robosuite refuses one that CUDA_VISIBLE_DEVICES hides."""
-    if (gpus := visible_gpus()) and gpus[0].isdigit() and os.environ.get("MUJOCO_EGL_DEVICE_ID") not in gpus:
-        os.environ["MUJOCO_EGL_DEVICE_ID"] = gpus[0]
+    """Let EGL draw on the first GPU that this process sees."""
+    if (gpus := visible_gpus()) and (device := egl_device(gpus[0])):
+        os.environ[_EGL_ID] = device
+
+
+@contextmanager
+def without_egl_device() -> Iterator[None]:
+    """Hide EGL's number from robosuite's import, which takes it for one of CUDA's and refuses others."""
+    device = os.environ.pop(_EGL_ID, None)
+    try:
+        yield
+    finally:
+        if device is not None:
+            os.environ[_EGL_ID] = device
 
 
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
     """Draw in a process of its own, within a minute: a broken driver may crash or hang, but not us."""
-    environ = {**os.environ, "MUJOCO_GL": backend} | ({"MUJOCO_EGL_DEVICE_ID": device} if device else {})
+    environ = {**os.environ, "MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
     command = [sys.executable, "-c", _SCENE]
     try:
         done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)

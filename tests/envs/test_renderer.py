@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
+from gpu_host import H100, stub_nvidia_smi
 
 from embodyrl.envs import renderer
 from embodyrl.envs.renderer import Frame, choose_device, choose_renderer, draw_frame, judge_egl
@@ -30,7 +33,7 @@ def test_the_users_word_counts_and_without_a_gpu_nothing_is_probed(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     assert choose_renderer() == renderer.Renderer("osmesa", "there is no GPU")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1a2b")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,MIG-1a2b")
     assert "by number" in choose_renderer().fix
     monkeypatch.setenv("MUJOCO_GL", "egl")
     assert choose_renderer().backend == "egl"
@@ -46,6 +49,65 @@ def test_a_gpu_that_is_none_is_found_out_by_drawing(monkeypatch):
     assert "NVIDIA_DRIVER_CAPABILITIES" in chosen.fix
 
 
+def test_every_gpu_must_draw(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5")
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    drawn = []
+
+    def draw(backend, device):
+        drawn.append(device)
+        return Frame(problem="must be an integer between 0 and 4, got 5") if device == "5" else Frame("NVIDIA H100")
+
+    monkeypatch.setattr(renderer, "draw_frame", draw)
+    chosen = choose_renderer()
+    assert (chosen.backend, sorted(drawn)) == ("osmesa", ["3", "4", "5"])
+    assert "(GPU 2)" in chosen.why
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert choose_renderer().backend == "egl"
+
+
+def test_numbers_are_asked_of_egl_once_and_handed_to_the_processes_that_are_started(monkeypatch):
+    monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(
+        renderer, "_LIST_EGL", "import os; print('0:1'); print('CUDA_VISIBLE_DEVICES' in os.environ or '1:0')"
+    )
+    assert renderer.egl_device("1") == "0"
+    assert os.environ.pop(renderer.EGL_TABLE) == "0:1,1:0"
+    monkeypatch.setattr(renderer, "_LIST_EGL", "raise OSError")
+    assert renderer.egl_device("1") == "1", "a host without EGL"
+
+
+def test_egl_itself_can_be_asked(monkeypatch):
+    """Of this host's EGL, if there is any; software devices have no number of CUDA."""
+    monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
+    assert set(renderer.egl_table()) <= set(range(64))
+    done = subprocess.run([sys.executable, "-c", renderer._LIST_EGL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or "libEGL.so.1" in done.stderr
+
+
+def test_the_missing_vendor_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", str(tmp_path))
+    assert f"10_nvidia.json is missing in {tmp_path}" in judge_egl(Frame(problem="no display")).fix
+    (tmp_path / "10_nvidia.json").touch()
+    assert "10_nvidia" not in judge_egl(Frame(problem="no display")).fix
+
+
+def test_robosuite_is_imported_beside_numbers_of_egl(monkeypatch):
+    """Its import refuses a number that CUDA_VISIBLE_DEVICES does not contain."""
+    pytest.importorskip("robosuite")
+    code = (
+        "from embodyrl.envs.renderer import choose_device, without_egl_device\nimport os\nchoose_device()\n"
+        "with without_egl_device():\n    import robosuite.utils.binding_utils\n"
+        "print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
+    environ |= {"CUDA_VISIBLE_DEVICES": "1", renderer.EGL_TABLE: "1:3", "MUJOCO_GL": "osmesa"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split()[-1:] == ["3"], done.stderr
+
+
 def test_a_probe_that_hangs_or_crashes_is_a_reason(monkeypatch):
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 0.01)
     assert "no frame within" in draw_frame("hangs").problem
@@ -56,9 +118,20 @@ def test_a_probe_that_hangs_or_crashes_is_a_reason(monkeypatch):
 
 @pytest.mark.parametrize(
     ("visible", "wanted", "device"),
-    [("3", "", "3"), ("3", "0", "3"), ("2,3", "3", "3"), ("", "", ""), ("GPU-1", "1", "1")],
+    [
+        ("3", "", "1"),
+        ("3", "0", "1"),
+        ("2,3", "3", "5"),
+        ("9", "", "9"),
+        ("", "", ""),
+        ("GPU-b", "", "3"),
+        ("MIG-1", "7", "7"),
+    ],
 )
-def test_a_worker_draws_on_the_gpu_that_it_sees(visible, wanted, device, monkeypatch):
+def test_a_worker_draws_on_the_gpu_that_it_sees(visible, wanted, device, monkeypatch, tmp_path):
+    """EGL lists seven GPUs in an order of its own (mujoco issue 3245), and one not at all."""
+    stub_nvidia_smi(tmp_path, monkeypatch, H100, ("1", "GPU-b", *H100[2:]))
+    monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("MUJOCO_EGL_DEVICE_ID", wanted)
     choose_device()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.envs.libero.plus import stock
-from embodyrl.envs.renderer import choose_device, choose_renderer
+from embodyrl.envs.renderer import choose_device, choose_renderer, without_egl_device
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[libero]'"
@@ -99,7 +99,7 @@ def prepare_process() -> None:
     os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
     choose_device()
     os.environ.setdefault("LP_NUM_THREADS", "1")
-    with _no_log_file():
+    with _no_log_file(), without_egl_device():
         _libero_module("libero.libero.envs")
     logging.getLogger("robosuite_logs").setLevel(logging.ERROR)
 
