@@ -1,12 +1,10 @@
 """Draws the pictures of the documentation from real runs, with headless Chromium.
 
     python scripts/make_screenshots.py TRAINING EVALUATION
-    python scripts/make_screenshots.py --pair NAME BEFORE NOW
 
 TRAINING is a run folder with curves (`embodyrl train runner.max_steps=20` makes one), EVALUATION one with recordings
 (`embodyrl eval env=tabletop model=scripted model.expert_noise=0.9 eval.episodes=21 video=all`). Writes
-docs/images/{dashboard,report,gallery}.png. BEFORE and NOW are files with what two versions wrote to a terminal of 104
-columns, drawn one below the other as docs/images/NAME.png.
+docs/images/{dashboard,report,gallery}.png.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 from rich.console import Console, RenderableType
-from rich.text import Text
 
 from embodyrl.cli.report import picture as draw
 from embodyrl.monitor.history import read_history
@@ -60,16 +57,6 @@ def terminal(shown: RenderableType, title: str) -> str:
     return console.export_svg(title=title, unique_id="t" + title.replace(" ", ""))
 
 
-def pair(name: str, before: Path, now: Path) -> None:
-    """Draw two terminals."""
-    titles = (("21 November 2026", before), ("now", now))
-    screens = "<br>".join(terminal(Text.from_ansi(file.read_text(encoding="utf-8")), title) for title, file in titles)
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "page.html"
-        page.write_text(f"<style>body {{ margin: 8px; }} svg {{ width: 984px; }}</style>{screens}", encoding="utf-8")
-        shoot(browser(), page, name, 1000, 1600)
-
-
 def browser() -> str:
     """Where Chromium is."""
     found = shutil.which("chromium") or shutil.which("google-chrome")
@@ -92,7 +79,4 @@ def main(training: Path, evaluation: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--pair":
-        pair(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
-    else:
-        main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
