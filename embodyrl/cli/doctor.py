@@ -50,6 +50,7 @@ def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
     yield probes.probe_driver()
     yield probes.probe_memory()
     yield probes.probe_open_files()
+    yield probes.probe_shared_memory()
     yield from probes.probe_folders(folders)
     yield from probes.probe_extras()
     yield from (probe() for probe in (probe_rendering, probe_vulkan, probe_video, probe_sandbox))

@@ -86,6 +86,15 @@ def probe_open_files() -> Finding:
     return Finding("ulimit -n", "ok", str(soft))
 
 
+def probe_shared_memory() -> Finding:
+    """Free space of /dev/shm, by which NCCL connects GPUs without peer access."""
+    free, gpus = shutil.disk_usage("/dev/shm").free, len(visible_gpus())
+    text = f"{free / _GIB:.1f} GiB free"
+    if gpus > 1 and free < _GIB:
+        return Finding("/dev/shm", "warn", f"{text} for {gpus} GPUs", "docker run --shm-size=16g, or --ipc=host")
+    return Finding("/dev/shm", "ok", text)
+
+
 def probe_folders(folders: Sequence[Path]) -> list[Finding]:
     """Output folders can be written and their disk has room; nothing is left there."""
     findings = []

@@ -322,7 +322,7 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
             raise ConfigError(
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
                 f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
-                f"Try a smaller launcher.env_workers, {smaller}, or actor.fsdp.cpu_offload=true."
+                f"Try {_smaller_on_gpu(blueprint, plan)}."
             )
     policies, workers = _fullest_host(blueprint, plan)
     envs = plan.env_worker * workers
@@ -333,6 +333,23 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
             f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), "
             f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
         )
+
+
+def _smaller_on_gpu(blueprint: Blueprint, plan: MemoryPlan) -> str:
+    """Name the keys that are not at their smallest."""
+    cfg, workers = blueprint.config(TrainConfig), len(blueprint.env_workers)
+    drawn, keys = fullest_gpu(blueprint, plan) - plan.policy, list[str]()
+    if drawn and not blueprint.env.lockstep:
+        keys.append(f"MUJOCO_GL=osmesa, which draws on the CPU and frees {drawn / GIB:.1f} GiB")
+    if drawn and workers > 1:
+        keys.append(f"launcher.env_workers below {workers}")
+    if not cfg.actor.gradient_checkpointing:
+        keys.append("actor.gradient_checkpointing=true")
+    if getattr(cfg.actor, "micro_batch_size", 1) > 1:
+        keys.append("a smaller actor.micro_batch_size")
+    if blueprint.policy.num_trained is None:
+        keys.append("model.is_lora=true")
+    return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
 
 
 def _fullest_host(blueprint: Blueprint, plan: MemoryPlan) -> tuple[int, int]:

@@ -1,16 +1,45 @@
 """How fast a training run should be on GPUs, and what bounds it, derived before anything starts."""
 
+import re
 from dataclasses import dataclass
 
-from embodyrl.devices import visible_gpus
+from embodyrl.devices import query_gpus, select_visible, visible_gpus
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
 
-DEVICE = "an H100"
-FLOPS, SLOW_FLOPS, BANDWIDTH = 650e12, 50e12, 2.8e12
-"""Assumed of one GPU: large matrix products in bfloat16 and in float32, per second; bytes per second. About two thirds
-of the data sheet's dense figure, and five sixths of its bandwidth."""
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A GPU's rates, per second: about two thirds of a data sheet's dense FLOPs, five sixths of its bandwidth."""
+
+    name: str
+    flops: float
+    """Large matrix products in bfloat16."""
+    slow_flops: float
+    """In float32."""
+    bandwidth: float
+    """Bytes."""
+
+
+SPEEDS = (
+    Speed("B200", 1500e12, 55e12, 6.6e12),
+    Speed("H200", 650e12, 50e12, 4.0e12),
+    Speed("H100 PCIe", 500e12, 34e12, 1.7e12),
+    Speed("H100", 650e12, 50e12, 2.8e12),
+    Speed("A100", 210e12, 13e12, 1.6e12),
+    Speed("L40S", 240e12, 60e12, 0.72e12),
+    Speed("L40", 120e12, 60e12, 0.72e12),
+    Speed("RTX 6000 Ada", 240e12, 60e12, 0.8e12),
+    Speed("A6000", 100e12, 25e12, 0.64e12),
+    Speed("RTX 5090", 140e12, 70e12, 1.5e12),
+    Speed("RTX 4090", 110e12, 55e12, 0.84e12),
+    Speed("RTX 3090", 47e12, 23e12, 0.78e12),
+    Speed("A10", 83e12, 20e12, 0.5e12),
+    Speed("L4", 80e12, 20e12, 0.25e12),
+)
+"""By what `nvidia-smi` names contain; the first that fits. GeForce cards halve products that add up in float32."""
+UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
 """Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""
 CHUNK = 8
@@ -30,6 +59,9 @@ class Rates:
     seconds: float
     """Of a training step with all its samples."""
     bound_by: str
+    speed: Speed
+    known: bool
+    """The GPUs of this host are of that kind."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
         """Name and text, human-readable."""
@@ -42,7 +74,8 @@ class Rates:
             ),
             (
                 "",
-                f"assumed of each GPU ({DEVICE}): {FLOPS / 1e12:.0f} TFLOP/s in bfloat16, {BANDWIDTH / 1e12:.1f} TB/s, "
+                f"assumed of each GPU ({self.speed.name}{'' if self.known else ', for want of a known name'}): "
+                f"{self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, {self.speed.bandwidth / 1e12:.1f} TB/s, "
                 f"{OVERHEAD} times the time of matrix products; nothing of it was measured on a GPU",
             ),
         ]
@@ -53,11 +86,13 @@ def predict(blueprint: Blueprint) -> Rates | None:
     cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
     if not visible_gpus() or not policy.forward_flops:
         return None
-    flops, item = (FLOPS, 2) if cfg.model.half else (SLOW_FLOPS, 4)
+    found = _speed()
+    speed = found or UNKNOWN
+    flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     acting = cfg.rollout.acting_processes or blueprint.ranks
     batch = max(1, blueprint.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # Acting is bound by reading all weights once a pass as long as its batch is small.
-    reading = policy.act_passes * item * policy.num_parameters / BANDWIDTH
+    reading = policy.act_passes * item * policy.num_parameters / speed.bandwidth
     act = acting * batch / (OVERHEAD * max(batch * policy.forward_flops / flops, reading))
     # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
     passes = (2 if policy.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
@@ -76,5 +111,20 @@ def predict(blueprint: Blueprint) -> Rates | None:
     # Simulators and the policy work side by side while the episodes run; the update waits for both.
     seconds = max(parts["simulators"], parts["acting"]) + parts["training"]
     return Rates(
-        simulators=simulators, acting=act, training=train, seconds=seconds, bound_by=max(parts, key=parts.__getitem__)
+        simulators=simulators,
+        acting=act,
+        training=train,
+        seconds=seconds,
+        bound_by=max(parts, key=parts.__getitem__),
+        speed=speed,
+        known=found is not None,
     )
+
+
+def _speed() -> Speed | None:
+    """Return the rates of the slowest GPU that is visible; None if one of them is not in the table."""
+    kinds = {gpu.name for gpu in select_visible(query_gpus())}
+    # As words: L4 is no part of L40S.
+    fitting = [next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None) for kind in kinds]
+    known = [one for one in fitting if one is not None]
+    return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None

@@ -102,6 +102,15 @@ def test_vllm_wants_a_driver_for_cuda_13(driver, packages, level, tmp_path, monk
     assert (finding.level, bool(finding.fix)) == (level, level != "ok")
 
 
+@pytest.mark.parametrize(("gpus", "mib", "level"), [("0,1", 64, "warn"), ("0", 64, "ok"), ("0,1", 16384, "ok")])
+def test_several_gpus_want_shared_memory(gpus, mib, level, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    usage = type("Usage", (), {"free": mib << 20})
+    monkeypatch.setattr(probes.shutil, "disk_usage", lambda folder: usage)
+    finding = probes.probe_shared_memory()
+    assert (finding.level, "--shm-size" in finding.fix) == (level, level == "warn")
+
+
 def test_missing_extra_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["numpy>=1.0", "numpy>=999; extra == 'future'", "no-such-package-xyz; extra == 'gone'"]
     monkeypatch.setattr(probes.metadata, "requires", lambda name: wanted)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from doubles import PANDA
-from gpu_host import of_size, stub_nvidia_smi
+from gpu_host import H100, of_size, stub_nvidia_smi
 
 from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe
@@ -77,9 +78,9 @@ def text(folder: Path) -> list[str]:
     return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
 
 
-def config(preset: str, folder: Path, monkeypatch, *more: str) -> TrainConfig:
+def config(preset: str, folder: Path, monkeypatch, *more: str, gl: str = "egl") -> TrainConfig:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
-    monkeypatch.setenv("MUJOCO_GL", "egl")  # a GPU that draws
+    monkeypatch.setenv("MUJOCO_GL", gl)  # egl: a GPU that draws
     words = text(folder) if preset.startswith("gsm8k") else [vla(folder, STATISTICS[preset.partition("_")[0]])]
     return load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
 
@@ -103,6 +104,42 @@ def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
     if os.environ.get("DRY_RUNS") == "write":
         golden.write_text(said)
     assert said == golden.read_text()
+
+
+def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
+    """24 GB: what is at its smallest already is not advised, and software rendering frees what simulators draw with."""
+    pytest.importorskip("libero")
+    small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
+    words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
+    stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", *H100[3:5], "NVIDIA GeForce RTX 4090"))
+    with pytest.raises(ConfigError, match=r"a GPU here has 24\.0 GiB free") as refused:
+        dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
+    advice = str(refused.value).partition("Try ")[2]
+    assert re.match(
+        r"MUJOCO_GL=osmesa, which draws on the CPU and frees \d\.\d GiB, launcher.env_workers below 8", advice
+    )
+    assert not any(key in advice for key in ("micro_batch_size", "gradient_checkpointing", "is_lora"))
+    cfg = config("libero_10_lora_1gpu", tmp_path, monkeypatch, *words, gl="osmesa")
+    assert "(RTX 4090): 110 TFLOP/s" in describe(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("Quadro P400", None),
+    ],
+)
+def test_rates_are_those_of_the_named_gpu(name, speed, tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:5], name))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = rates._speed()
+    assert (found and found.name) == speed
 
 
 NODES = "cluster.component_placement={env:0-1,rollout:0-1,actor:0-1}"
