@@ -14,7 +14,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.envs.maniskill.install import INSTALL, VULKAN_FIX, vulkan_problem
+from embodyrl.envs.maniskill.install import GPU_VULKAN_FIX, INSTALL, VULKAN_FIX, vulkan_problem
 from embodyrl.envs.renderer import choose_renderer, draw_frame, egl_device
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.sandbox import confinement
@@ -182,10 +182,12 @@ def probe_vulkan() -> Finding:
     version = installed_version("sapien")
     if version is None:
         return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
-    problem = vulkan_problem()
-    if problem:
-        return Finding("vulkan", "warn", f"sapien {version} cannot start, so ManiSkill cannot: {problem}", VULKAN_FIX)
-    return Finding("vulkan", "ok", f"sapien {version} draws")
+    devices = ("cpu", "cuda") if visible_gpus() else ("cpu",)
+    for device in devices:
+        if problem := vulkan_problem(device):
+            text = f"sapien {version} cannot start on '{device}', so ManiSkill cannot: {problem}"
+            return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
+    return Finding("vulkan", "ok", f"sapien {version} draws on {' and '.join(devices)}")
 
 
 def probe_video() -> Finding:

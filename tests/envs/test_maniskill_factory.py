@@ -8,11 +8,13 @@ import pytest
 from doubles import PANDA
 from settings import env_of
 
+from embodyrl.cli import probes
 from embodyrl.envs.maniskill import factory as described
+from embodyrl.envs.maniskill import install
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, instruction
 from embodyrl.envs.settings import InitParams
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, MissingDependencyError
 from embodyrl.plan.config import load_config
 
 
@@ -87,3 +89,45 @@ def test_a_batch_is_refused_where_a_reset_id_would_not_decide_the_episode():
     assert described._spec(config(), PANDA).on_gpu is False
     (line,) = FACTORY.validate(config(id="PutCarrotOnPlateInScene-v1", sim_backend=SimBackend.gpu))
     assert "stepping the whole batch at each reset" in line
+
+
+SAPIEN = """
+class Device:
+    def __init__(self, name): self.name = name
+class render:
+    def RenderSystem(device): assert device.name == "cpu", "cannot find a suitable rendering device"
+class physx:
+    def version(): return "105.1"
+    def enable_gpu(): {enable}
+"""
+
+
+@pytest.mark.parametrize(
+    ("enable", "says"),
+    [
+        ("pass", None),
+        ("raise OSError('libcuda.so: cannot open')", r"libcuda\.so: cannot open.*copy .*105\.1/libPhysXGpu_64\.so"),
+    ],
+    ids=["fetched", "offline"],
+)
+def test_physx_for_gpus_is_fetched_before_a_task_is_built(enable, says, tmp_path, monkeypatch, capfd):
+    (tmp_path / "sapien.py").write_text(SAPIEN.format(enable=enable))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if says:
+        with pytest.raises(MissingDependencyError, match=says):
+            install.fetch_physx()
+    else:
+        install.fetch_physx()
+    assert f"{tmp_path}/.sapien/physx/105.1" in capfd.readouterr().err
+
+
+def test_the_renderer_of_a_gpu_is_started_where_there_is_one(tmp_path, monkeypatch):
+    """The software driver answers for the CPU, also where that of the GPU is broken."""
+    (tmp_path / "sapien.py").write_text(SAPIEN.format(enable="pass"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(probes, "installed_version", lambda name: "3.0.3")
+    for gpus, level in (("", "ok"), ("0", "warn")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        finding = probes.probe_vulkan()
+        assert (finding.level, "libxext6" in finding.fix) == (level, level == "warn")

@@ -5,12 +5,15 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from embodyrl import errors
 from embodyrl.config.settings import plain
-from embodyrl.envs.maniskill.settings import ManiSkillSettings
+from embodyrl.devices import visible_gpus
+from embodyrl.envs.maniskill.settings import ManiSkillSettings, SimBackend
 from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[maniskill]'"
@@ -20,9 +23,20 @@ VULKAN_FIX = (
     "scripts/setup.sh does it)"
 )
 
-_TIMEOUT_S = 180.0
+GPU_VULKAN_FIX = (
+    "apt-get install libxext6 libglx0 libegl1, which NVIDIA's Vulkan driver loads; in a container start it with "
+    "NVIDIA_DRIVER_CAPABILITIES=all"
+)
+PHYSX = "libPhysXGpu_64.so"
 
-_START_RENDERER = "import sapien; sapien.render.RenderSystem(sapien.Device('cpu'))"
+_TIMEOUT_S = 180.0
+_FETCH_S = 900.0
+
+_START_RENDERER = "import sys, sapien; sapien.render.RenderSystem(sapien.Device(sys.argv[1]))"
+
+_FIND_PHYSX = "from sapien import physx; print(physx.version())"
+
+_FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 _DESCRIBE = """
 import dataclasses, json, os, sys
@@ -58,12 +72,35 @@ class Description:
     """A reset id would not decide which objects a scene holds that is built once, as in a batch."""
 
 
-def vulkan_problem() -> str | None:
-    """Start SAPIEN's renderer; None: it works."""
-    done = _run_apart(_START_RENDERER)
+def vulkan_problem(device: str) -> str | None:
+    """Start SAPIEN's renderer on a device, cpu or cuda; None: it works.
+
+    The software driver answers for the CPU also where a GPU's own is broken.
+    """
+    done = _run_apart(_START_RENDERER, words=(device,))
     if done is None:
         return f"no answer within {_TIMEOUT_S:.0f} s"
     return None if done.returncode == 0 else _last_words(done)
+
+
+def fetch_physx() -> None:
+    """Let SAPIEN download PhysX for GPUs, as its first scene would: with a deadline of its own and a word about it.
+
+    Raises:
+        MissingDependencyError: it could not be fetched or loaded; the message names the file to copy.
+    """
+    found = _run_apart(_FIND_PHYSX)
+    version = found.stdout.strip() if found is not None and found.returncode == 0 else "VERSION"
+    file = Path.home() / ".sapien" / "physx" / version / PHYSX
+    if not file.is_file():
+        sys.stderr.write(f"SAPIEN downloads PhysX for GPUs into {file.parent}, which may take minutes ...\n")
+    done = _run_apart(_FETCH_PHYSX, timeout_s=_FETCH_S)
+    if done is None or done.returncode:
+        reason = f"no end within {_FETCH_S:.0f} s" if done is None else _last_words(done)
+        raise MissingDependencyError(
+            f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {reason}. Fix: without a network copy {file} "
+            "from a host that has it, or use env.sim_backend=cpu."
+        )
 
 
 def describe_apart(cfg: ManiSkillSettings) -> Description:
@@ -74,6 +111,8 @@ def describe_apart(cfg: ManiSkillSettings) -> Description:
     """
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
         raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")
+    if cfg.sim_backend is SimBackend.gpu and visible_gpus():
+        fetch_physx()
     task = {name: plain(getattr(cfg, name)) for name in ManiSkillSettings.model_fields}  # without the splits
     return _described(json.dumps(task))
 
@@ -98,11 +137,13 @@ def _described(cfg: str) -> Description:
     return Description(**found)
 
 
-def _run_apart(code: str, given: str = "") -> subprocess.CompletedProcess[str] | None:
+def _run_apart(
+    code: str, given: str = "", *, words: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
+) -> subprocess.CompletedProcess[str] | None:
     """Run Python code in a process of its own; None: it did not end in time."""
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, *words]
     try:
-        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return None
 
