@@ -132,10 +132,12 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
             "data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
-    for key, column in (("data.action_key", reading.action), ("data.state_key", reading.state)):
-        if column not in features and column != STATE:
-            vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
-            raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(vectors)}.")
+    vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
+    states = vectors if reading.state != STATE else [name for name in vectors if "state" in name]
+    for key, column, known in (("data.action_key", reading.action, vectors), ("data.state_key", reading.state, states)):
+        # A data set may well have no state; one of another name must not be left out unnoticed.
+        if column not in features and known:
+            raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
     tasks = read_tasks(root)
     env = EnvSpec(
         name=info.get("robot_type") or root.name,

@@ -127,7 +127,14 @@ def frame_times(
         EmbodyError: a time stamp lies outside of the episode's part of the video.
     """
     part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
-    begin, end = (float(episode[f"videos/{column}/{name}_timestamp"]) for name in ("from", "to"))
+    names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
+    chunk, file, *edges = (episode.get(f"videos/{column}/{name}") for name in names)
+    if None in (chunk, file, *edges):
+        raise EmbodyError(
+            f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Fetch the "
+            "data set again, or leave this camera out with data.cameras."
+        )
+    begin, end = map(float, edges)
     times = begin + rows.counters["timestamp"][part].astype(np.float64)
     outside = np.flatnonzero((times < begin - 0.5 / fps) | (times > end - 0.5 / fps))
     if len(outside):
@@ -135,7 +142,7 @@ def frame_times(
             f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
             f"outside of the episode's part {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
         )
-    return (episode[f"videos/{column}/chunk_index"], episode[f"videos/{column}/file_index"]), times
+    return (chunk, file), times
 
 
 def non_finite(

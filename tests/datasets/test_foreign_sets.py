@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import imageio.v3 as iio
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,6 +70,27 @@ def test_video_that_is_too_short_is_named(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
+def test_missing_video_columns_and_files_are_named(tmp_path: Path) -> None:
+    root = write_set(tmp_path / "set", video_files=(0, 1, 1))
+    (root / "videos/observation.images.wrist/chunk-000/file-001.mp4").unlink()
+    with pytest.raises(EmbodyError, match=r"wrist/chunk-000/file-001.mp4 cannot be read"):
+        load_demonstrations(root)
+    edit_episodes(root, lambda rows: [row.pop("videos/observation.images.wrist/file_index") for row in rows][:0])
+    with pytest.raises(EmbodyError, match=r"episode 0 has no videos/observation.images.wrist/chunk_index, file_index"):
+        load_demonstrations(root)
+
+
+def test_video_may_have_more_frames_per_second_than_the_data(tmp_path: Path) -> None:
+    """Its frames are shown twice, and the time stamps choose every second one."""
+    root = write_set(tmp_path / "set", video_files=(0, 0, 0))
+    for camera, order in (("front", (0, 1, 2)), ("wrist", (2, 1, 0))):
+        path = root / f"videos/observation.images.{camera}/chunk-000/file-000.mp4"
+        frames = [frame(e, t, camera == "wrist") for e in order for t in range(LENGTHS[e])]
+        options: dict[str, Any] = {"codec": "libx264", "output_params": ["-crf", "5", "-g", "2"]}
+        iio.imwrite(path, np.repeat(frames, 2, axis=0), plugin="FFMPEG", fps=20, macro_block_size=2, **options)
+    assert_frames(load_demonstrations(root), tolerance=6)
+
+
 @pytest.mark.parametrize("names", [("channels", "height", "width"), None, ("height", "width", "channels")])
 @pytest.mark.parametrize("files", [None, (0, 0, 0)])
 def test_channels_may_come_first(tmp_path: Path, names: Any, files: Any) -> None:
@@ -112,10 +134,17 @@ def test_columns_of_other_names_are_given_by_keys(tmp_path: Path) -> None:
     cameras = {"wrist": "wrist_image", "front": "image"}
     with pytest.raises(ConfigError, match=r"no column 'action'. Set data.action_key to one of: actions, state"):
         load_demonstrations(root, Reading(cameras=cameras))
+    with pytest.raises(ConfigError, match=r"no column 'observation.state'. Set data.state_key to one of: state\."):
+        load_demonstrations(root, Reading(cameras=cameras, action="actions"))
     demos = load_demonstrations(root, Reading(cameras=cameras, action="actions", state="state"))
     assert read_card(root, Reading(cameras=cameras, action="actions", state="state")).env.cameras == ("wrist", "front")
     np.testing.assert_array_equal(demos.images[:, 1, 0, 0, 2], 20)
     np.testing.assert_array_equal(demos.state, [numbers(4)(e, t) for e, t in STEPS])
+
+
+def test_data_may_have_no_state(tmp_path: Path) -> None:
+    demos = load_demonstrations(write_set(tmp_path / "set", columns={"action": numbers(3)}))
+    assert (demos.state.shape, demos.action.shape) == ((21, 0), (21, 3))
 
 
 def test_pictures_may_be_files_below_the_data_set_but_not_outside(tmp_path: Path) -> None:
