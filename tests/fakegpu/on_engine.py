@@ -80,10 +80,14 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", vllm)
 
 
+def write_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
 def engine_of(**arguments: Any) -> VllmEngine:
     """One whose weights nobody writes: fake ones cannot be saved for vLLM to read."""
     request = PolicyRequest(env=ENV, device="cuda:3", seed=0, engine_share=0.5, engine=arguments)
-    return VllmEngine(lambda _: None, request, dtype="bfloat16")
+    return VllmEngine(write_config, request, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])

@@ -1,9 +1,13 @@
 """Rollouts by vLLM inside the policy's process: the same tokens in, the same weights, only faster."""
 
+import fcntl
+import hashlib
 import importlib
 import os
+import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,29 @@ from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
 """Of a CPU build; on a GPU vLLM takes the share of the memory that the run's plan leaves it."""
+
+
+@contextmanager
+def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
+    """Let `save` write a folder for vLLM whose path depends on the model's config only; it is gone afterwards.
+
+    The path is a part of the key under which vLLM keeps what it compiled, so a random one would never be found again.
+    Engines of one config that start at the same time take turns.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "vllm"
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as made:
+        written = Path(made) / "model"
+        written.mkdir()
+        save(written)
+        folder = cache / hashlib.sha256((written / "config.json").read_bytes()).hexdigest()[:16]
+        with open(f"{folder}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the start of a worker has a deadline
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+            try:
+                yield written.rename(folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class VllmEngine:
@@ -46,10 +73,9 @@ class VllmEngine:
         if not torch.cuda.is_available():
             memory = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "enforce_eager": True}
         self._dtype = dtype
-        with tempfile.TemporaryDirectory(prefix="embodyrl-vllm-") as folder:
-            save(Path(folder))
+        with model_folder(save) as folder:
             self._llm: Any = vllm.LLM(
-                model=folder,
+                model=str(folder),
                 dtype=dtype,
                 seed=request.seed % 2**31,
                 # vLLM's own default is before the temperature.
