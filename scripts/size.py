@@ -16,7 +16,6 @@ NEWER = {
     "flow policies: pi0, pi0.5, SmolVLA, a small one; SDE, FPO, DSRL": [
         *("policies/flow/**/*.py", "policies/steering/*.py"),
     ],
-    "migration from six systems (275 lines then)": ["cli/migration/**/*.py", "cli/migrate.py"],
     "policies that run elsewhere, and serving ours": ["policies/remote/*.py", "commands/serve/*.py"],
     "soft actor-critic, its replay, hindsight and critics": [
         *("learners/sac.py", "learners/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),

@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 say "style, types, import directions"
 ruff check .
 ruff format --check .
-pyright --warnings embodyrl
+pyright --warnings  # embodyrl and tools/migrate, see pyproject.toml
 lint-imports
 say "tests"
 # Two processes, each with a file at a time; a later -n in the arguments counts, and -n 0 is plain pytest.

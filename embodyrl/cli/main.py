@@ -57,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 _ERROR = "embodyrl: error: "
+_MOVED = {
+    "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
+}
+"""Commands that left the package, with their place."""
 
 
 def _run(arguments: list[str]) -> int:
@@ -99,6 +103,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"embodyrl {__version__}")
         return 0
+    if name in _MOVED:
+        raise ConfigError(_MOVED[name])
     if name not in COMMANDS:
         hint = closest(name, COMMANDS)
         if not hint and "=" in name:

@@ -97,6 +97,12 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
     assert fragment in captured.err
 
 
+def test_a_command_that_moved_names_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "ppo_trainer.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install ./tools/migrate; embodyrl-migrate FILE" in line
+
+
 def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
     lines = capsys.readouterr().err.splitlines()

@@ -44,7 +44,6 @@ SURFACE = {
     "doctor": {"--json", "--report", "--config-dir"},
     "check-env": {"--json", "--config-dir"},
     "new": set(),
-    "migrate": {"--from", "--to", "--json"},
 }
 """Scripts rely on these. Add to it; a name that goes away or changes needs a major version."""
 

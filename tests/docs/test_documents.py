@@ -47,7 +47,6 @@ COMPOSED = {
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
     "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
     "mt10": "the same",
-    "ppo_trainer --config-dir": "needs the reader's model; tests/cli/test_migrate runs it",
 }
 """Parts of lines that are composed and checked only, with the reason."""
 ELSEWHERE = {
@@ -126,9 +125,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_run(place / "runs" / name)
     for file in EXAMPLES.glob("*.py"):
         shutil.copy(file, place)
-    foreign = {"verl_ppo_gspo.yaml": "ppo_trainer.yaml", "simplevla_rl_libero.sh": "run_openvla_oft_rl_libero.sh"}
-    for name, called in foreign.items():
-        shutil.copy(SOURCE / "tests" / "cli" / "migrate_data" / name, place / called)
     return place
 
 

@@ -1,0 +1,116 @@
+"""The command `embodyrl-migrate`: one config of another framework, one experiment or one report."""
+
+import argparse
+import dataclasses
+import json
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from embodyrl_migrate.report import Fact, compare, reasons, report_text
+from embodyrl_migrate.source import Source, read_source
+from embodyrl_migrate.tables import MigrationError, spell, systems
+from embodyrl_migrate.translate import Migration, translate, without_defaults
+
+USAGE = "embodyrl-migrate FILE [key=value ...] [--from SYSTEM] [--to DIR] [--nearest] [--json]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Translate one config.
+
+    Returns:
+        0: an experiment was written. 2: there is a report but no experiment, or the config cannot be read.
+    """
+    parser = argparse.ArgumentParser(prog="embodyrl-migrate", usage=USAGE, description=__doc__, allow_abbrev=False)
+    parser.add_argument("words", nargs="+", help="config file (YAML, TOML or shell script), then overrides of it")
+    parser.add_argument("--from", dest="source", choices=systems(), help="source system; default: found by its keys")
+    parser.add_argument("--to", type=Path, default=Path("conf"), help="config folder to write to; default: conf")
+    parser.add_argument("--nearest", action="store_true", help="write the nearest experiment and name its differences")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_intermixed_args(argv)
+    try:
+        return _migrate(args)
+    except MigrationError as error:
+        print("\n".join(f"embodyrl-migrate: error: {line}" for line in error.problems), file=sys.stderr)
+        return 2
+
+
+def _migrate(args: argparse.Namespace) -> int:
+    path = Path(args.words[0])
+    source = read_source(path, args.words[1:])
+    result = translate(source, args.source)
+    facts = compare(result) if result.config is not None else []
+    why = reasons(result, facts, source)
+    name = re.sub(r"[^\w.-]+", "_", path.stem)
+    experiment = args.to / "experiment" / f"{name}.yaml"
+    if experiment.exists():
+        raise MigrationError(f"{experiment} exists; choose another folder with --to DIR.")
+    is_written = result.config is not None and (not why or args.nearest)
+    experiment.parent.mkdir(parents=True, exist_ok=True)
+    report = experiment.with_suffix(".md")
+    report.write_text(report_text(result, facts, why, source, path.name), encoding="utf-8")
+    if is_written:
+        experiment.write_text(experiment_text(result, why, path.name), encoding="utf-8")
+    if args.json:
+        print(json.dumps(_data(result, facts, why, is_written), indent=1, default=str))
+    else:
+        _show(result, facts, why, source, path, experiment if is_written else None, report)
+    return 0 if is_written else 2
+
+
+def _show(
+    result: Migration, facts: list[Fact], why: list[str], source: Source, path: Path, written: Path | None, report: Path
+) -> None:
+    """Print the outcome: reasons first; to standard error where no experiment was written."""
+    stream = sys.stdout if written else sys.stderr
+    for text in why:
+        print(f"not the same experiment: {text}" if written else f"embodyrl-migrate: error: {text}", file=stream)
+    layout = f", layout {result.layout}" if result.layout else ""
+    print(f"{path} is a {result.system.name} config with {sum(result.counts.values())} keys{layout}")
+    print("  " + ", ".join(f"{count} {state}" for state, count in result.counts.items()))
+    if facts:
+        print(f"  {'what decides the result':<22} {result.system.name:<26} embodyrl")
+    for fact in facts:
+        print(fact.line())
+    for v in result.verdicts:
+        if v.state == "unsupported" and not v.decides:
+            print(f"unsupported, without effect on the result: {v.key}={spell(v.value)}: {v.note}")
+    for text in source.notes:
+        print(f"note    {text}")
+    print(f"report  {report}")
+    if written:
+        print(f"config  {written}")
+        print(
+            f"mend    {', '.join(result.local)}: of another machine" if result.local else "",
+            end="\n" if result.local else "",
+        )
+        folder = shlex.quote(str(written.parent.parent))
+        print(f"try it  embodyrl train experiment={written.stem} --config-dir {folder} --dry-run")
+    elif result.config is not None:
+        print("--nearest writes the nearest experiment with these differences", file=stream)
+
+
+def _data(result: Migration, facts: list[Fact], why: list[str], is_written: bool) -> dict[str, object]:
+    return {
+        "system": result.system.folder,
+        "layout": result.layout,
+        "written": is_written,
+        "reasons": why,
+        "counts": result.counts,
+        "facts": [dataclasses.asdict(fact) | {"same": fact.is_same, "mark": fact.mark} for fact in facts],
+        "keys": [dataclasses.asdict(verdict) for verdict in result.verdicts],
+    }
+
+
+def experiment_text(result: Migration, why: list[str], source: str) -> str:
+    """Return the experiment file: groups as a defaults list, settings that differ from the defaults as a tree."""
+    body = OmegaConf.create({"defaults": [{f"override /{group}": option} for group, option in result.groups.items()]})
+    for key, value in sorted(without_defaults(result).items()):
+        OmegaConf.update(body, key, value, force_add=True)
+    head = f"# @package _global_\n# Translated from {source} ({result.system.name})\n"
+    head += "".join(f"# Not the same experiment: {text}\n" for text in why)
+    return head + OmegaConf.to_yaml(body)

@@ -1,0 +1,123 @@
+"""The comparison of both configs, the reasons against an experiment, and the Markdown report."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from embodyrl_migrate.source import Source
+from embodyrl_migrate.tables import evaluate, read, spell
+from embodyrl_migrate.translate import STATES, Migration
+
+OFF = "off"
+EXACT, DETAIL, BOUND = "exact", "detail", "bound"
+"""Kinds of facts. `detail`: the common scale of all gradients, which AdamW divides out, or how a scene settles.
+`bound`: the source's number is at most the one here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """One line of the comparison."""
+
+    what: str
+    theirs: Any
+    ours: Any
+    kind: str = EXACT
+    source: str = ""
+    """File and function of the source system."""
+
+    @property
+    def is_same(self) -> bool | None:
+        """Return whether both values are equal; None: one of them is unknown."""
+        return None if self.theirs is None or self.ours is None else _same(self.theirs, self.ours)
+
+    @property
+    def blocks(self) -> bool:
+        """Return whether the line can change the result."""
+        return self.is_same is None or (self.is_same is False and self.kind == EXACT)
+
+    @property
+    def mark(self) -> str:
+        """Return the verdict in words; empty: the same."""
+        if self.is_same is None:
+            return "not known there" if self.theirs is None else "not known here"
+        if self.is_same:
+            return "at most" if self.kind == BOUND else ""
+        return "differs in detail" if self.kind == DETAIL else "differs"
+
+    def line(self) -> str:
+        """Return the text for the screen."""
+        return f"  {self.what:<22} {_shown(self.theirs):<26} {_shown(self.ours):<26} {self.mark}".rstrip()
+
+
+def compare(result: Migration) -> list[Fact]:
+    """Compare the meaning of the source's keys with the meaning of the translated config."""
+    theirs = _evaluated(result.system.facts, result.values)
+    ours = _evaluated(read("ours.yaml"), result.flat)
+    rows = []
+    for what in (name for name in ours if name in result.system.facts and not name.startswith("is_")):
+        rule, value = result.system.facts[what], ours[what]
+        kind = rule.get("kind", EXACT) if isinstance(rule, dict) else EXACT
+        source = result.system.sources.get(what, "")
+        row = Fact(what=what.replace("_", " "), theirs=theirs.get(what), ours=value, kind=kind, source=source)
+        if not (row.theirs == OFF and row.ours in (None, OFF)):
+            rows.append(row)
+    return rows
+
+
+def reasons(result: Migration, facts: list[Fact], source: Source) -> list[str]:
+    """Return why the translation is not the same experiment, one line each."""
+    missing = dict.fromkeys(source.missing)
+    if missing:  # what such a file says is unknown, so that nothing else can be judged
+        return [f"missing file: {name}. Put it where the config looks for it." for name in missing]
+    found = [*result.refused, *(f"unclear: {text}." for text in source.unclear)]
+    unknown = [f"{v.key}={spell(v.value)}" for v in result.verdicts if v.state == "unknown"]
+    found += [f"unknown keys: {', '.join(unknown)}."] if unknown else []
+    found += [f"unsupported key: {v.key}={spell(v.value)}: {v.note.rstrip('.')}." for v in result.verdicts if v.decides]
+    for fact in facts if result.config is not None else ():
+        if fact.blocks:
+            values = f"{_shown(fact.theirs)} there, {_shown(fact.ours)} here"
+            found.append(f"{fact.mark}: {fact.what}: {values}.")
+    return found
+
+
+def _evaluated(facts: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate facts in order; each may use the earlier ones. `words` are their terms for ours."""
+    found: dict[str, Any] = {}
+    for what, rule in facts.items():
+        text, words = (rule["is"], rule.get("words", {})) if isinstance(rule, dict) else (str(rule), {})
+        value = evaluate(text, {**values, **found})
+        found[what] = words.get(value.lower(), value) if isinstance(value, str) else value
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, bool) or isinstance(b, bool) or not (isinstance(a, int | float) and isinstance(b, int | float)):
+        return str(a).lower() == str(b).lower()
+    return math.isclose(a, b, rel_tol=1e-6)
+
+
+def _shown(value: Any) -> str:
+    return "?" if value is None else f"{value:g}" if isinstance(value, float) else spell(value)
+
+
+def report_text(result: Migration, facts: list[Fact], why: list[str], source: Source, file: str) -> str:
+    """Return the report as Markdown: reasons, facts with their sources, and the verdict on every key."""
+    counts = ", ".join(f"{count} {state}" for state, count in result.counts.items())
+    lines = [f"# {file} ({result.system.name}, layout {result.layout or 'unknown'})", ""]
+    lines += [f"- **Not the same experiment:** {text}" for text in why]
+    lines += [f"- Note: {text}" for text in source.notes]
+    lines += ["", f"{sum(result.counts.values())} keys: {counts}.", ""]
+    lines += [f"| fact | {result.system.name} | embodyrl | | source |", "|---|---|---|---|---|"]
+    lines += [_row(fact.what, _shown(fact.theirs), _shown(fact.ours), fact.mark, fact.source) for fact in facts]
+    lines += ["", "| key | value | state | embodyrl | note |", "|---|---|---|---|---|"]
+    for v in sorted(result.verdicts, key=lambda v: (v.is_default, STATES.index(v.state))):
+        state = f"{v.state} (default)" if v.is_default else v.state
+        lines.append(_row(v.key, spell(v.value), state, ", ".join(v.to), v.note))
+    return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

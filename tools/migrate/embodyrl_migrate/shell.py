@@ -1,0 +1,193 @@
+"""The training command of a shell script, without running it: variables, defaults, arrays, continued lines."""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from embodyrl_migrate.tables import number
+
+_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
+_ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)?)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)", re.DOTALL)
+_SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
+_VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?:(?P<op>:?[-=])(?P<else>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<plain>\w+)")
+_OPEN = re.compile(r"""(?:export\s+)?[A-Za-z_]\w*=(?:"[^"]*|'[^']*)""")
+"""A value whose quotation does not end on its line."""
+_TEST = re.compile(r"(?:if|elif)\s+\[\[?\s(.*)\s\]\]?\s*(?:;\s*then)?")
+_PROGRAMS = ("--config", "--config-path", "--config_path", "--config-name", "--config_name")
+
+
+@dataclass(slots=True, kw_only=True)
+class Script:
+    """The command with the most overrides."""
+
+    program: str = ""
+    """Module or file that Python runs."""
+    words: list[str] = field(default_factory=list)
+    """Overrides, key=value."""
+    config: str | None = None
+    """Config file of the command."""
+    unclear: list[str] = field(default_factory=list)
+    """What depends on arguments or on the machine."""
+
+
+def read_shell(text: str) -> Script:
+    r"""Find the command that trains and its words.
+
+    >>> read_shell("N=4\npython -m verl.trainer.main_ppo a.b=$N c.d=$((N * 2)) $@").words
+    ['a.b=4', 'c.d=8']
+    """
+    reader = _Reader()
+    for line in _logical_lines(text):
+        reader.read(line)
+    best = max(reader.scripts, key=lambda script: len(script.words), default=Script())
+    training = [script for script in reader.scripts if script.words]
+    if len(training) > 1:
+        best.unclear.append(f"the script starts {len(training)} commands with overrides; keep one of them")
+    used = [name for name in dict.fromkeys(reader.changed) if re.search(rf"\$\{{?{name}\b", text)]
+    if used:
+        names = ", ".join(used)
+        best.unclear.append(f"a condition on arguments or the machine sets {names}; give the values as overrides")
+    return best
+
+
+def _logical_lines(text: str) -> list[str]:
+    """Lines without comments; continued ones, and arrays and quoted values of several lines, are joined."""
+    kept = "\n".join(line for line in text.split("\n") if not line.lstrip().startswith("#"))
+    # What another program would print is not known; the innermost first, for they may be nested.
+    while kept != (kept := re.sub(r"\$\((?!\()[^()`\n]*\)", "$COMMAND", kept)):
+        pass
+    found: list[str] = []
+    for line in re.sub(r"\\\n\s*", " ", kept).split("\n"):
+        open_array = found and _ARRAY.match(found[-1]) and found[-1].count("(") > found[-1].count(")")
+        if open_array or (found and _OPEN.fullmatch(found[-1])):
+            found[-1] += f"\n{line.strip()}"
+        else:
+            found.append(line.strip())
+    return found
+
+
+class _Reader:
+    """Goes through a script from the top."""
+
+    def __init__(self) -> None:
+        self.variables: dict[str, str] = {}
+        self.arrays: dict[str, list[str]] = {}
+        self.changed: list[str] = []
+        """Variables whose value depends on an undecided condition."""
+        self.scripts: list[Script] = []
+        self.branches: list[bool | None] = []
+        """Whether the branch of each open condition is taken; None: undecided, and read like a taken one."""
+        self.taken: list[bool | None] = []
+        """Whether a branch of each open condition was taken."""
+
+    def read(self, line: str) -> None:
+        """Take in a logical line."""
+        if self._branch(line) or False in self.branches:
+            return
+        array = _ARRAY.fullmatch(line)
+        if array and line.endswith(")"):
+            words = [_expand(word, self.variables) for word in _split(array[3][:-1])]
+            self.arrays[array[1]] = (self.arrays.get(array[1], []) if array[2] else []) + words
+        elif any(map(_is_launch, words := _words(line, self.variables, self.arrays))):
+            self.scripts.append(_command(words))
+        elif found := _ASSIGNED.fullmatch(line):
+            words = _split(found[2])
+            value = _expand(words[0] if words else "", self.variables)
+            if None in self.branches and self.variables.get(found[1], None) != value:
+                self.changed.append(found[1])
+            self.variables[found[1]] = value
+
+    def _branch(self, line: str) -> bool:
+        """Follow a condition that the script itself decides; whether the line is a part of one."""
+        word = line.split(";")[0].split(" ")[0]
+        if word == "if" and not line.endswith("fi"):
+            self.branches.append(self._holds(line))
+            self.taken.append(self.branches[-1])
+        elif word in ("elif", "else") and self.branches:
+            before = self.taken[-1]
+            now = None if before is None else not before and (word == "else" or self._holds(line))
+            self.branches[-1], self.taken[-1] = now, None if now is None else bool(before or now)
+        elif word == "fi" and self.branches:
+            self.branches.pop()
+            self.taken.pop()
+        else:
+            return False
+        return True
+
+    def _holds(self, line: str) -> bool | None:
+        found = _TEST.fullmatch(line)
+        match [_expand(word, self.variables) for word in _split(found[1])] if found else []:
+            case ["-z", value] if "$" not in value:
+                return not value
+            case ["-n", value] if "$" not in value:
+                return bool(value)
+            case [one, "==" | "=" | "!=" as sign, other] if not re.search(r"[$*?\[]", one + other):
+                return (one == other) is (sign != "!=")
+        return None
+
+
+def _split(text: str) -> list[str]:
+    text = _SUM.sub(lambda found: re.sub(r"\s+", "", found[0]), text)
+    try:
+        return shlex.split(text, comments=True)
+    except ValueError:  # a quotation that does not end on this line
+        return text.split()
+
+
+def _is_launch(word: str) -> bool:
+    return word in ("python", "python3", "torchrun", "cosmos-rl", "bash", "deepspeed") or word.endswith("/python")
+
+
+def _expand(word: str, variables: dict[str, str]) -> str:
+    """Put in the values of variables; what is not known stays as it is written."""
+
+    def total(found: re.Match[str]) -> str:
+        inner = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda m: variables.get(m[1], m[0]), found[1])
+        result = number(inner)
+        return found[0] if result is None else f"{int(result)}"
+
+    def value(found: re.Match[str]) -> str:
+        name = found["name"] or found["plain"]
+        known = variables.get(name)
+        if found["op"] and (known is None or (known == "" and ":" in found["op"])):
+            return _expand(found["else"], variables)
+        return f"${name}" if known is None else known
+
+    return _VARIABLE.sub(value, _SUM.sub(total, word))
+
+
+def _words(line: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
+    """The words of a command, arrays and variables put in."""
+    plain: list[str] = []
+    for word in _split(line):
+        if array := re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", word):
+            plain += [_expand(one, variables) for one in arrays.get(array[1], [])]
+        elif word not in ("$@", "$*", "\\"):
+            value = _expand(word, variables)
+            # What is not known is empty where the script runs.
+            several = [one for one in value.split() if not re.fullmatch(r"\$\w+", one)]
+            plain += several if " " in value.strip() and all(_WORD.match(one) for one in several) else [value]
+    return plain
+
+
+def _command(plain: list[str]) -> Script:
+    """Read the words of one command."""
+    script = Script()
+    start = next(i for i, word in enumerate(plain) if _is_launch(word))
+    options: dict[str, str] = {}
+    for at, word in enumerate(plain[start:], start=start):
+        flag, equals, value = word.partition("=")
+        following = plain[at + 1] if at + 1 < len(plain) else ""
+        if flag in _PROGRAMS:
+            options[flag.strip("-").replace("_", "-")] = value if equals else following
+        elif not script.program and (plain[at - 1] == "-m" or word.endswith((".py", ".sh"))) and not equals:
+            script.program = word
+        elif _WORD.match(word) and "." in flag + value and not flag.isupper():
+            script.words.append(word)
+    if "config" in options:
+        script.config = options["config"]
+    elif "config-name" in options:
+        name = f"{options['config-name'].removesuffix('.yaml')}.yaml"
+        script.config = f"{options['config-path']}/{name}" if options.get("config-path") else name
+    return script

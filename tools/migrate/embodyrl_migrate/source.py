@@ -1,0 +1,221 @@
+"""Readers of configs: TOML, YAML with Hydra's defaults lists, shell scripts; nothing is run."""
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from embodyrl_migrate.shell import read_shell
+from embodyrl_migrate.tables import MigrationError
+
+MOST_BYTES = 4 * 2**20
+"""No config is larger."""
+MOST_FILES = 200
+"""Files that defaults lists may name in all."""
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "multiply": lambda a, b: a * b,
+    "int_div": lambda a, b: a // b,
+    "divide": lambda a, b: a / b,
+    "subtract": lambda a, b: a - b,
+    "add": lambda a, b: a + b,
+    "not": lambda a: not a,
+}
+"""Functions that RLinf's configs use in interpolations."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Source:
+    """A config as read, before it is translated."""
+
+    values: dict[str, Any]
+    """By dotted key; an interpolation that cannot be resolved stays as text."""
+    program: str = ""
+    """What a shell script starts, for example verl.trainer.main_ppo."""
+    missing: list[str] = field(default_factory=list)
+    """Files that the config names and that were not found."""
+    unclear: list[str] = field(default_factory=list)
+    """What depends on arguments of a script or on the machine."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read_source(path: Path, overrides: Sequence[str] = ()) -> Source:
+    """Read a config, and apply `overrides` to it (key=value as Hydra takes them, also +key=value and ~key).
+
+    Raises:
+        MigrationError: no such file, or no readable config.
+    """
+    if not path.is_file():
+        raise MigrationError(f"{path}: no such file.")
+    if path.stat().st_size > MOST_BYTES:
+        raise MigrationError(f"{path}: not readable: more than {MOST_BYTES >> 20} MiB is no config.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in (".sh", ".bash") or text.startswith("#!"):
+            return _read_script(path, text, overrides)
+        source = Source(values={})
+        raw = OmegaConf.create(tomllib.loads(text)) if path.suffix == ".toml" else _Composer(path, source).compose()
+        _override(raw, overrides)
+        for name, function in _ARITHMETIC.items():
+            OmegaConf.register_new_resolver(name, function, replace=True)
+        source.values = _leaves(raw)
+    except (yaml.YAMLError, ValueError, OmegaConfBaseException, RecursionError) as error:
+        why = "it is no text" if isinstance(error, UnicodeDecodeError) else str(error).partition("\n")[0]
+        raise MigrationError(f"{path}: not readable: {why}") from error
+    return source
+
+
+def _read_script(path: Path, text: str, overrides: Sequence[str]) -> Source:
+    """Take the overrides of the command that a script starts, and the file that it names with --config, if any."""
+    script = read_shell(text)
+    if not script.words and script.config is None:
+        raise MigrationError(
+            f"{path}: not readable: this script starts no training with key=value words or --config FILE."
+        )
+    source = Source(values={}, program=script.program, unclear=script.unclear)
+    if script.config is not None:
+        # What a command such as $(pwd) would print is unknown: the rest is looked for in the folders above.
+        name = re.sub(r"^\$\{?\w+\}?/", "", script.config)
+        below = [parent / name for parent in (path.parent, *path.parent.resolve().parents)]
+        found = next((file for file in below if file.is_file()), None)
+        if found is not None:
+            inner = read_source(found, [*script.words, *overrides])
+            inner.program, inner.unclear = script.program, [*script.unclear, *inner.unclear]
+            return inner
+        if not script.words:
+            raise MigrationError(f"{path}: the script starts {script.config}, which was not found. Give that file.")
+        source.missing.append(script.config)
+    raw = OmegaConf.create({})
+    _override(raw, [*script.words, *overrides])
+    source.values = _leaves(raw)
+    return source
+
+
+def _override(raw: DictConfig, words: Sequence[str]) -> None:
+    for word in words:
+        if word.startswith("~"):
+            _remove(raw, word[1:].partition("=")[0])
+            continue
+        key, equals, value = word.lstrip("+").partition("=")
+        if not equals:
+            raise MigrationError(f"'{word}': after the file come overrides of it, key=value.")
+        key = key.partition("@")[0]
+        try:
+            parsed = OmegaConf.create(f"v: {value}").v
+        except (yaml.YAMLError, OmegaConfBaseException):
+            parsed = value  # text with a colon, a percent sign, ...
+        OmegaConf.update(raw, key, parsed, force_add=True)
+
+
+def _remove(raw: DictConfig, key: str) -> None:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(raw, parent) if parent else raw
+    if isinstance(node, DictConfig) and name in node:
+        del node[name]
+
+
+class _Composer:
+    """Follows Hydra's defaults lists; what is not there is noted, not fatal."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self._path = path
+        self._source = source
+        self._files = 0
+        self._roots = [path.parent]
+
+    def compose(self) -> DictConfig:
+        raw = self._load(self._path)
+        for place in OmegaConf.to_container(raw, resolve=False).get("hydra", {}).get("searchpath", []) or []:  # pyright: ignore
+            # RLinf's ${oc.env:EMBODIED_PATH} is the folder above its configs.
+            filled = re.sub(r"\$\{oc\.env:\w+(,[^}]*)?\}", str(self._path.parent.resolve().parent), str(place))
+            self._roots.append(Path(filled.removeprefix("file://")))
+        return self._merged(raw, self._path, "")
+
+    def _load(self, path: Path) -> DictConfig:
+        self._files += 1
+        if self._files > MOST_FILES:
+            raise MigrationError(f"{self._path}: its defaults lists name more than {MOST_FILES} files.")
+        raw = OmegaConf.load(path)
+        if not isinstance(raw, DictConfig):
+            raise MigrationError(f"{path}: not readable: it holds a list, not keys.")
+        return raw
+
+    def _merged(self, raw: DictConfig, path: Path, package: str) -> DictConfig:
+        """Merge a file's defaults and then itself, unless _self_ stands elsewhere, all below `package`."""
+        found = OmegaConf.create({})
+        entries = OmegaConf.to_container(raw.get("defaults", OmegaConf.create([])), resolve=False)
+        primary = path == self._path
+        own = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "defaults" or primary])
+        assert isinstance(entries, list)
+        for entry in [*entries, *([] if "_self_" in entries else ["_self_"])]:
+            if entry == "_self_":
+                found.merge_with(_below(package, own))
+                continue
+            for name, place in _named(entry):
+                self._add(found, name, place, path, package)
+        return found
+
+    def _add(self, found: DictConfig, name: str, place: str | None, path: Path, package: str) -> None:
+        file = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        group = ".".join(part for part in name.lstrip("/").split("/")[:-1] if part != "..")
+        inner = {None: group, "_here_": "", "_global_": ""}.get(place, place) or ""
+        below = inner if place == "_global_" else ".".join(part for part in (package, inner) if part)
+        relative = [path.parent / file] if not name.startswith("/") else []
+        for at in [*relative, *(root / file.lstrip("/") for root in self._roots)]:
+            if at.is_file():
+                head = re.match(r"\s*#\s*@package\s+(\S+)", at.read_text(encoding="utf-8"))
+                at_root = head is not None and head[1] == "_global_" and place is None
+                found.merge_with(self._merged(self._load(at), at, "" if at_root else below))
+                return
+        self._source.missing.append(name.lstrip("/"))
+
+
+def _named(entry: Any) -> list[tuple[str, str | None]]:
+    """Files of one entry of a defaults list, each with its package, None where it names none."""
+    if isinstance(entry, str):
+        name, at, place = entry.partition("@")
+        return [(name, place if at else None)]
+    pairs = []
+    for group, option in entry.items() if isinstance(entry, dict) else ():
+        words = str(group).split()
+        if words[0] == "override" or option is None:
+            continue
+        name, at, place = words[-1].partition("@")
+        options = option if isinstance(option, list) else [option]
+        pairs += [(f"{name}/{one}", place if at else None) for one in options]
+    return pairs
+
+
+def _below(package: str, raw: DictConfig) -> DictConfig:
+    if not package:
+        return raw
+    found = OmegaConf.create({})
+    OmegaConf.update(found, package, raw, force_add=True)
+    return found
+
+
+def _leaves(raw: Any) -> dict[str, Any]:
+    """Dotted keys and values; an interpolation that cannot be resolved stays as text."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for name in node:
+            key = f"{prefix}{name}"
+            try:
+                value = node[name]
+                if OmegaConf.is_config(value) and not OmegaConf.is_dict(value):
+                    value = OmegaConf.to_container(value, resolve=True)
+            except (OmegaConfBaseException, TypeError, ArithmeticError, RecursionError):
+                value = dict(OmegaConf.to_container(node, resolve=False))[name]  # pyright: ignore
+            if isinstance(value, DictConfig) and len(value):
+                walk(value, f"{key}.")
+            else:
+                found[key] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    walk(raw, "")
+    return found

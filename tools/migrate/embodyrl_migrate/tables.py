@@ -1,0 +1,285 @@
+"""Tables of the source systems: keys, defaults, identity, facts, and the expressions in them."""
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+
+class MigrationError(Exception):
+    """Problems that end the command with exit code 2, one line each."""
+
+    def __init__(self, problems: str | list[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def spell(value: Any) -> str:
+    """Write a value as on a command line: null, true, [0,1], {a:1}.
+
+    >>> spell({"a": [None, True]})
+    '{a:[null,true]}'
+    """
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(spell, value))}]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{spell(one)}" for key, one in value.items()) + "}"
+    return str(value)
+
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.USub: operator.neg,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+
+def devices(value: Any) -> int | None:
+    """Count the devices of ROLL's device_mapping, "list(range(0,16))" or a list; it is read, not run.
+
+    >>> devices("list(range(0,4)) + list(range(8,16,2))"), devices("[4, 5]"), devices([0, 1, 2])
+    (8, 2, 3)
+    """
+    if isinstance(value, list):
+        return len(value)
+    ranges = [tuple(map(int, found.split(","))) for found in re.findall(r"range\(([\d,\s]+)\)", str(value))]
+    if any(len(bounds) > 3 or 0 in bounds[2:] for bounds in ranges):
+        return None
+    singles = re.findall(r"\[([\d,\s]+)\]", str(value))
+    count = sum(len(range(*bounds)) for bounds in ranges)
+    return count + sum(len(re.findall(r"\d+", one)) for one in singles) or None
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "min": min,
+    "max": max,
+    "length": len,
+    "devices": devices,
+}
+
+
+class Unknown(Exception):
+    """A key has no number here."""
+
+
+def evaluate(text: str, values: Mapping[str, Any]) -> Any:
+    """Work out an expression of dotted keys; None where a key that it needs says nothing.
+
+    `first(a, b)` is the first that says something; `a if b else c`, `and`, `or`, comparisons and arithmetic are
+    Python's.
+
+    >>> evaluate("ceil(data.size / first(batch, 4)) * 2", {"data.size": 10})
+    6
+    """
+    try:
+        return _Evaluator(values).value(ast.parse(text, mode="eval").body)
+    except (Unknown, ZeroDivisionError, TypeError, OverflowError, ValueError):
+        return None
+
+
+def number(text: str) -> float | None:
+    """Work out arithmetic without keys; None if it is none."""
+    try:
+        return evaluate(text, {})
+    except (SyntaxError, RecursionError):
+        return None
+
+
+class _Evaluator:
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def value(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.Name() | ast.Attribute():
+                return self._key(ast.unparse(node))
+            case ast.IfExp():
+                return self.value(node.body if self._or_none(node.test) else node.orelse)
+            case ast.List():
+                return [self.value(part) for part in node.elts]
+            case ast.BoolOp():
+                results = [self._or_none(part) for part in node.values]
+                wanted = isinstance(node.op, ast.Or)
+                return next((result for result in results if bool(result) is wanted), results[-1])
+            case ast.UnaryOp(op=ast.Not()):
+                return not self._or_none(node.operand)
+            case ast.UnaryOp():
+                return _OPERATORS[type(node.op)](self.value(node.operand))
+            case ast.BinOp():
+                return _OPERATORS[type(node.op)](self.value(node.left), self.value(node.right))
+            case ast.Compare(ops=[ast.In()]):  # of paths, also with variables of a shell in them
+                return self.value(node.left) in str(self._values.get(ast.unparse(node.comparators[0])))
+            case ast.Compare(ops=[one]):
+                return _OPERATORS[type(one)](self._or_none(node.left), self._or_none(node.comparators[0]))
+            case ast.Call(func=ast.Name(id="first")):
+                results = (self._or_none(part) for part in node.args)
+                return next((result for result in results if result is not None), None)
+            case ast.Call(func=ast.Name(id=function)):
+                return _FUNCTIONS[function](*(self.value(part) for part in node.args))
+        raise SyntaxError(f"{ast.unparse(node)} is no expression of keys")
+
+    def _or_none(self, node: ast.expr) -> Any:
+        try:
+            return self.value(node)
+        except Unknown:
+            return None
+
+    def _key(self, name: str) -> Any:
+        value = self._values.get(name)
+        if value is None or value == "" or (isinstance(value, str) and "$" in value):
+            raise Unknown(name)
+        return value
+
+
+FOLDER = files("embodyrl_migrate")
+PROGRAM = "(program)"
+"""Stands for what a shell script starts, where conditions name keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One source system. Its files are in systems/<folder>/."""
+
+    folder: str
+    keys: Mapping[str, Any]
+    """name, version, layouts, kinds; terms: expressions that several keys share; keys, "not needed", "unsupported"
+    and "without effect": unsupported, but the result stays the same."""
+    identity: list[Mapping[str, Any]]
+    """Questions whose answers choose our parts, or say that there are none."""
+    defaults: Mapping[str, Any]
+    """Values that the system's version takes where a file is silent, by key."""
+    facts: Mapping[str, Any]
+    """Expressions of its keys for what decides a result."""
+    sources: Mapping[str, str]
+    """File and function of the source system in which each fact was read."""
+
+    @property
+    def name(self) -> str:
+        """As its authors write it."""
+        return self.keys["name"]
+
+
+@cache
+def read(*parts: str) -> Any:
+    """Read a table of the package."""
+    text = FOLDER.joinpath(*parts).read_text(encoding="utf-8")
+    safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where there is libyaml
+    return safe(text).get_single_data()
+
+
+def systems() -> list[str]:
+    """Return the names of the known systems."""
+    return sorted(entry.name for entry in FOLDER.joinpath("systems").iterdir() if entry.joinpath("keys.yaml").is_file())
+
+
+def load_system(folder: str) -> System:
+    """Read a system.
+
+    Raises:
+        MigrationError: it is not known.
+    """
+    if folder not in systems():
+        raise MigrationError(f"--from {folder}: one of {', '.join(systems())}.")
+    parts = {name: read("systems", folder, f"{name}.yaml") for name in ("keys", "identity", "defaults", "facts")}
+    facts = {name: rule for name, rule in parts.pop("facts").items() if name != "(sources)"}
+    cited = read("systems", folder, "facts.yaml")["(sources)"]
+    sources = {fact: place for place, named in cited.items() for fact in named}
+    return System(folder=folder, facts=facts, sources=sources, **parts)
+
+
+def detect(values: Mapping[str, Any]) -> str:
+    """Find the system whose table knows most of the keys.
+
+    Raises:
+        MigrationError: none knows a third of them.
+    """
+    known = {}
+    for system in systems():
+        table = read("systems", system, "keys.yaml")
+        fitting = "signs" not in table or any(key in values for key in table["signs"])
+        known[system] = sum(find(table, key)[0] != "unknown" for key in values) if fitting else 0
+    best = max(known, key=lambda system: known[system])
+    if known[best] * 3 < len(values) or not values:
+        raise MigrationError(f"this is no config of {', '.join(systems())}: too few of its keys are known; see --from.")
+    return best
+
+
+def find(table: Mapping[str, Any], key: str) -> tuple[str, Any]:
+    """Return the state of a key and what the table says about it."""
+    if key in table["keys"]:
+        return "mapped", table["keys"][key]
+    # In this order: a harmless key may well fit the broad pattern of an unsupported section.
+    for state in ("not needed", "unsupported", "without effect"):
+        for why, patterns in table.get(state, {}).items():
+            if fits(key, patterns):
+                return state, why
+    return "unknown", f"the reference of {table['name']} has no such key"
+
+
+def fits(key: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns (*, ?, {a,b}) is this key."""
+    return any(_compiled(pattern)(key) for pattern in patterns)
+
+
+@cache
+def _compiled(pattern: str) -> Any:
+    parts = _braces(pattern)
+    return lambda key: any(fnmatchcase(key, part) for part in parts)
+
+
+def _braces(pattern: str) -> list[str]:
+    """Expand {a,b} wherever it stands."""
+    match = re.match(r"(.*?)\{(.*?)\}(.*)", pattern)
+    if match is None:
+        return [pattern]
+    return [f"{match[1]}{part}{rest}" for part in match[2].split(",") for rest in _braces(match[3])]
+
+
+def holds(when: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether all conditions hold: patterns of a key's value, in lower case.
+
+    Null is `none` and a missing key `absent`, which no pattern with * or ? fits. A key with `*` stands for every key
+    that it fits, of which one must have such a value.
+    """
+    return all(_one_holds(key, wanted, values) for key, wanted in when.items())
+
+
+def _one_holds(key: str, wanted: Any, values: Mapping[str, Any]) -> bool:
+    patterns = [str(one).lower() for one in (wanted if isinstance(wanted, list) else [wanted])]
+    names = [name for name in values if fnmatchcase(name, key)] if "*" in key else [key]
+    said = [_said(values, name) for name in names] or ["absent"]
+    nothing = ("absent", "none")
+    return any(
+        value in patterns if value in nothing else any(fnmatchcase(value, pattern) for pattern in patterns)
+        for value in said
+    )
+
+
+def _said(values: Mapping[str, Any], name: str) -> str:
+    if name not in values:
+        return "absent"
+    value = values[name]
+    return "none" if value is None or value == "" else spell(value).lower()

@@ -1,0 +1,407 @@
+"""From another system's keys to embodyrl's: the parts, the settings, and a verdict on every key."""
+
+import contextlib
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import embodyrl
+from embodyrl.errors import ConfigError
+from embodyrl_migrate.source import Source
+from embodyrl_migrate.tables import (
+    PROGRAM,
+    System,
+    detect,
+    evaluate,
+    find,
+    fits,
+    holds,
+    load_system,
+    spell,
+)
+
+STATES = ("mapped", "changed", "not needed", "unsupported", "unknown")
+OFF = (None, False, 0, "", "none", [], {})
+"""Values of a key that turn its feature off."""
+LOCAL_KEYS = ("model.path", "model.lora.path", "data.path", "data.val_path", "reward.path")
+"""Paths of another machine: written as they are, listed on the screen, left out where the config is checked."""
+MOST_SLOTS = 64
+"""Episodes that a migrated config runs at the same time; further ones follow as rollout epochs."""
+LAYOUT = "layout"
+"""Name of the layout in expressions and conditions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The verdict on one key of the source."""
+
+    key: str
+    value: Any
+    state: str
+    """One of `STATES`."""
+    to: tuple[str, ...] = ()
+    note: str = ""
+    is_default: bool = False
+    """The file is silent; the value is the system's default."""
+    decides: bool = False
+    """Unsupported, and the result depends on it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Migration:
+    """The settings, and the verdict on every key."""
+
+    system: System
+    values: dict[str, Any]
+    """The source's keys with the system's defaults."""
+    layout: str = ""
+    """Version of the source's layout, found by its keys."""
+    groups: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    verdicts: list[Verdict] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """Parts that embodyrl does not have, each with the nearest one."""
+    config: Any = None
+    """The typed config that groups and settings make; None: there is none near enough."""
+
+    @property
+    def flat(self) -> dict[str, Any]:
+        """The values of the config by dotted key, with paths of another machine."""
+        return {**flatten(self.config), **{key: self.settings[key] for key in self.local}}
+
+    @property
+    def local(self) -> list[str]:
+        """Settings that name files of another machine."""
+        return [key for key in self.settings if key in LOCAL_KEYS]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of keys of the file by state."""
+        found = Counter(verdict.state for verdict in self.verdicts if not verdict.is_default)
+        return {state: found[state] for state in STATES}
+
+
+def flatten(config: Any) -> dict[str, Any]:
+    """Return the values of a config by dotted key."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, Mapping) and value:
+                walk(value, f"{prefix}{name}.")
+            else:
+                found[prefix + name] = value
+
+    walk(config.model_dump(mode="json"), "")
+    return found
+
+
+def translate(source: Source, folder: str | None = None) -> Migration:
+    """Translate a config.
+
+    Args:
+        source: the config.
+        folder: the source system; None: found by the keys.
+
+    Raises:
+        MigrationError: no known config, or the translation is no valid config.
+    """
+    system = load_system(folder or detect(source.values))
+    source.missing = [name for name in source.missing if not _is_optional(system, name, source)]
+    layout, moved = _layout(system, source)
+    older = {key: new for key in source.values if (new := _overruled_by(moved, key))}
+    own = {moved.get(key, key): value for key, value in source.values.items() if key not in older}
+    values: dict[str, Any] = {**system.defaults, **own, LAYOUT: layout}
+    for name, text in system.keys.get("terms", {}).items():
+        values[name] = evaluate(text, values)
+    result = Migration(system=system, values=values, layout=layout)
+    known = {**values, PROGRAM: source.program}
+    kind = next(kind for kind in system.keys["kinds"] if holds(kind.get("when", {}), known))
+    _take(result, kind)
+    if "layouts" in system.keys and not layout:
+        result.refused.append(f"layout: no version of {system.name} has these keys. Nearest: see --from.")
+    deciding = _identify(result, known, own)
+    _account(result, own, kind, deciding)
+    back = {canonical: key for key, canonical in moved.items()}
+    result.verdicts = [replace(v, key=back.get(v.key, v.key)) for v in result.verdicts]
+    for key, new in older.items():
+        note = f"layout {layout} reads {new} instead"
+        result.verdicts.append(Verdict(key=key, value=source.values[key], state="not needed", note=note))
+    if result.groups and not source.missing:
+        _fit(result)
+    return result
+
+
+def _is_optional(system: System, name: str, source: Source) -> bool:
+    """Return whether a file that was not found decides nothing, or is in the table of defaults; note it if so."""
+    for why, patterns in system.keys.get("optional files", {}).items():
+        if fits(name.removesuffix(".yaml"), patterns) or fits(Path(name).stem, patterns):
+            source.notes.append(f"{name} was not found: {why}")
+            return True
+    return False
+
+
+def _layout(system: System, source: Source) -> tuple[str, dict[str, str]]:
+    """Find the layout by its signs; return its name, and the keys that it has moved with their place in the tables."""
+    for layout in system.keys.get("layouts", ()):
+        if any(fits(key, layout["signs"]) for key in source.values):
+            moves = layout.get("moves", {})
+            moved = {
+                key: new + key.removeprefix(old)
+                for key in source.values
+                for old, new in moves.items()
+                if key.startswith(old)
+            }
+            return layout["name"], moved
+    return "", {}
+
+
+def _overruled_by(moved: Mapping[str, str], key: str) -> str:
+    """Return the newer key that takes the place of a key of an older layout; empty: none does."""
+    for new, canonical in moved.items():
+        section = canonical.rpartition(".")[0]
+        if key not in moved and (key == canonical or ("." in section and key.startswith(f"{section}."))):
+            return new
+    return ""
+
+
+def _take(result: Migration, part: Mapping[str, Any]) -> None:
+    result.groups |= part.get("groups", {})
+    result.settings |= part.get("settings", {})
+
+
+def _identify(result: Migration, known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
+    """Answer the system's questions; return which keys decided what."""
+    deciding: dict[str, str] = {}
+    refused: set[str] = set()
+    for question in result.system.identity:
+        if question["what"] in refused or not holds(question.get("when", {}), known):
+            continue
+        case = next((case for case in question["cases"] if holds(case.get("when", {}), known)), None)
+        if case is None:
+            continue
+        used = {key: known[key] for key in case.get("when", {}) if key in known}
+        deciding |= dict.fromkeys(used, question["what"])
+        if "refuse" in case:
+            shown = ", ".join(f"{key}={spell(value)}" for key, value in used.items() if key in own or key == PROGRAM)
+            why = f"{case['refuse']} ({shown})" if shown else case["refuse"]
+            result.refused.append(f"{question['what']}: {why}. Nearest: {case['nearest']}.")
+            refused.add(question["what"])
+            if question["what"] == "task":
+                result.groups = {}
+                break  # the parts of another task say nothing
+        _take(result, case)
+    return deciding
+
+
+def _account(result: Migration, own: Mapping[str, Any], kind: Mapping[str, Any], deciding: Mapping[str, str]) -> None:
+    """Judge every key; mapped keys are applied in the order of the table."""
+    table, sizes = result.system.keys, {}
+    found: dict[str, Verdict] = {}
+    for key in table["keys"]:
+        if key in result.values and not fits(key, kind.get("skip", ())):
+            found[key] = _apply(key, result, table["keys"][key], sizes, is_default=key not in own)
+    for key, value in own.items():
+        if key not in found:
+            state, why = find(table, key)
+            decides = state == "unsupported"
+            if fits(key, kind.get("skip", ())):
+                state, why, decides = "not needed", f"a {kind['name']} run does not read this key", False
+            elif key in deciding:
+                state, why, decides = "mapped", f"decides the {deciding[key]}", False
+            elif state != "not needed" and state != "unknown" and _is_off(table, key, value):
+                state, why, decides = "not needed", f"off; else: {why}", False
+            elif state == "without effect":
+                state = "unsupported"
+            found[key] = Verdict(key=key, value=value, state=state, note=why, decides=decides)
+    inherited = [verdict for key, verdict in found.items() if key not in own and verdict.to]
+    result.verdicts = [*(found[key] for key in own), *inherited]
+    _settle_sizes(result, sizes)
+
+
+def _is_off(table: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether this value asks for nothing that is not done anyway."""
+    plain = [values for pattern, values in table.get("harmless", {}).items() if fits(key, [pattern])]
+    return value in OFF or any(value in values or "*" in values for values in plain)
+
+
+def _apply(key: str, result: Migration, entry: Any, sizes: dict[str, float], *, is_default: bool) -> Verdict:
+    """Set what a table entry says: a target, {to, values, is, also, if, if_not, note}, or the first fitting of several.
+
+    Targets with @ are sizes, see `_settle_sizes`; a list of targets takes a list of values or one for all; `is` is an
+    expression of the source's keys, or several, in place of the value; `also` is set besides; `if` are conditions
+    without which this key does nothing; `if_not` values that turn it off; `unsupported` is the reason against all other
+    values; `harmless`: no value changes the result.
+    """
+    value = result.values[key]
+    entries: list[Any] = entry if isinstance(entry, list) else [entry]
+    rules: list[dict[str, Any]] = [{"to": one} if isinstance(one, str) else one for one in entries]
+    rule = next((one for one in rules if holds(one.get("if", {}), result.values)), rules[-1])
+    note = rule.get("note", "")
+    chosen: dict[str, Any] | None = {}
+    if not holds(rule.get("if", {}), result.values):
+        state, note = "not needed", f"has an effect only where {_conditions(rule['if'])}"
+    elif (value is None or value == "") and "none" not in _names(rule):
+        state, note = "mapped", "not set: our default holds"
+    elif isinstance(value, str) and "$" in value and "{" in value:
+        state, note = "unsupported", "an interpolation that needs the source's code"
+    elif "unsupported" in rule and value not in (*OFF, *rule.get("if_not", ())):
+        state, note = "unsupported", rule["unsupported"]
+    elif value in rule.get("if_not", ()) or ("also" in rule and value in OFF):
+        state, note = "mapped", "off there, as is our default"
+    elif (chosen := _chosen(value, rule, result.values)) is None:
+        state, note, chosen = "unsupported", f"value {spell(value)} has no counterpart", {}
+    else:
+        state = "changed" if note else "mapped"
+    for target, setting in chosen.items():
+        if target.startswith("@"):
+            sizes[target] = sizes.get(target, 1.0) * float(setting)
+        elif target.startswith("group/"):
+            result.groups[target.removeprefix("group/")] = setting
+        else:
+            result.settings[target] = _written(target, setting)
+    decides = state == "unsupported" and not rule.get("harmless", False)
+    return Verdict(
+        key=key, value=value, state=state, to=tuple(chosen), note=note, is_default=is_default, decides=decides
+    )
+
+
+def _conditions(when: Mapping[str, Any]) -> str:
+    """Conditions in words."""
+    return " and ".join(
+        f"{key} is {' or '.join(map(spell, wanted if isinstance(wanted, list) else [wanted]))}"
+        for key, wanted in when.items()
+    )
+
+
+def _names(rule: Mapping[str, Any]) -> list[str]:
+    return [str(name).lower() for name in rule.get("values", {})]
+
+
+def _chosen(value: Any, rule: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the settings that a rule makes of a value, or None where it knows no counterpart."""
+    targets = rule.get("to", [])
+    targets = targets if isinstance(targets, list) else [targets]
+    if "is" in rule:
+        several = isinstance(rule["is"], list)
+        found = [evaluate(text, values) for text in (rule["is"] if several else [rule["is"]])]
+        if None in found:
+            return None
+        value = found if several else found[0]
+    elif "values" in rule:
+        table = {str(name).lower(): target for name, target in rule["values"].items()}
+        name = "none" if value in (None, "") else str(value).lower()
+        if name not in table:
+            return None
+        value = table[name]
+        if isinstance(value, dict) and not targets:
+            return value
+    spread = len(targets) > 1 and isinstance(value, list)
+    chosen = dict(zip(targets, value, strict=True)) if spread else dict.fromkeys(targets, value)
+    return {**chosen, **rule.get("also", {})}
+
+
+def _written(target: str, value: Any) -> Any:
+    """Return whole numbers as integers, and one path of a list of paths."""
+    if target in LOCAL_KEYS and isinstance(value, list):
+        return value[0] if len(value) == 1 else ",".join(map(str, value))
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
+
+
+def _settle_sizes(result: Migration, sizes: Mapping[str, float]) -> None:
+    """Turn prompts, samples per prompt and batch shares into slots, rollout epochs and batch sizes."""
+    group = int(sizes.get("@group", 1))
+    settings = result.settings
+    settings["algorithm.group_size"] = group
+    slots = settings.get("env.train.total_num_envs")
+    if slots is not None:
+        settings["env.train.total_num_envs"] = max(1, int(slots) // group) * group
+    if "@samples" in sizes:
+        sizes = {"@prompts": max(1, int(sizes["@samples"]) // group), **sizes}
+    if "@prompts" in sizes:
+        prompts = int(sizes["@prompts"])
+        most = max(1, (settings.get("env.train.total_num_envs") or MOST_SLOTS) // group)
+        together = max(d for d in range(1, min(prompts, most) + 1) if prompts % d == 0)
+        settings["env.train.total_num_envs"] = together * group
+        settings["algorithm.rollout_epoch"] = prompts // together
+    if "@update_prompts" in sizes:
+        settings["actor.global_batch_size"] = int(sizes["@update_prompts"]) * group
+    elif "@update_samples" in sizes:
+        settings["actor.global_batch_size"] = max(1, int(sizes["@update_samples"]))
+    micro = settings.get("actor.micro_batch_size", 8)
+    settings["actor.micro_batch_size"] = min(int(micro), settings.get("actor.global_batch_size", 160))
+
+
+def _fit(result: Migration) -> None:
+    """Compose the config; a setting that embodyrl refuses becomes an unsupported key until the rest is accepted."""
+    # A removed key may reveal another problem; every round removes at least one key.
+    for _ in range(len(result.settings) + 2):
+        problems = _problems(result)
+        if not problems:
+            return
+        refused = {match[0]: text for text in problems if (match := re.match(r"[\w.]+(?==|:|\s)", text))}
+        refused = {key: text for key, text in refused.items() if key in result.settings}
+        if not refused:
+            result.refused += [f"refused by embodyrl: {problem}" for problem in problems]
+            result.config = None
+            return
+        for key, text in refused.items():
+            del result.settings[key]
+            table = result.system.keys["keys"]
+            result.verdicts = [_refused(v, text, table.get(v.key)) if key in v.to else v for v in result.verdicts]
+    raise AssertionError("refused keys were removed, yet the config is still refused")
+
+
+def _refused(verdict: Verdict, text: str, entry: Any) -> Verdict:
+    """Return the verdict on a key that embodyrl refuses: without effect, or impossible.
+
+    Where a table says when the key has an effect there, no effect here is a difference.
+    """
+    idle = "has no effect" in text or "is for text" in text or "does not read" in text
+    rules = entry if isinstance(entry, list) else [entry]
+    idle = idle and not ("does not read" in text and any(isinstance(rule, dict) and "if" in rule for rule in rules))
+    if idle or ("does not read" in text and verdict.value in OFF):
+        return replace(verdict, state="not needed", note=f"without use here: {text}", to=(), decides=False)
+    return replace(verdict, state="unsupported", note=f"refused: {text}", to=(), decides=not verdict.is_default)
+
+
+def _problems(result: Migration) -> list[str]:
+    """Compose the config and return its problems."""
+    try:
+        result.config = _compose(result.groups, result.settings)
+    except ConfigError as error:
+        return error.problems
+    return list(getattr(result.config, "warnings", ()))
+
+
+def _compose(groups: Mapping[str, str], settings: Mapping[str, Any]) -> Any:
+    # Warnings are in the result; on the screen they would name keys that are about to be removed.
+    with contextlib.redirect_stderr(io.StringIO()):
+        return embodyrl.compose("train", *_words(groups, settings))
+
+
+def _words(groups: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
+    """Return overrides as typed on a command line, without paths of another machine."""
+    words = [f"{group}={option}" for group, option in groups.items()]
+    for key, value in settings.items():
+        if key not in LOCAL_KEYS:
+            quoted = isinstance(value, str | list)
+            words.append(f"{key}={json.dumps(value, separators=(',', ':')) if quoted else spell(value)}")
+    return words
+
+
+def without_defaults(result: Migration) -> dict[str, Any]:
+    """Return the settings without those that repeat the values of the chosen groups; the config stays the same."""
+    wanted = flatten(result.config)
+    plain = flatten(_compose(result.groups, {}))
+    kept = {
+        key: value
+        for key, value in result.settings.items()
+        if key in LOCAL_KEYS or (key in wanted and plain.get(key) != wanted[key])
+    }
+    return kept if flatten(_compose(result.groups, kept)) == wanted else result.settings

@@ -1,0 +1,218 @@
+"""Recipes of other frameworks: what decides the result is kept, the rest is named and ends with exit 2."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from embodyrl_migrate.report import BOUND, DETAIL, Fact, compare, reasons
+from embodyrl_migrate.source import Source, read_source
+from embodyrl_migrate.tables import load_system, systems
+from embodyrl_migrate.translate import Migration, translate
+
+DATA = Path(__file__).parent / "data"
+EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "expected.yaml").read_text())
+"""By file, worked out by hand: `facts`, values of what decides the result; `reasons` against an experiment; `refused`
+parts; `missing` files; or the number of `keys`."""
+
+
+@cache
+def migrated(name: str, *overrides: str) -> tuple[Migration, list[Fact], list[str], Source]:
+    source = read_source(DATA / name, overrides)
+    result = translate(source)
+    facts = compare(result) if result.config is not None else []
+    return result, facts, reasons(result, facts, source), source
+
+
+def subject(reason: str) -> str:
+    """Return the fact, the key or the part of a reason."""
+    kind, _, rest = reason.partition(": ")
+    if kind in ("differs", "not known there", "not known here"):
+        return rest.partition(":")[0]
+    return rest.partition("=")[0] if kind == "unsupported key" else kind
+
+
+@pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "facts" in wanted])
+def test_what_decides_the_result_is_kept_or_named(name: str) -> None:
+    result, facts, why, _ = migrated(name)
+    wanted = EXPECTED[name]
+    assert list(dict.fromkeys(map(subject, why))) == wanted.get("reasons", [])
+    ours = {fact.what: fact.ours for fact in facts}
+    for what, value in wanted["facts"].items():
+        # Lines that are off in both are not shown.
+        assert ours.get(what, "off") == (pytest.approx(value) if isinstance(value, float) else value), what
+    written = {**result.flat, **result.settings}
+    for key, value in wanted.get("settings", {}).items():
+        assert written[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+    assert {key: result.groups[key] for key in wanted.get("groups", {})} == wanted.get("groups", {})
+
+
+@pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "refused" in wanted])
+def test_unknown_parts_are_refused_with_the_nearest_one(name: str) -> None:
+    _, _, why, _ = migrated(name)
+    for part, words in EXPECTED[name]["refused"].items():
+        lines = [line for line in why if line.startswith(f"{part}: ") and words in line]
+        assert len(lines) == 1, why
+        assert " Nearest: " in lines[0]
+
+
+@pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "missing" in wanted])
+def test_a_missing_file_is_the_only_reason_and_nothing_is_composed(name: str) -> None:
+    result, _, why, source = migrated(name)
+    assert list(dict.fromkeys(source.missing)) == EXPECTED[name]["missing"]
+    assert [line.startswith("missing file: ") for line in why] == [True] * len(EXPECTED[name]["missing"])
+    assert result.config is None
+
+
+@pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "missing" not in wanted])
+def test_every_key_has_a_verdict(name: str) -> None:
+    result, _, _, source = migrated(name)
+    account = [verdict for verdict in result.verdicts if not verdict.is_default]
+    assert sorted(verdict.key for verdict in account) == sorted(source.values)
+    assert all(v.note for v in account if v.state in ("changed", "not needed", "unsupported", "unknown"))
+    assert result.system.folder == next(system for system in systems() if name.startswith(system))
+    assert len(source.values) == EXPECTED[name].get("keys", len(source.values))
+
+
+LIBERO_GRPO = "rlinf_libero_10_grpo.yaml"
+PPO = (
+    *(
+        "algorithm.adv_type=gae",
+        "algorithm.loss_type=actor_critic",
+        "algorithm.filter_rewards=false",
+        "env.train.group_size=1",
+    ),
+    *("+algorithm.value_clip=0.2", "+algorithm.huber_delta=10", "+actor.optim.value_lr=1e-4"),
+)
+FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "openvla_oft grpo": ((), []),
+    "openvla_oft grpo, tokens cut": (
+        ("algorithm.sampling_params.top_k=50",),
+        ["algorithm.sampling_params.top_k", "top k"],
+    ),
+    "openvla_oft grpo, 256 tokens": (("algorithm.sampling_params.top_k=256",), []),
+    "ppo, episodes that end at a time limit": (PPO, ["value at time limit"]),
+    "ppo, slots that refill": ((*PPO, "env.train.auto_reset=true"), []),
+    "ppo, values also after success": (
+        (*PPO, "env.train.auto_reset=true", "+algorithm.bootstrap_type=always"),
+        ["value at time limit"],
+    ),
+    "asynchronous": (("algorithm.loss_type=decoupled_actor_critic",), ["algorithm"]),
+    "sac": (("algorithm.loss_type=embodied_sac",), ["algorithm"]),
+    "dagger": (("algorithm.loss_type=embodied_dagger",), ["algorithm"]),
+    "gr00t": (("+actor.model.model_type=gr00t",), ["model"]),
+    "dexbotic": (("+actor.model.model_type=dexbotic_pi",), ["model"]),
+    "libero_130": (("+env.train.task_suite_name=libero_130",), ["environment"]),
+    "libero plus": (("+env.train.libero_variant=plus",), ["environment"]),
+    "maniskill": (("+env.train.env_type=maniskill",), ["environment"]),
+    "robotwin": (("+env.train.env_type=robotwin",), ["environment"]),
+    "calvin": (("+env.train.env_type=calvin",), ["environment"]),
+    "metaworld": (("+env.train.env_type=metaworld",), ["environment"]),
+    "world model": (("+env.train.env_type=wan_wm",), ["environment"]),
+    "real robot": (("+env.train.env_type=realworld",), ["environment"]),
+    "an unknown simulator": (("+env.train.env_type=surprise",), ["environment"]),
+    "evaluation": (("runner.only_eval=true",), ["task"]),
+    "another evaluation": (("runner.task_type=embodied_eval",), ["task"]),
+    "sft": (("runner.task_type=embodied_sft",), ["task"]),
+    "an unknown task": (("runner.task_type=surprise",), ["task"]),
+    "an unknown engine": (("rollout.backend=surprise",), ["rollout"]),
+    "an unknown trainer": (("actor.training_backend=surprise",), ["trainer"]),
+    "an unknown key": (("+actor.surprise=1",), ["unknown keys"]),
+    "one initial state": (("+env.train.specific_reset_id=3",), ["env.train.specific_reset_id", "initial states"]),
+    "a step penalty": (("+env.train.use_step_penalty=true",), ["env.train.use_step_penalty", "reward"]),
+    "a cosine over another length": (
+        ("+actor.optim.lr_scheduler=cosine", "+actor.optim.total_training_steps=500"),
+        ["schedule length"],
+    ),
+    "a cosine over the run": (("+actor.optim.lr_scheduler=cosine", "+actor.optim.total_training_steps=1000"), []),
+}
+"""Embodied recipes of RLinf by family: overrides of one recipe, and what ends with exit 2."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_rlinf(family: str) -> None:
+    overrides, wanted = FAMILIES[family]
+    _, facts, why, _ = migrated(LIBERO_GRPO, *overrides)
+    found = list(dict.fromkeys(map(subject, why)))
+    if wanted in (["algorithm"], ["environment"], ["model"], ["task"]):
+        found = found[:1]  # the lines that follow from a missing part are named too
+    assert found == wanted
+    details = {"settle steps", "filtered groups", "gradient scale"}
+    assert {fact.what for fact in facts if fact.is_same is False and fact.kind == DETAIL} <= details
+
+
+def test_what_rlinf_does_not_read_changes_nothing() -> None:
+    plain, *_ = migrated(LIBERO_GRPO)
+    unread = (
+        "algorithm.kl_beta=0.1",
+        "algorithm.clip_ratio_c=5",
+        "algorithm.loss_agg_func=token-sum",
+        "algorithm.gamma=0.5",
+    )
+    result, _, why, _ = migrated(LIBERO_GRPO, *unread)
+    assert why == []
+    assert result.settings == plain.settings
+
+
+@pytest.mark.parametrize(
+    ("layout", "words", "temperature"),
+    [
+        ("0.2", ("+algorithm.sampling_params.temperature_train=1.4",), 1.4),
+        ("0.3", ("+rollout.sampling_params.temperature_train=1.3",), 1.3),
+        ("0.3", ("+rollout.sampling_params.top_p=1",), 1),
+        ("0.3", ("+env.train.rollout_epoch=8",), 1.6),
+    ],
+    ids=["algorithm", "rollout", "the older section is not read", "rollout_epoch"],
+)
+def test_the_layout_says_where_the_sampling_is_read(layout: str, words: tuple[str, ...], temperature: float) -> None:
+    result, _, why, _ = migrated(LIBERO_GRPO, *words)
+    assert (result.layout, why) == (layout, [])
+    assert result.flat["algorithm.sampling_params.temperature"] == temperature
+
+
+def test_steps_are_the_smaller_of_epochs_and_steps() -> None:
+    for steps, wanted in ((-1, 1000), (300, 300), (2000, 1000)):
+        result, *_ = migrated(LIBERO_GRPO, f"runner.max_steps={steps}")
+        assert result.flat["runner.max_steps"] == wanted
+
+
+def test_simplevla_reads_neither_entropy_nor_epochs_nor_schedule() -> None:
+    actor = "actor_rollout_ref.actor"
+    unread = (f"{actor}.entropy_coeff=0.5", f"{actor}.ppo_epochs=3", f"{actor}.optim.warmup_style=cosine")
+    result, _, why, _ = migrated("simplevla_rl_libero.sh", *unread)
+    assert why == []
+    keys = ("algorithm.entropy_bonus", "algorithm.update_epoch", "actor.optim.schedule")
+    assert [result.flat[key] for key in keys] == [0, 1, "constant"]
+
+
+@pytest.mark.parametrize(("trials", "states"), [(20, [0, 19]), (49, [0, 48]), (50, None)])
+def test_trials_of_a_task_are_its_first_initial_states(trials: int, states: list[int] | None) -> None:
+    result, facts, why, _ = migrated("simplevla_rl_libero.sh", f"+data.num_trials_per_task={trials}")
+    assert why == []
+    assert [result.flat[f"env.{split}.state_ids"] for split in ("train", "eval")] == [states, states]
+    (steps,) = [fact for fact in facts if fact.what == "steps"]
+    assert (steps.kind, steps.theirs) == (BOUND, trials * 10 // 32 * 100)
+
+
+@pytest.mark.parametrize("system", systems())
+def test_every_fact_names_file_and_function_of_its_source(system: str) -> None:
+    from embodyrl_migrate.tables import read
+
+    found = load_system(system)
+    shown = {name for name in found.facts if name in read("ours.yaml") and not name.startswith("is_")}
+    assert shown - set(found.sources) == set()
+    assert set(found.sources) - shown == set()
+    assert all(".py" in place or ".yaml" in place for place in found.sources.values())
+
+
+@pytest.mark.parametrize("system", systems())
+def test_the_core_of_the_comparison_is_complete(system: str) -> None:
+    core = """
+    horizon group episodes optimizer_steps steps estimator divided_by_deviation loss aggregation clip_low clip_high
+    dual_clip kl entropy filter old_logprob temperature top_k learning_rate schedule warmup weight_decay betas
+    adam_eps gradient_clip reward validation_every validation_episodes
+    """
+    assert set(core.split()) - set(load_system(system).facts) == set()
