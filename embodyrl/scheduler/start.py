@@ -172,12 +172,17 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     )
 
 
+_PINNING = "PYTORCH_ALLOC_CONF"
+_EXACT_PINNING = {_PINNING: os.environ.get(_PINNING, "pinned_max_round_threshold_mb:8")}
+"""torch pins host memory in powers of two by default: a third more than the weights of a 7B model."""
+
+
 def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
     return WorkerSpec(
         name=name,
         entry="embodyrl.workers.policy_host:PolicyHost",
         init=init,
-        environ={"OMP_NUM_THREADS": _threads()},
+        environ={"OMP_NUM_THREADS": _threads()} | (_EXACT_PINNING if init.actor.fsdp.cpu_offload else {}),
         component=component,
         gpu=gpu,
     )

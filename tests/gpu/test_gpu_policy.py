@@ -28,6 +28,12 @@ ENV = EnvSpec(
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch):
+    """By default convolutions on CUDA round float32 to TF32, ten bits, which the tolerances do not allow for."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def build(path, *, device="cuda", precision=Precision.fp32, trainable=True):
     cfg = model_of(path=str(path), num_images_in_input=1, use_proprio=False, precision=precision)
     request = PolicyRequest(env=ENV, value_dim=1, temperature=1.0, device=device, seed=0, trainable=trainable)

@@ -63,3 +63,13 @@ def test_where_a_pass_cannot_be_recorded_acting_goes_on_without_and_says_why(pol
     second = recorded(inputs)
     for logits in (first, second):
         assert torch.equal(logits[0], policy._forward(inputs)[0])
+
+
+@torch.no_grad()
+def test_a_lack_of_memory_is_no_reason_to_act_without_recording(policy, monkeypatch):
+    def full() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Recorded(policy._forward)(policy._inputs(observe(5)))

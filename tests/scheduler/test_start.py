@@ -6,9 +6,10 @@ import pytest
 from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena
+from embodyrl.channels.messages import RankInfo
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import draw_blueprint
-from embodyrl.scheduler.start import policy_init
+from embodyrl.scheduler.start import plan_hosts, policy_init
 
 
 @pytest.mark.parametrize(
@@ -21,3 +22,15 @@ def test_optimizer_steps_of_the_host_take_all_its_cores(tmp_path, monkeypatch, o
     blueprint = draw_blueprint(cfg, training=True)
     with closing(Arena.create(blueprint.layout, 1)) as arena:
         assert policy_init(blueprint, arena, None).threads == (available_cores() if all_cores else 1)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_weights_are_pinned_at_their_size(offload, tmp_path):
+    words = (f"actor.fsdp.cpu_offload={str(offload).lower()}", "launcher=local")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    arena = Arena.create(blueprint.layout, 1)
+    try:
+        (spec,) = plan_hosts(blueprint, arena, None, bucket_arena=None, rank_info=RankInfo())
+    finally:
+        arena.close()
+    assert (spec.environ.get("PYTORCH_ALLOC_CONF") == "pinned_max_round_threshold_mb:8") is offload

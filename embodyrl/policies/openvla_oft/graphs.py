@@ -66,6 +66,8 @@ class Recorded:
         filled = fill(inputs, bucket(count))
         try:
             recording = self._recording(filled) if self._works else None
+        except torch.OutOfMemoryError:
+            raise  # going on without would meet it again
         except RuntimeError as error:
             self._works = False
             recording = None
