@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,6 +334,32 @@ def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_samples(tmp_p
     assert len({cost for costs in batches for cost in costs}) > 2
     assert all(len(costs) * max(costs) <= 40 for costs in batches if len(costs) > 1)
     assert max(map(len, batches)) > 2
+
+
+def returned(parts: Generator[None, None, Any]) -> Any:
+    """Return what a generator returns."""
+    while True:
+        try:
+            next(parts)
+        except StopIteration as end:
+            return end.value
+
+
+def test_a_micro_batch_that_keeps_a_rank_in_step_adds_nothing(make: Make):
+    """Ranks without samples repeat one; neither loss, gradient nor metrics may contain it."""
+    actor = make("actor.optim.lr=0")
+    actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
+    learner = actor.host._learner
+    assert isinstance(learner, PolicyGradientLearner)
+    batch = learner._batch(records_of(actor.tickets), np.arange(RECORDS))
+    proximal = returned(learner._proximal(batch))
+    (parts,) = learner._plan(batch, proximal, [np.arange(RECORDS)])
+    found = []
+    for more in ([], [(parts[0][0], False)]):
+        step = learner._trainer.descend([*parts, *more], 0.0, learner._score, learner._loss)
+        metrics, said = returned(step)
+        found.append([metrics["loss"], metrics["grad_norm"], len(said)])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 def test_policy_and_value_head_may_have_limits_of_their_own():
