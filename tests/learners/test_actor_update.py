@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, fill
-from text_runs import text_config
-from toy_runs import running_crew, toy_config
+from toy_runs import toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
@@ -22,10 +21,6 @@ from embodyrl.learners.settings import ValueOptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import train_episodes
-from embodyrl.policies.causal_lm.policy import CausalLMPolicy
-from embodyrl.scheduler.actors import Actors
-from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -105,18 +100,18 @@ def test_each_sample_has_its_own_importance_weight(make: Make):
     assert actor.update()["policy_loss"] == pytest.approx(-np.mean(advantage * np.exp(-drift)), rel=1e-3)
 
 
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
-def test_each_batch_has_loss_weights_of_its_own(make: Make, mode):
-    """Two optimizer steps of as many samples, of other episodes and with other actions missing."""
+def test_each_batch_has_loss_weights_of_its_own(make: Make, mode, whole):
+    """Two optimizer steps of equal size, of other episodes and, unless `whole`, with other actions missing."""
     actor = make(f"algorithm.loss_agg_func={mode}", "actor.optim.lr=0", *HALVES)
-    episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4, 1, 2, 3, 4, 2])
+    episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4] * RECORDS if whole else [4, 1, 2, 3, 4, 2])
     advantage = np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
     actor["advantage"], actor["valid"] = advantage[:, None], np.arange(4) < ran[:, None]
     expected = []
     for own in np.split(_shuffle(RECORDS, 0, 0, 0), 2):
         sequences = [own[episode[own] == e] for e in np.unique(episode[own])]
-        earned, units = ([(values[s]).sum() for s in sequences] for values in (advantage * ran, ran))
-        earned, units = np.array(earned), np.array(units)
+        earned, units = (np.array([values[s].sum() for s in sequences]) for values in (advantage * ran, ran))
         by_mode = {"seq-mean-token-mean": np.mean(earned / units), "token-mean": earned.sum() / units.sum()}
         # A sum over tokens, of which an action of the toy has seven.
         expected.append(by_mode.get(mode, 7 * np.mean(earned)))
@@ -315,27 +310,6 @@ def test_a_value_head_beside_adapters_has_its_own_rate(make: Make):
     assert not values & {id(p) for p in groups[0]["params"]}
 
 
-def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_samples(tmp_path, monkeypatch):
-    """Shuffled samples of two optimizer steps; each forward pass holds what fits into 40 tokens when padded."""
-    words = ("actor.max_tokens_per_mbs=40", "env.train.total_num_envs=16", "actor.global_batch_size=8")
-    cfg, batches = text_config(tmp_path, *words, "algorithm.group_size=2", task="length"), []
-    with running_crew(tmp_path, cfg=cfg) as stage:
-        algorithm, scheduler = stage.blueprint.algorithm, stage.workers.scheduler
-        rollout = scheduler.collect(Rollout(train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)))
-        batch = algorithm.prepare(rollout.episodes)
-        score = CausalLMPolicy.score
-
-        def noted(policy, obs, tokens):
-            batches.append([len(p) + int((row >= 0).sum()) for p, row in zip(policy.read(obs), tokens, strict=True)])
-            return score(policy, obs, tokens)
-
-        monkeypatch.setattr(CausalLMPolicy, "score", noted)
-        Actors(stage.workers, algorithm, stage.blueprint).update(0, rollout, batch)
-    assert len({cost for costs in batches for cost in costs}) > 2
-    assert all(len(costs) * max(costs) <= 40 for costs in batches if len(costs) > 1)
-    assert max(map(len, batches)) > 2
-
-
 def returned(parts: Generator[None, None, Any]) -> Any:
     """Return what a generator returns."""
     while True:
@@ -360,6 +334,20 @@ def test_a_micro_batch_that_keeps_a_rank_in_step_adds_nothing(make: Make):
         metrics, said = returned(step)
         found.append([metrics["loss"], metrics["grad_norm"], len(said)])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_own_samples(make: Make):
+    """Two optimizer steps of shuffled samples, of which one has no gradient."""
+    actor = make("actor.max_tokens_per_mbs=20", *HALVES)
+    costs = np.array([20, 1, 1, 20, 1, 5])
+    actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
+    learner, records = actor.host._learner, records_of(actor.tickets)
+    assert isinstance(learner, PolicyGradientLearner)
+    batch = learner._batch(records, np.arange(RECORDS))
+    planned = [np.array([1, 3, 5]), np.array([2, 4, 0])]
+    steps = [*learner._plan(batch, returned(learner._proximal(batch)), planned)]
+    found = [[np.flatnonzero(np.isin(records, part.seen)).tolist() for part, _ in parts] for parts in steps]
+    assert found == [[[3], [1, 5]], [[0], [2]]]
 
 
 def test_policy_and_value_head_may_have_limits_of_their_own():
