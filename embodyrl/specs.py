@@ -111,6 +111,8 @@ class EnvSpec(EnvFootprint):
     action_dim: int
     tasks: tuple[str, ...]
     """Language instruction of each task id."""
+    instructed: bool = True
+    """False: the environment has no instructions, and `tasks` are names."""
     states_per_task: tuple[int, ...]
     """Number of fixed initial states of each task; reset ids count through them task by task."""
     cameras: tuple[str, ...] = ()  # names, in the order of the image axis C
@@ -212,6 +214,7 @@ class PolicySpec(Footprint):
     uses_state: bool = False
     turns_images: bool = False
     """It turns frames by `EnvSpec.image_rotation_deg` before it reads them."""
+    reads_instructions: bool = False
     gripper: GripperConvention | None = None
     untrainable: str = ""
     """Why RL cannot train it; empty: it can, for its actions are drawn with probabilities."""

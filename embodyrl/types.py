@@ -246,3 +246,6 @@ class ImitationScores:
     loss: torch.Tensor
     accuracy: torch.Tensor
     """[B] share of the chunk's numbers whose bin or category is the given one's when acting greedily."""
+    error: torch.Tensor | None = None
+    """[B] mean absolute error of greedy actions in their own units, where actions have no categories; it replaces
+    `accuracy` in what is logged."""

@@ -20,6 +20,7 @@ from embodyrl.cli.commands import COMMANDS, overview
 from embodyrl.cli.output import no_collecting, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
+from embodyrl.leftovers import exit_in_spite_of_leftovers
 from embodyrl.registry import closest
 
 
@@ -44,11 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _open_streams()
         os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # or it would read about every installed package
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = 1
     try:
-        return _run(arguments)
+        code = _run(arguments)
+        return code
     finally:
         if argv is None:
             gc.freeze()  # or the interpreter would look through all there is at its exit
+            exit_in_spite_of_leftovers(code)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

@@ -15,11 +15,12 @@ from embodyrl.cli.output import no_collecting, printable
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
-from embodyrl.errors import ConfigError, masked
+from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
-from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
-from embodyrl.plan.load import write_word
+from embodyrl.plan.config import config_of_ckpt, dump_config, is_on_hub, load_config, load_saved_config
+from embodyrl.plan.load import parse_word, write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
+from embodyrl.registry import closest
 from embodyrl.version import __version__
 
 
@@ -56,6 +57,23 @@ def run(args: argparse.Namespace) -> int:
     return getattr(result, "exit_code", 0)
 
 
+def _require_ckpt(words: list[str]) -> None:
+    """Reject a checkpoint that is not there, before other settings are compared with the default model.
+
+    Raises:
+        CheckpointError: names runs that are spelled alike.
+    """
+    named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
+    path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
+    if path in ("null", "None", "") or "${" in path or is_on_hub(path) or resolve_run(path).exists():
+        return
+    runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
+    near = closest(path, [*runs, *(Path(run).name for run in runs)])
+    raise CheckpointError(
+        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list` shows the runs in ./runs."
+    )
+
+
 def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None]]:
     """Compose the config and find the run to go on with, an argument of those functions that can."""
     words, folders = args.words, args.config_dir
@@ -83,6 +101,7 @@ def _compose_with_ckpt(args: argparse.Namespace) -> Any:
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = write_word("ckpt", args.words[0])
+    _require_ckpt(args.words)
     return load_config(args.command, args.words, config_dirs=args.config_dir, base=config_of_ckpt(args.words))
 
 
@@ -112,6 +131,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
             raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
         found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
+    _require_ckpt(words)
     base = config_of_ckpt(words) if args.command == "train" else None
     cfg = load_config(args.command, words, config_dirs=args.config_dir, base=base)
     if resume is None and cfg.runner.resume_dir is None:

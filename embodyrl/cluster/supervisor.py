@@ -93,6 +93,8 @@ class Supervisor:
         """Workers that are not ready yet, or died and will be restarted."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
+        self._failures: dict[str, str] = {}
+        """How each worker ended last."""
         self._stop = StopRequest()
         self._shielded = False
 
@@ -162,6 +164,12 @@ class Supervisor:
                 f"worker {name} {reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
+        if died.traceback and self._failures.get(name) == died.reason:
+            raise WorkerError(
+                f"worker {name} {reason}, again after a restart and in the same step: another restart would end the "
+                f"same way. Find the defect with `embodyrl check-env`.{where}\n{died.traceback}"
+            )
+        self._failures[name] = died.reason
         # The first restart at once, as most deaths are accidents; then 0.5, 1, 2 ... s, at most 8.
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1

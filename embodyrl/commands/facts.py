@@ -28,13 +28,19 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         slots = f"{cfg.env.train.total_num_envs} slots (while validating {blueprint.num_slots})"
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
-        f"{split.max_episode_steps} steps/episode · {_sight(env)}",
+        f"{_limit(env, split)} · {_sight(env)}",
         "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     lines |= dict(precision_facts(cfg))
-    if env.doubts or policy.doubts:
-        lines["warning"] = "; ".join((*env.doubts, *policy.doubts))
+    doubts = (*env.doubts, *policy.doubts)
+    if policy.reads_instructions and not env.instructed:
+        doubts += (
+            f"'{policy.name}' reads instructions, and the environment has none, so that its name stands in; fix: "
+            "env.instruction=TEXT",
+        )
+    if doubts:
+        lines["warning"] = "; ".join(doubts)
     if policy.num_images or policy.gripper:
         cameras = ", ".join(env.cameras[: policy.num_images]) or "none"
         turned = " · frames turned by 180 degrees" if policy.turns_images and env.image_rotation_deg else ""
@@ -116,6 +122,13 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
             f"A checkpoint needs {_bytes(checkpoint)}{kept}, and {_bytes(free)} are free in "
             f"{cfg.runner.output_dir}. Fix: free some, checkpoint.keep=1, or another runner.output_dir."
         )
+
+
+def _limit(env: EnvSpec, split: PlayedSplit) -> str:
+    """Return the time limit that ends an episode first."""
+    if env.may_truncate and env.max_episode_steps < split.max_episode_steps:
+        return f"{env.max_episode_steps} steps/episode (the environment's own limit)"
+    return f"{split.max_episode_steps} steps/episode"
 
 
 def _sight(env: EnvSpec) -> str:

@@ -218,13 +218,17 @@ class _Sft:
         count, size = len(samples), self.cfg.actor.global_batch_size
         # Spread over all of them and always the same ones, so that losses of two steps can be compared.
         rows = np.linspace(0, count - 1, min(count, VALIDATION_SAMPLES)).round().astype(np.int64)
-        sums = {"loss": 0.0, "accuracy": 0.0}
+        sums: dict[str, float] = {}
         for start in range(0, len(rows), size):
             with actors.holding(samples, rows[start : start + size]) as tickets:
                 done = actors.loop.call(ImitateRequest(step=self.session.step, tickets=tickets, learn=False))
-            sums = {key: value + done.metrics[key] for key, value in sums.items()}
-        right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
-        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{right}": sums["accuracy"] / len(rows)}
+            sums = {key: sums.get(key, 0.0) + value for key, value in done.metrics.items()}
+        if "error" in sums:  # real numbers are never equal
+            right, total = "action_error", sums["error"]
+        else:
+            right = "token_accuracy" if self.cfg.objective.name is Objective.imitation else "accuracy"
+            total = sums["accuracy"]
+        return {f"{name}/loss": sums["loss"] / len(rows), f"{name}/{right}": total / len(rows)}
 
     def _save(self, actors: SupervisedActors) -> Path:
         meta = {"model": self.material.policy.name, "data": self.cfg.data.path}

@@ -221,7 +221,7 @@ class ChunkedEnv:
                 step=int(self._steps[slot]),
                 reset_id=reset_id,
                 task_id=self._task(slot),
-                instruction=instruction_for(self.spec, reset_id),
+                instruction=self.instruction(slot),
                 action=actions[place],
                 reward=float(self._last_reward[slot]),
                 success=bool(result.success[row, k]),
@@ -269,7 +269,9 @@ class ChunkedEnv:
 
     def instruction(self, slot: int) -> str:
         """Return the language instruction of the slot's current episode."""
-        return instruction_for(self.spec, self._position(slot)[0])
+        reset_id = self._position(slot)[0]
+        own = self._sims.instruction(slot)
+        return instruction_for(self.spec, reset_id) if own is None else own
 
     def close(self) -> None:
         """Free the simulators; idempotent."""

@@ -78,6 +78,10 @@ class Simulators(ABC):
         """Return the simulator's info of the last step, for reward functions."""
         return {}
 
+    def instruction(self, slot: int) -> str | None:
+        """Return the instruction of the slot's episode; None: the one that the spec has for its reset id."""
+        return None
+
     def expert(self, slot: int) -> FloatArray:
         """Return the scripted expert's next action [A]; called only for tasks in `spec.expert_tasks`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")

@@ -43,7 +43,8 @@ class ImitationLearner(Learner):
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or measure its sum.
 
-        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learnt, the sums `loss` and `accuracy`.
+        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learnt, the sums `loss`,
+        `accuracy` and, where it is measured, `error`.
         """
         records = self._samples(self._arena.read(request.tickets))
         self._trainer.ranks.train()
@@ -71,10 +72,11 @@ class ImitationLearner(Learner):
         for rows, counts in self._deal(records):
             scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
             if counts:
-                parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum())})
+                error = {} if scores.error is None else {"error": float(scores.error.sum())}
+                parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum()), **error})
         # Sums travel, not means: ranks may have measured different numbers of samples.
         parts = ranks.exchange(parts)
-        return {name: sum(part[name] for part in parts) for name in ("loss", "accuracy")}
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
         """Micro-batches of positions; see `deal`."""

@@ -32,6 +32,8 @@ _FIELDS: tuple[tuple[str, str], ...] = (
     ("eval/loss", "val loss {:.4f}"),
     ("eval/token_accuracy", "val acc {:.3f}"),
     ("train/token_accuracy", "train acc {:.3f}"),
+    ("eval/action_error", "val error {:.4g}"),
+    ("train/action_error", "train error {:.4g}"),
     ("eval/accuracy", "val acc {:.3f}"),
     ("train/accuracy", "train acc {:.3f}"),
     ("train/success_once", "success {:.3f}"),

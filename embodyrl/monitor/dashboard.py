@@ -27,6 +27,7 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("return", "train/return", "{:.3g}"),
     ("token accuracy", "eval/token_accuracy", "{:.3f}"),
     ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("action error", "eval/action_error", "{:.4g}"),
     ("loss", "actor/loss", "{:.4f}"),
     ("value loss", "actor/value_loss", "{:.4f}"),
     ("KL", "actor/kl", "{:.4f}"),

@@ -24,6 +24,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import STARTER_LEAVES, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
 from embodyrl.learners.settings import ActorSettings, ObjectiveSettings, SupervisedActorSettings
+from embodyrl.leftovers import end_children
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 
@@ -172,6 +173,7 @@ def _leave(worker: Worker | None, code: int) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        end_children()
         # Renderers print errors from destructors at interpreter exit; everything worth saving is saved.
         os._exit(code)
 

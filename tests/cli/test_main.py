@@ -316,3 +316,29 @@ def test_without_a_name_the_newest_run_is_meant(
     (tmp_path / "runs" / "new" / "metrics.jsonl").unlink()
     assert main(["view"]) == 0
     assert "nothing was measured yet" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_threads_of_an_environment_are_named_and_do_not_keep_the_command_alive(tmp_path):
+    """Also started as a module."""
+    words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")
+    done = subprocess.run(
+        [sys.executable, "-m", "embodyrl", "train", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "thread motor did not end" in done.stderr
+    assert "9 steps/episode (the environment's own limit)" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "collect"])
+def test_a_checkpoint_that_is_not_there_is_the_first_thing_named(command, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "nonsuch").mkdir(parents=True)
+    assert main([command, "env=gym", "env.id=CartPole-v1", "ckpt=runs/nonesuch"]) == 6
+    assert "no such run, checkpoint or model folder. Did you mean 'runs/nonsuch'" in capsys.readouterr().err

@@ -41,3 +41,17 @@ def test_a_worker_is_restarted_at_once_and_then_later_and_later(monkeypatch: pyt
     with pytest.raises(WorkerError, match=r"it was restarted 7 times already"):
         one._on_worker_death("env_0", WorkerDied(reason="died", log="env_0.log"))
     launcher.stop()
+
+
+def test_the_same_error_after_a_restart_ends_the_run():
+    unused: Any = None
+    said: list[str] = []
+    launcher = InlineLauncher(Path())
+    one = supervisor.Supervisor(launcher, ActingFaults(max_restarts_per_worker=7), said.append, timeline=unused)
+    one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
+    for step in (3, 4):
+        one._on_worker_death("env_0", WorkerDied(reason=f"raised x, step {step}", log="", traceback="Traceback"))
+    with pytest.raises(WorkerError, match="again after a restart and in the same step"):
+        one._on_worker_death("env_0", WorkerDied(reason="raised x, step 4", log="", traceback="Traceback"))
+    assert len(said) == 2
+    launcher.stop()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
+import foreign_envs
 import pytest
 
 from embodyrl.cli.main import main
@@ -22,6 +24,11 @@ def look(*words: str, apart: bool = False, timeout_s: float = 60.0) -> list[Find
     found = list((check_env_apart if apart else check_env)(cfg, timeout_s=timeout_s))
     assert [finding.check for finding in found] == list(CHECKS)
     return found
+
+
+def place(name: str) -> str:
+    foreign = name in vars(foreign_envs) and name != "Plain"
+    return f"env.id={'foreign_envs' if foreign else 'odd_envs'}:{name}"
 
 
 def failures(found: list[Finding]) -> list[str]:
@@ -44,6 +51,22 @@ LEGAL = {
     "FloatPicture": ["spec"],
     "ShakesItsAction": [],
     "OneArray": [],
+    "Words": [],
+    "Missions": [],
+    "RedPicture": ["spec"],
+    "Rgba": ["spec"],
+    "RgbaFirst": ["spec"],
+    "TrueStack": [],
+    "LateSuccess": [],
+    "SimilarKey": ["spec"],
+    "AlmostTheSame": ["reset_repeats", "repeatable", "slots"],
+    "Stamp": ["spec"],
+    "FarAway": ["spec", "reset_ids_differ"],
+    "Depth": ["spec"],
+    "TwoCameras": [],
+    "make_env": [],
+    "make_suites": ["spec"],
+    "make_single": [],
 }
 """Name -> checks that warn."""
 CHEAP = (
@@ -52,6 +75,14 @@ CHEAP = (
     "TupleObs",
     "Switches",
     "FloatPicture",
+    "Missions",
+    "AlmostTheSame",
+    "make_env",
+    "SeesNothing",
+    "TwoRewards",
+    "OldClass",
+    "NanForOneStep",
+    "NanPicture",
     "OldReset",
     "NanLater",
     "Agents",
@@ -63,7 +94,7 @@ CHEAP = (
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=slow) for n in LEGAL])
 def test_odd_and_legal_ones_pass(name):
-    found = look(f"env.id=odd_envs:{name}")
+    found = look(place(name))
     assert not failures(found)
     assert [f.check for f in found if f.level == "warn"] == LEGAL[name]
     assert "skip" not in {f.level for f in found}
@@ -103,7 +134,11 @@ ILLEGAL = {
     "SeesWords": ("reset_repeats", "observed array.*'left'.* in 'observation', expected real numbers"),
     "OneWorldForAll": ("slots", "states differ"),
     "ResetsOnce": ("reset", "RuntimeError: already running \\(odd_envs.py:"),
-    "Words": ("spec", "'say' is Text.*Leave it out with a wrapper"),
+    "SeesNothing": ("spec", "has no numbers and no images.*Fix: observe something"),
+    "TwoRewards": ("step", "returned 2 rewards.*Fix: .*TransformReward"),
+    "OldClass": ("spec", "no Gymnasium environment.*API before Gymnasium 0.26. Fix: "),
+    "NanForOneStep": ("lasts", "state\\[0\\]: expected a finite number, found nan"),
+    "NanPicture": ("lasts", "expected finite numbers"),
     "Crossed": ("spec", "cannot be started one by one.*Fix: "),
 }
 
@@ -111,7 +146,7 @@ ILLEGAL = {
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=slow) for n in ILLEGAL])
 def test_illegal_ones_are_named_with_their_cure(name):
     check, said = ILLEGAL[name]
-    first = failures(look(f"env.id=odd_envs:{name}", timeout_s=8.0 if name == "SleepsLater" else 60.0))[0]
+    first = failures(look(place(name), timeout_s=8.0 if name == "SleepsLater" else 60.0))[0]
     assert first.startswith(f"{check}: ")
     assert re.search(said, first), first
 
@@ -126,7 +161,7 @@ def test_illegal_ones_are_named_with_their_cure(name):
     ],
 )
 def test_one_that_takes_its_process_along_is_named(name, said):
-    found = look(f"env.id=odd_envs:{name}", apart=True, timeout_s=8.0)
+    found = look(place(name), apart=True, timeout_s=8.0)
     assert [f.split(":")[0] for f in failures(found)] == ["lasts"]
     assert said in failures(found)[0]
     assert {f.level for f in found[-5:]} == {"skip"}
@@ -192,3 +227,12 @@ def test_real_ones_pass_where_they_are_installed(env_id):
     except (MissingDependencyError, UnknownNameError) as error:
         pytest.skip(str(error))
     assert not failures(look(*words, apart=True))
+
+
+@pytest.mark.integration
+def test_threads_and_processes_that_close_leaves_are_named_and_ended():
+    found = {f.check: f for f in look("env.id=foreign_envs:LeavesThreads", apart=True)}
+    assert found["close"].level == "warn"
+    assert re.search(r"thread motor.*process (\d+) \(sleep 1000\)", str(found["close"].violations[0]))
+    ended = re.findall(r"process (\d+)", str(found["close"].violations[0]))
+    assert not [pid for pid in ended if Path("/proc", pid).exists()]

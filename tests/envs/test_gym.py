@@ -12,7 +12,8 @@ from settings import env_of
 
 from embodyrl.commands.check_env import check_env
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.spaces import ObservationWriter, action_space, doubts, native_actions
+from embodyrl.envs.gym.doubts import doubts
+from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
@@ -283,8 +284,8 @@ def test_several_images_keep_their_places():
 
 def test_stacked_pictures_with_colours_first_are_doubted():
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
-    assert "colours do not come last, which become 768 numbers" in next(doubts(space, space.sample()))
-    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8, 3), np.uint8))]
+    assert "colours do not come last, which become 768 numbers" in next(doubts(space, [space.sample()]))
+    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)])]
 
 
 def test_bytes_that_are_no_picture_are_numbers():

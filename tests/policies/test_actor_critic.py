@@ -247,6 +247,11 @@ def test_imitation_is_the_likelihood_of_the_actions(space):
     if SPACES[space].sizes:
         np.testing.assert_allclose(scores.accuracy, (greedy.tokens == out.tokens).mean(1))
         np.testing.assert_array_equal(policy.imitate(obs, greedy.actions).accuracy, 1.0)
+        assert scores.error is None
+    else:
+        assert scores.error is not None
+        np.testing.assert_allclose(scores.error, np.abs(greedy.actions - out.actions).mean((1, 2)), atol=1e-5)
+        np.testing.assert_allclose(policy.imitate(obs, greedy.actions + 0.25).error, 0.25, atol=1e-5)
 
 
 @pytest.mark.parametrize("noise", [0.0, float(np.nextafter(np.float32(1), np.float32(0)))])

@@ -13,14 +13,15 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from embodyrl.commands.check_env import declared, played
+from embodyrl.commands.check_env import declared, played, shown
 from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import CheckedEnv
 from embodyrl.errors import EmbodyError
+from embodyrl.leftovers import end_children
 from embodyrl.workers.lifecycle import signal_at_parents_end
 
-__all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played"]
+__all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
 _START_S, _GRACE_S = 60.0, 10.0
 """For the start of the process, and for its own report that a check took too long."""
@@ -147,6 +148,15 @@ def _serve(theirs: Connection, cfg: CheckedEnv, seed: int, timeout_s: float) -> 
     signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
     os.dup2(2, 1)  # also what C code prints
     sys.stdout = sys.stderr
-    with contextlib.suppress(BrokenPipeError), theirs:
-        for finding in check_env(cfg, seed=seed, timeout_s=timeout_s):
-            theirs.send(finding)
+    code = 1
+    try:
+        with contextlib.suppress(BrokenPipeError), theirs:
+            for finding in check_env(cfg, seed=seed, timeout_s=timeout_s):
+                theirs.send(finding)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        end_children()
+        os._exit(code)  # threads of the environment's would keep the process alive

@@ -1,5 +1,6 @@
 """What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ import numpy as np
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import CheckedEnv
 from embodyrl.errors import EmbodyError
+from embodyrl.leftovers import children_left
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 SLOTS = 2
@@ -79,6 +81,10 @@ class Harness:
     """An episode that terminated by itself, at its last action."""
     demo: Trace | None = None
     """An episode of the expert, with its clean choices."""
+    threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
+    """Threads that ran before the environment was built."""
+    children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
+    """Child processes that ran before the environment was built."""
     brightest: int = 0
     """Largest pixel value of all observations so far."""
 
@@ -96,7 +102,14 @@ class Harness:
     def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
         """Two episodes should be equal to the last bit; nearly equal ones are a doubt."""
         difference = trace_difference(one, other)
-        if difference is None or not nearly_equal(one, other):
+        self._expect_nearly(difference, difference is None or nearly_equal(one, other), field, expected)
+
+    def expect_same(self, one: Seen, other: Seen, field: str, expected: str) -> None:
+        """Two observations should be equal to the last bit; nearly equal ones are a doubt."""
+        self._expect_nearly(seen_difference(one, other), nearly_same(one, other), field, expected)
+
+    def _expect_nearly(self, difference: str | None, nearly: bool, field: str, expected: str) -> None:
+        if difference is None or not nearly:
             self.expect(difference is None, field, expected, difference)
             return
         almost = f"{difference}: nearly, so a run with the same seed gives nearly the same numbers"
@@ -257,10 +270,15 @@ def nearly_equal(one: Trace, other: Trace) -> bool:
         return False
     if any(not np.array_equal(getattr(a, n), getattr(b, n)) for a, b in pairs for n in ("valid", "terminated")):
         return False
-    seen = list(zip(one.seen, other.seen, strict=True))
-    close = [(a.reward, b.reward) for a, b in pairs] + [(a.state, b.state) for a, b in seen]
-    drawn = [(a.images.astype(np.float32), b.images) for a, b in seen if a.images.size]
-    return all(_near(a, b) for a, b in close) and all(float(np.abs(a - b).mean()) <= 1.0 for a, b in drawn)
+    seen = zip(one.seen, other.seen, strict=True)
+    return all(_near(a.reward, b.reward) for a, b in pairs) and all(nearly_same(a, b) for a, b in seen)
+
+
+def nearly_same(one: Seen, other: Seen) -> bool:
+    """Whether two observations have the same instruction and nearly the same numbers."""
+    if one.instruction != other.instruction or not _near(one.state, other.state):
+        return False
+    return not one.images.size or float(np.abs(one.images.astype(np.float32) - other.images).mean()) <= 1.0
 
 
 def _near(one: FloatArray, other: FloatArray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,18 @@ def require_env(env_id: str, made: Any) -> Any:
             "shimmy.DmControlCompatibilityV0(env)."
         )
     else:
-        problem = f"{what}. Fix: derive it from gymnasium.Env."
+        problem = f"{what}. Fix: derive it from gymnasium.Env. {_OLD if _is_old(kinds[0]) else ''}".rstrip()
     raise ConfigError(problem)
+
+
+def _is_old(kind: type) -> bool:
+    """Return whether a class has a `reset` that takes no seed, as before Gymnasium 0.26."""
+    try:
+        parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        return False
+    flexible = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    return hasattr(kind, "step") and "seed" not in parameters and not flexible
 
 
 def require_spaces(env_id: str, env: Any) -> None:
@@ -97,6 +108,12 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
 
 def number(env_id: str, reward: Any) -> float:
     """The reward as a number, also out of an array of one; else EnvError."""
+    if np.ndim(reward) and np.size(reward) > 1:
+        raise EnvError(
+            f"env '{env_id}': step returned {np.size(reward)} rewards {reward!r:.60}, expected one. Fix: weigh them in "
+            "a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda r: r @ weights) "
+            "or mo_gymnasium.wrappers.LinearReward(env, weight=weights)."
+        )
     try:
         return float(reward.item() if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError, OverflowError) as error:

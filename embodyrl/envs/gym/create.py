@@ -9,20 +9,16 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.vector import VectorEnv
 
-from embodyrl.envs.gym.api import line, require_env, require_spaces, require_step, reset_env
-from embodyrl.envs.gym.goals import has_goals
+from embodyrl.envs.gym.api import line, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.gym.spaces import doubts
 from embodyrl.envs.renderer import choose_device, choose_renderer
-from embodyrl.errors import ConfigError, EmbodyError, EnvError, MissingDependencyError, UnknownNameError, one_line
+from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
 
 AnyEnv = gymnasium.Env[Any, Any]
@@ -46,118 +42,6 @@ GL_FIX = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """What one instance of the environment says about itself."""
-
-    observation_space: gymnasium.Space[Any]
-    action_space: gymnasium.Space[Any]
-    max_episode_steps: int
-    """The environment's own time limit, env steps; 0: none known."""
-    kwargs: dict[str, Any]
-    """Arguments of its constructor: `env.kwargs`, and a render mode to look at where it has one."""
-    reports_success: bool
-    """The `info` of its first step says something of success."""
-    expert: bool
-    """It, or a wrapper of it, has a method `expert_action`."""
-    vector: bool
-    """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
-    draws: bool
-    """It renders, or would if it was asked to at its start."""
-    doubts: tuple[str, ...] = ()
-    """See `spaces.doubts`, of what was observed first."""
-    goals: bool = False
-    """It says what a step would have earned with another goal."""
-
-
-def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
-    """Build the environment, read what it declares, and close it again.
-
-    Args:
-        cfg: names it.
-        pictures: somebody will `render`; without, it is built without a render mode, since some draw in every step.
-
-    Raises:
-        EmbodyError: see `create`; or its first steps break Gymnasium's interface.
-    """
-    kwargs = dict(cfg.kwargs)
-    # Two are the fewest that show whether they can be started apart from each other.
-    env = create(cfg, kwargs, 2 if _is_vector(cfg) else 1)
-    try:
-        vector = isinstance(env, VectorEnv)
-        modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
-        if pictures and not vector and env.render_mode is None and "render_mode" not in kwargs and "rgb_array" in modes:
-            kwargs["render_mode"] = "rgb_array"
-        if kwargs.get("render_mode") is not None:
-            _draw_without_display()
-        try:
-            if vector:
-                said: dict[str, Any] = {"reports_success": _try_out_vector(cfg, env)}
-            else:
-                said = _try_out(cfg, env)
-        except EmbodyError:
-            raise
-        except Exception as error:
-            raise EnvError(f"env.id={cfg.id}: its first reset and step ended with {line(error)}.") from error
-        return Probe(
-            observation_space=env.single_observation_space if vector else env.observation_space,
-            action_space=env.single_action_space if vector else env.action_space,
-            max_episode_steps=(env.spec.max_episode_steps or 0) if env.spec is not None else 0,
-            kwargs=kwargs,
-            expert=not vector and env.has_wrapper_attr("expert_action"),
-            vector=vector,
-            draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
-            **said,
-        )
-    finally:
-        env.close()
-
-
-def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
-    """Reset and step once; what a `Probe` says of that."""
-    first, _ = reset_env(str(cfg.id), env, seed=0)
-    found = tuple(doubts(env.observation_space, first))
-    env.action_space.seed(0)
-    seen, reward, _, _, info = require_step(str(cfg.id), env.step(env.action_space.sample()))
-    return {"reports_success": _speaks_of_success(info), "doubts": found, "goals": has_goals(env, seen, reward)}
-
-
-def _try_out_vector(cfg: GymSettings, env: Any) -> bool:
-    """As `_try_out`; the two environments must be started apart from each other, or nobody could choose episodes."""
-    env_id = str(cfg.id)
-    result: Any = None
-    try:
-        reset_env(env_id, env, seed=[0, 1])
-        env.action_space.seed(0)
-        result = require_step(env_id, env.step(env.action_space.sample()))
-        moved = _rows(env, result[0])
-        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
-        kept = _rows(env, seen)[0] == moved[0]
-        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted the first one as well"
-    except Exception as error:
-        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) and step ended with {line(error)}"
-    if problem:
-        raise ConfigError(
-            f"env.id={env_id} is a vector environment whose environments cannot be started one by one, so nobody could "
-            f"choose its episodes: {problem}. Fix: let reset take a list of seeds and the reset mask, as Gymnasium's "
-            "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
-        )
-    return _speaks_of_success(result[4])
-
-
-def _rows(env: Any, batch: Any) -> list[bytes]:
-    """What each environment of a batch observes, to compare."""
-    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
-    space = env.single_observation_space
-    return [np.asarray(gymnasium.spaces.flatten(space, row)).tobytes() for row in rows]
-
-
-def _speaks_of_success(info: dict[str, Any]) -> bool:
-    # Autoreset in the same step moves it to the info of the episode that ended.
-    names = {*info, *(final if isinstance(final := info.get("final_info"), dict) else ())}
-    return not {"success", "is_success"}.isdisjoint(names)
-
-
 def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
     """Build one environment, or a native vector environment of `num_envs`, with its wrappers.
 
@@ -166,10 +50,16 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
         MissingDependencyError: a package that it needs is not installed.
         ConfigError: the constructor or a wrapper refuses its arguments, or what it makes is no environment.
     """
+    return create_named(cfg, kwargs, num_envs)[0]
+
+
+def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
+    """Build as `create` does; in addition the names of all environments that a function returned."""
     env_id = str(cfg.id)
     if kwargs.get("render_mode") is not None:
-        _draw_without_display()
-    env = require_env(env_id, _construct(cfg, kwargs, num_envs))
+        draw_without_display()
+    made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
+    env = require_env(env_id, made)
     for name, arguments in cfg.wrapped:
         wrapper = WRAPPERS.get(name)
         try:
@@ -190,16 +80,61 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
             f"env.id={env_id} is a vector environment of {env.num_envs} environments where {num_envs} were asked for "
             "(num_envs). Fix: build as many as num_envs says, all of one kind: any slot plays any episode."
         )
-    return env
+    return env, suites
 
 
-def _is_vector(cfg: GymSettings) -> bool:
+_COUNTS = ("num_envs", "n_envs")
+"""Parameters of functions that build vector environments; the second is that of LeRobot's EnvHub."""
+
+
+def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return one environment of a mapping of suites to environments, or to mappings of tasks, and all their names.
+
+    Raises:
+        ConfigError: `env.suite` names none.
+    """
+    if not isinstance(made, dict):
+        if cfg.suite is not None:
+            raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds one environment; leave env.suite out.")
+        return made, ()
+    found: dict[str, Any] = {}
+    for suite, inside in made.items():
+        tasks = inside if isinstance(inside, dict) else {None: inside}
+        found |= {str(suite) if task is None else f"{suite}/{task}": env for task, env in tasks.items()}
+    names = tuple(found)
+    matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
+    if not matching:
+        raise ConfigError(f"env.suite={cfg.suite} is none of env.id={cfg.id}: {', '.join(names) or 'it is empty'}.")
+    chosen = found.pop(matching[0])
+    for other in found.values():
+        if other is not chosen and hasattr(other, "close"):
+            other.close()
+    return chosen, names
+
+
+def takes_render_mode(cfg: GymSettings) -> bool:
+    """Return whether the constructor takes a render mode, as far as its signature says."""
+    if cfg.id is None or not _is_path(cfg.id):
+        return True
+    kinds = _parameters(CREATORS.get(cfg.id))
+    return "render_mode" in kinds or inspect.Parameter.VAR_KEYWORD in [one.kind for one in kinds.values()]
+
+
+def _parameters(creator: Any) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(creator).parameters)
+    except (TypeError, ValueError):  # some classes written in C have none
+        return {}
+
+
+def is_vector(cfg: GymSettings) -> bool:
     """Whether what the name stands for is one environment for all slots, as far as its declaration tells."""
     assert cfg.id is not None
     if _is_path(cfg.id):
         creator = CREATORS.get(cfg.id)
         kind = isinstance(creator, type)
-        return issubclass(creator, VectorEnv) if kind else "num_envs" in inspect.signature(creator).parameters
+        return issubclass(creator, VectorEnv) if kind else not _parameters(creator).keys().isdisjoint(_COUNTS)
+    _import_namespace(cfg.id)
     module, _, name = cfg.id.rpartition(":")
     with contextlib.suppress(Exception):  # building it says what is wrong
         if module:
@@ -208,7 +143,7 @@ def _is_vector(cfg: GymSettings) -> bool:
     return spec is not None and spec.entry_point is None
 
 
-def _draw_without_display() -> None:
+def draw_without_display() -> None:
     """Let MuJoCo draw where there is no screen: choose its OpenGL unless the user has, or it cannot be loaded."""
     silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
     if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
@@ -224,12 +159,12 @@ def _draw_without_display() -> None:
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
-        vector = _is_vector(cfg)
+        vector = is_vector(cfg)
         if _is_path(cfg.id):
             creator = CREATORS.get(cfg.id)
             if isinstance(creator, type):
                 require_env(cfg.id, creator)
-            return creator(**{"num_envs": num_envs} if vector else {}, **kwargs)
+            return creator(**_counted(creator, num_envs) if vector else {}, **kwargs)
         if vector:
             return gymnasium.make_vec(cfg.id, num_envs, vectorization_mode="vector_entry_point", **kwargs)
         return gymnasium.make(cfg.id, disable_env_checker=True, **kwargs)
@@ -239,9 +174,14 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         ) from error
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.NamespaceNotFound) as error:
         hint = closest(cfg.id, gymnasium.registry.keys())
-        reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0]
+        reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0].rstrip(".")
+        if _REPOSITORY.fullmatch(cfg.id) and importlib.util.find_spec(cfg.id.partition("/")[0]) is None:
+            reason += (
+                ". If it is a repository of the Hugging Face hub with an env.py: hf download REPOSITORY --local-dir "
+                "FOLDER, read its code, then PYTHONPATH=FOLDER and env.id=env:make_env"
+            )
         raise UnknownNameError(
-            f"env.id={cfg.id}: {reason.rstrip('.')}.{hint} An id that another package registers is written "
+            f"env.id={cfg.id}: {reason}.{hint} An id that another package registers is written "
             f"package:Id-v0, one that a module of it registers package.module:Id-v0; your own class "
             "package.module:Class."
         ) from error
@@ -252,6 +192,27 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
             f"env.id={cfg.id} cannot be built with env.kwargs={kwargs}: {line(error)}. Compare env.kwargs with the "
             "arguments of its constructor."
         ) from error
+
+
+def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
+    """Return the arguments of a function that builds several environments."""
+    if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
+        return {"num_envs": num_envs}
+    # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
+    rest = {"use_async_envs": False, "cfg": None}
+    needed = [name for name in rest if name in takes and takes[name].default is inspect.Parameter.empty]
+    return {"n_envs": num_envs} | {name: rest[name] for name in needed}
+
+
+_REPOSITORY = re.compile(r"[\w.-]+/(?!.*-v\d+$)[\w.-]+(@\w+)?")
+_NAMESPACE = re.compile(r"((?:\w*gym|lerobot_env_)\w*)/[^:]+")
+
+
+def _import_namespace(env_id: str) -> None:
+    """Import the package that registers `gym_pusht/PushT-v0`, as LeRobot spells it, if it is installed."""
+    named = _NAMESPACE.fullmatch(env_id)
+    if named and env_id not in gymnasium.registry and importlib.util.find_spec(named[1]) is not None:
+        importlib.import_module(named[1])
 
 
 def _is_path(name: str) -> bool:

@@ -13,7 +13,7 @@ from embodyrl.envs.simulators import Simulators
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
-    from embodyrl.envs.gym.create import Probe
+    from embodyrl.envs.gym.probe import Probe
 
 SEEDS = 100_000
 """Reset ids; each one is the seed of an episode."""
@@ -50,18 +50,21 @@ class GymFactory(SimFactory[GymSettings]):
             MissingDependencyError: the environment needs a package that is not installed.
             ConfigError: the constructor refuses `env.kwargs`, or a space is of a kind that cannot be used.
         """
-        from embodyrl.envs.gym.create import probe
+        from embodyrl.envs.gym.probe import probe
 
         return _spec(cfg, probe(cfg, pictures=context.pictures))
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Make an environment for each slot at its first reset, or a vector environment for all."""
-        from embodyrl.envs.gym.create import create, probe
+        from embodyrl.envs.gym.create import create
+        from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
 
         found = probe(cfg, pictures=context.pictures)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
-        return VectorSims(spec, found, build, context.num_slots) if found.vector else GymSims(spec, found, build)
+        if found.vector:
+            return VectorSims(cfg, spec, found, build, context.num_slots)
+        return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
         """Build one environment, whose rewards of other goals it will be asked for."""
@@ -73,16 +76,20 @@ class GymFactory(SimFactory[GymSettings]):
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
     from embodyrl.envs.gym.goals import ACHIEVED, DESIRED
-    from embodyrl.envs.gym.spaces import ObservationWriter, action_space
+    from embodyrl.envs.gym.spaces import LONGEST_TEXT, ObservationWriter, action_space
 
     env_id = cfg.id
     assert env_id is not None, "validate first"
     observations = ObservationWriter(env_id, found.observation_space)
     actions = action_space(env_id, found.action_space)
+    fixed = cfg.instruction is not None or found.instruction is None
     return EnvSpec(
         name=env_id,
         action_dim=len(actions.sizes or actions.low),
-        tasks=(env_id,),
+        tasks=(found.instruction or env_id,),
+        instructed=found.instruction is not None,
+        # Each episode may have another one.
+        prompt_bytes=0 if fixed else max(observations.text_bytes, LONGEST_TEXT, len(str(found.instruction).encode())),
         states_per_task=(SEEDS,),
         cameras=observations.cameras,
         image_size=observations.image_size,

@@ -1,6 +1,9 @@
 """Keys of Gymnasium environments."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any
+
+from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
 from embodyrl.envs.settings import EnvSettings, RewardSettings
@@ -15,6 +18,20 @@ class GymSettings(EnvSettings, RewardSettings):
     """Passed to the environment's constructor."""
     wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []
     """Wrappers, innermost first: package.module:attr of a callable env -> env, or {name: package.module:attr, k: v}."""
+
+    suite: Annotated[str | None, NumbersStates] = None
+    """Environment of a function that returns several, as suite or suite/task; null: the first."""
+    instruction: Annotated[str, Field(min_length=1)] | None = None
+    """Language instruction of every episode; null: what the environment gives."""
+    instruction_key: Annotated[str, Field(min_length=1)] | None = None
+    """Member of the observation or of the info of reset with the instruction of an episode, nested ones as a.b."""
+    success_key: Annotated[str, Field(min_length=1)] | None = None
+    """Key of info that says whether the goal is reached, nested ones as a.b; null: success, is_success or succeed."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield two keys that exclude each other."""
+        if self.instruction is not None and self.instruction_key is not None:
+            yield "env.instruction and env.instruction_key are both set; leave one out."
 
     @property
     def wrapped(self) -> list[tuple[str, dict[str, Any]]]:

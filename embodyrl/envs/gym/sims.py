@@ -14,7 +14,10 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
 from embodyrl.envs.gym.api import flag, line, number, require_step, reset_env
-from embodyrl.envs.gym.create import GL_FIX, AnyEnv, Probe
+from embodyrl.envs.gym.create import GL_FIX, AnyEnv
+from embodyrl.envs.gym.probe import Probe, slot_info
+from embodyrl.envs.gym.said import instruction_of, succeeded, success_key
+from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
 from embodyrl.errors import EnvError
@@ -24,8 +27,11 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, Observation
 class _Slots(Simulators):
     """What single environments and a vector environment share: the last observations, and how to render."""
 
-    def __init__(self, spec: EnvSpec, found: Probe) -> None:
+    def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe) -> None:
         super().__init__(spec)
+        self._cfg = cfg
+        self._success_keys = success_key(cfg)
+        self._instructions: dict[int, str | None] = {}
         self._native = native_actions(spec.name, found.action_space)
         self._writer = ObservationWriter(spec.name, found.observation_space)
         self._observations: dict[int, Any] = {}
@@ -49,8 +55,22 @@ class _Slots(Simulators):
                 f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
                 "Give it one to watch it, or set video=none."
             )
-        seen = self._observations[slot]
-        return self._writer.image(seen) if frame is None else np.asarray(frame, dtype=np.uint8)
+        return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
+
+    def instruction(self, slot: int) -> str | None:
+        """Return the instruction that the slot's episode began with; None: that of the task."""
+        return self._instructions.get(slot)
+
+    def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
+        if not self.spec.prompt_bytes:
+            return
+        text = instruction_of(self._cfg, self._writer.texts, self._observations[slot], info, env)
+        if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.prompt_bytes:
+            raise EnvError(
+                f"env '{self.spec.name}': the instruction {text!r:.60} is longer than {self.spec.prompt_bytes} bytes, "
+                "which its space or the first episode promised. Fix: a longer Text space, or env.instruction."
+            )
+        self._instructions[slot] = text
 
     @abstractmethod
     def _frame(self, slot: int) -> Any:
@@ -60,8 +80,8 @@ class _Slots(Simulators):
 class GymSims(_Slots, PerSlot):
     """Slots of one Gymnasium environment, an instance each."""
 
-    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
-        super().__init__(spec, found)
+    def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
+        super().__init__(cfg, spec, found)
         self._flat = flat_actions(spec.name, found.action_space)
         self._create = create
         self._envs: dict[int, AnyEnv] = {}
@@ -76,10 +96,12 @@ class GymSims(_Slots, PerSlot):
             # Some wrappers draw (a task, a start) before they hand the seed on.
             env.unwrapped.np_random = seeding.np_random(reset_id)[0]
         self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
-        self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", succeeded(self._infos[slot]))))
+        self._read_instruction(slot, self._infos[slot], env)
+        reached = succeeded(self._infos[slot], self._success_keys)
+        self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]; success is what `info` says under `success` or `is_success`."""
+        """Execute one action [A]; `info` says whether it is a success."""
         result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
         self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
@@ -87,7 +109,7 @@ class GymSims(_Slots, PerSlot):
         return SimStep(
             reward=number(name, reward),
             terminated=flag(name, "terminated", terminated),
-            success=flag(name, "success in info", succeeded(info)),
+            success=flag(name, "success in info", succeeded(info, self._success_keys)),
             truncated=flag(name, "truncated", truncated),
         )
 
@@ -113,17 +135,28 @@ class GymSims(_Slots, PerSlot):
         return env.render() if env.render_mode == "rgb_array" else None
 
 
-def succeeded(info: dict[str, Any]) -> Any:
-    """What `info` says of success, for one environment or a batch; None is no success."""
-    found = info.get("success", info.get("is_success"))
-    return False if found is None else found
+def one_frame(frame: Any) -> ByteArray:
+    """Return what an environment renders as one picture [H, W, 3]; those of several cameras stand side by side."""
+    if isinstance(frame, Mapping):
+        frame = list(frame.values())
+    if isinstance(frame, (list, tuple)):
+        same = [one for one in frame if np.shape(one) == np.shape(frame[0])]
+        return one_frame(np.stack(same) if same else np.zeros((1, 1, 1, 3), np.uint8))
+    array = np.asarray(frame)
+    if array.ndim == 4:
+        array = np.concatenate([*array], axis=1)
+    if array.ndim == 2 or array.shape[-1] == 1:
+        array = np.repeat(array.reshape(*array.shape[:2], 1), 3, axis=2)
+    return array[..., :3].astype(np.uint8, copy=False)
 
 
 class VectorSims(_Slots):
     """Slots of one vector environment, in lock-step; its own resets are undone, episodes begin by the reset mask."""
 
-    def __init__(self, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int) -> None:
-        super().__init__(spec, found)
+    def __init__(
+        self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int
+    ) -> None:
+        super().__init__(cfg, spec, found)
         self._vector = create(num_slots)
         self._mode = (self._vector.metadata or {}).get("autoreset_mode")
         self._space = found.action_space
@@ -138,10 +171,11 @@ class VectorSims(_Slots):
         """Start the slots' episodes, whose seeds are the reset ids."""
         starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._over -= starts.keys()
-        observations, info = self._restart(starts)
-        self._keep(observations, starts)
-        reached = np.broadcast_to(succeeded(info), len(self._actions)).astype(bool)
+        seen, infos = self._restart(starts)
+        self._keep(seen, starts)
+        reached = np.broadcast_to(succeeded(infos, self._success_keys), len(self._actions)).astype(bool)
         for slot in starts:
+            self._read_instruction(slot, slot_info(infos, slot, len(self._actions)))
             self.note_start(slot, solved=bool(reached[slot]))
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
@@ -157,7 +191,7 @@ class VectorSims(_Slots):
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result
         self._over = {*np.flatnonzero(terminated | truncated).tolist()}
-        success = np.broadcast_to(succeeded(infos), len(reward)).astype(bool)
+        success = np.broadcast_to(succeeded(infos, self._success_keys), len(reward)).astype(bool)
         self._batch_info = infos
         self._keep(seen, acting)
         if self._over and self._mode is AutoresetMode.SAME_STEP:
@@ -185,7 +219,8 @@ class VectorSims(_Slots):
         success = success.copy()
         for slot in over:
             self._observations[slot] = copy.deepcopy(_pick(ends, slot))
-            success[slot] = bool(np.broadcast_to(succeeded(said), len(success))[slot])
+            found = succeeded(said, self._success_keys)
+            success[slot] = bool(np.broadcast_to(found, len(success))[slot])
         return success
 
     def info(self, slot: int) -> dict[str, Any]:
@@ -193,11 +228,7 @@ class VectorSims(_Slots):
         said = self._batch_info
         if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
             said = said.get("final_info", {})  # the rest is of the episode that the batch has begun
-        return {
-            name: value[slot] if isinstance(value, np.ndarray) else value
-            for name, value in said.items()
-            if not name.startswith("_") and np.broadcast_to(said.get(f"_{name}", True), len(self._actions))[slot]
-        }
+        return slot_info(said, slot, len(self._actions))
 
     def close(self) -> None:
         """Free the batch; idempotent."""

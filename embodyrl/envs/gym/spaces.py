@@ -2,7 +2,7 @@
 
 Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also
 [H, W, n]) becomes a camera, or n of them. Everything else becomes a part of the state vector: numbers as they are,
-categories one-hot; members of Dict and Tuple in their space's order.
+categories one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,12 +35,20 @@ class ObservationWriter:
         self._env_id = env_id
         self._images: list[tuple[Path, Space[Any], _Frames, slice]] = []
         self._parts: list[tuple[Path, Space[Any], slice]] = []
+        self.texts: list[tuple[str, Path]] = []
+        """Name and place of each text."""
+        self.text_bytes = 0
+        """UTF-8 bytes that hold the longest text, as far as the spaces limit it."""
         cameras: list[str] = []
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
-        for path, leaf in _leaves(space, ()):
-            name = ".".join(map(str, path)) or "observation"
-            if (frames := _frames(leaf)) is not None:
+        for path, leaf in leaves(space, ()):
+            name = spell(path)
+            if is_text(leaf):
+                self.texts.append((name, path))
+                self.text_bytes = max(self.text_bytes, _text_bytes(leaf))
+                continue
+            if (frames := frames_of(leaf)) is not None:
                 self._images.append((path, leaf, frames, slice(len(cameras), len(cameras) + frames[0])))
                 cameras += [name] if frames[0] == 1 else [f"{name}.{i}" for i in range(frames[0])]
                 sizes.add(frames[1:3])
@@ -52,6 +60,11 @@ class ObservationWriter:
             raise ConfigError(
                 f"env.id={env_id}: its images have different sizes {sorted(sizes)}; bring them to one with a wrapper "
                 "in env.wrappers."
+            )
+        if not self.state_dim and not any(map(min, sizes)):
+            raise ConfigError(
+                f"env.id={env_id}: {space} has no numbers and no images, so that a policy sees nothing. Fix: observe "
+                "something, or add a wrapper to env.wrappers that does."
             )
         self.cameras = tuple(cameras)
         self.image_size = next(iter(sizes), (0, 0))
@@ -68,59 +81,40 @@ class ObservationWriter:
             EnvError: a shape or a category does not fit the space.
         """
         for path, leaf, frames, rows in self._images:
-            out.images[rows] = _unstacked(self._fitting(path, _at(observation, path), leaf.shape), frames)
+            out.images[rows] = _unstacked(self._fitting(path, member(observation, path), leaf), frames)
         for path, leaf, columns in self._parts:
-            out.state[columns] = self._flatten(path, leaf, _at(observation, path))
+            out.state[columns] = self._flatten(path, leaf, member(observation, path))
 
     def image(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image."""
-        path, _, frames, _ = self._images[0]
-        return np.broadcast_to(_unstacked(np.asarray(_at(observation, path)), frames)[-1], (*self.image_size, 3))
+        path, leaf, frames, _ = self._images[0]
+        picture = self._fitting(path, member(observation, path), leaf).astype(np.uint8, copy=False)
+        return np.broadcast_to(_unstacked(picture, frames)[-1], (*self.image_size, 3))
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
         if not isinstance(leaf, _CATEGORIES):
             # As `spaces.flatten`, whose way to the right function takes longer than a step of a small simulator.
-            return self._fitting(path, value, leaf.shape).astype(leaf.dtype, copy=False).ravel()
+            return self._fitting(path, value, leaf).astype(leaf.dtype, copy=False).ravel()
         if not leaf.contains(value):
             raise EnvError(
-                f"env '{self._env_id}' observed category {value} in '{_spell(path)}', expected one of {leaf}."
+                f"env '{self._env_id}' observed category {value} in '{spell(path)}', expected one of {leaf}."
             )
         return np.asarray(spaces.flatten(leaf, value), np.float32)
 
-    def _fitting(self, path: Path, value: Any, shape: tuple[int, ...] | None) -> np.ndarray:
-        array = np.asarray(value)
+    def _fitting(self, path: Path, value: Any, leaf: Space[Any]) -> np.ndarray:
+        array, shape = np.asarray(value), leaf.shape
+        whole = leaf.dtype is not None and leaf.dtype.kind in "biu"
         if array.shape != shape:
             raise EnvError(
-                f"env '{self._env_id}' observed shape {array.shape} in '{_spell(path)}', its observation space says "
+                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', its observation space says "
                 f"{shape}."
             )
         if array.dtype.kind not in "biuf":
-            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{_spell(path)}', expected real numbers.")
+            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected real numbers.")
+        if whole and array.dtype.kind == "f" and not np.isfinite(array).all():
+            # Converted to whole numbers, NaN and infinity would look like others.
+            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected finite numbers.")
         return array
-
-
-def doubts(space: Space[Any], observation: Any) -> Iterator[str]:
-    """Yield what is learned from and yet hardly meant: pictures as floats, numbers outside of their space."""
-    for path, leaf in _leaves(space, ()):
-        seen = np.asarray(_at(observation, path))
-        if not isinstance(leaf, spaces.Box) or seen.shape != leaf.shape or seen.dtype.kind not in "fiub":
-            continue
-        outside = seen[(seen < leaf.low) | (seen > leaf.high)]
-        if outside.size:
-            yield (
-                f"'{_spell(path)}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: its bounds"
-            )
-        if len(leaf.shape) > 2 and leaf.dtype == np.uint8 and _frames(leaf) is None:
-            yield (
-                f"'{_spell(path)}' {leaf.shape} looks like pictures whose colours do not come last, which become "
-                f"{seen.size} numbers of the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
-            )
-        least, *others = sorted(leaf.shape) or [0]
-        if len(others) == 2 and leaf.dtype.kind == "f" and least <= 4 <= others[0] // 2:
-            yield (
-                f"'{_spell(path)}' {leaf.shape} looks like a picture of real numbers, which becomes {seen.size} "
-                "numbers of the state; fix: uint8 in 0..255, [H, W, 3], for model=cnn"
-            )
 
 
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
@@ -210,18 +204,19 @@ def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
     return flat
 
 
-def _leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
+def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
+    """Yield the parts of nested spaces with their places."""
     if isinstance(space, spaces.Dict):
-        for key, member in space.spaces.items():
-            yield from _leaves(member, (*path, key))
+        for key, part in space.spaces.items():
+            yield from leaves(part, (*path, key))
     elif isinstance(space, spaces.Tuple):
-        for index, member in enumerate(space.spaces):
-            yield from _leaves(member, (*path, index))
+        for index, part in enumerate(space.spaces):
+            yield from leaves(part, (*path, index))
     else:
         yield path, space
 
 
-def _frames(space: Space[Any]) -> _Frames | None:
+def frames_of(space: Space[Any]) -> _Frames | None:
     """Read the shape of an image; None: it is not one."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -241,6 +236,22 @@ def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
     return (np.moveaxis(picture, -1, 0) if last else picture).reshape(frames)
 
 
+def is_text(space: Space[Any]) -> bool:
+    """Return whether a space consists of texts, also one of another package (MiniGrid's MissionSpace)."""
+    return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
+
+
+LONGEST_TEXT = 512
+"""UTF-8 bytes that an instruction may take at least."""
+
+
+def _text_bytes(space: Space[Any]) -> int:
+    if not isinstance(space, spaces.Text):
+        return LONGEST_TEXT
+    letter = max((len(letter.encode("utf-8", errors="replace")) for letter in space.character_set), default=1)
+    return min(4096, letter * space.max_length)
+
+
 def _width(env_id: str, name: str, space: Space[Any]) -> int:
     if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
         return spaces.flatdim(space)
@@ -250,11 +261,13 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
     )
 
 
-def _at(observation: Any, path: Path) -> Any:
+def member(observation: Any, path: Path) -> Any:
+    """Return the part of an observation at a place."""
     for key in path:
         observation = observation[key]
     return observation
 
 
-def _spell(path: Path) -> str:
+def spell(path: Path) -> str:
+    """Return the dotted name of a place."""
     return ".".join(map(str, path)) or "observation"

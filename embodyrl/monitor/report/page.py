@@ -37,6 +37,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("episode length", ("eval/episode_len", "train/episode_len")),
     ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
     ("accuracy", ("eval/accuracy", "train/accuracy")),
+    ("action error", ("eval/action_error", "train/action_error")),
     ("loss", ("actor/loss", "eval/loss")),
     ("value loss", ("actor/value_loss",)),
     ("KL", ("actor/kl",)),

@@ -185,12 +185,17 @@ class ActorCriticPolicy:
         return PulledScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=seen, pull=pull)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Negative log-likelihood and share of right categories of actions [B, K, A] (see `Policy.imitate`)."""
+        """Return negative log-likelihood and accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""
         outputs = self._net.outputs(self.features(obs))
         choice = on_device(self._net.head.from_actions(actions), self._device)
         logprob, _ = self._net.head.score(outputs, choice, 1.0)
-        right = self._net.head.choose(outputs.detach(), None, 1.0) == choice
-        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right.float().flatten(1).mean(1))
+        greedy = self._net.head.choose(outputs.detach(), None, 1.0)
+        right = (greedy == choice).float().flatten(1).mean(1)
+        error = None
+        if greedy.is_floating_point():
+            away = np.abs(self._net.head.to_actions(greedy.cpu().numpy()) - actions).reshape(len(actions), -1)
+            error = on_device(away.mean(1, dtype=np.float32), self._device)
+        return ImitationScores(loss=-logprob.flatten(1).mean(1), accuracy=right, error=error)
 
     @torch.no_grad()
     def take_statistics(self, obs: Observation) -> None:

@@ -78,6 +78,7 @@ class CausalLMFactory:
             adapters += seen.tower.adapter_parameters(cfg.lora.r)
         stream = 4 if not (cfg.half and cfg.is_lora) else 2
         return PolicySpec(
+            reads_instructions=True,
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=1,

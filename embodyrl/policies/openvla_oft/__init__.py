@@ -242,6 +242,7 @@ class OpenVlaOftFactory:
         passes = cfg.num_diffusion_steps_inference if diffuses and (cfg.every_step or cfg.corrects) else 1
         size = sample_size(config, images=images, tokens_per_chunk=tokens, half=cfg.half, adapters=cfg.is_lora)
         spec = PolicySpec(
+            reads_instructions=True,
             name="openvla" if self.autoregressive else "openvla_oft",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=cfg.action_dim,

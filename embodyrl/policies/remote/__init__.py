@@ -33,6 +33,7 @@ class RemoteFactory:
 
         named = len(names_of(cfg).images)
         return PolicySpec(
+            reads_instructions=True,
             name="remote",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,

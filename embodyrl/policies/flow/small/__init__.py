@@ -58,6 +58,7 @@ class SmallFlowFactory:
         """
         plan = _plan(cfg, env)
         spec = PolicySpec(
+            reads_instructions=True,
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,

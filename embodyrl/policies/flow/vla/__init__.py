@@ -147,6 +147,7 @@ class VlaFactory:
         kept = sizes.activation_bytes(cfg.num_images_in_input, expert_only=only)
         shape = _shape(cfg, model, env)
         spec = PolicySpec(
+            reads_instructions=True,
             name=cfg.model_type,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=env.action_dim,

@@ -1,0 +1,128 @@
+"""Warn of observations that a policy can learn from, although they are hardly meant."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.wrappers import FrameStackObservation
+
+from embodyrl.envs.gym.spaces import frames_of, is_text, leaves, member, spell
+
+_EXACT = 2**24
+"""Whole numbers up to here are exact in float32."""
+_LOST = 1e-6
+"""Smallest change that counts as lost where float32 shows none."""
+_PICTURE = 32
+"""Least height and width of numbers that look like a picture without colours."""
+
+
+def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> Iterator[str]:
+    """Yield one line per doubt about observations in a row, the first that of the reset.
+
+    `stacked`: a wrapper of the environment stacks frames.
+    """
+    for path, leaf in leaves(space, ()):
+        name = spell(path)
+        if is_text(leaf):
+            if len({str(member(one, path)) for one in seen}) > 1:
+                yield f"'{name}' changes within an episode; a policy reads the text of the reset"
+            continue
+        if not isinstance(leaf, spaces.Box):
+            continue
+        values = [np.asarray(member(one, path)) for one in seen]
+        if any(value.shape != leaf.shape or value.dtype.kind not in "fiub" for value in values):
+            continue
+        if not values[0].size:
+            yield f"'{name}' {leaf.shape} is empty; fix: leave it out with a wrapper in env.wrappers"
+            continue
+        yield from _outside(name, leaf, values[0])
+        yield from _rounded(name, values)
+        yield from _pictures(name, leaf, values, stacked)
+
+
+def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
+    # A bound in float32 and a value in float64 may differ by rounding alone.
+    slack = 1e-6 * np.maximum(1.0, np.abs(first, dtype=np.float64))
+    outside = first[(first < leaf.low - slack) | (first > leaf.high + slack)]
+    if outside.size:
+        yield f"'{name}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: its bounds"
+
+
+def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
+    """Observations travel as float32."""
+    if values[0].dtype.itemsize < 4 or values[0].dtype == np.float32:
+        return
+    for before, value in zip((values[0], *values), values, strict=False):
+        with np.errstate(over="ignore", invalid="ignore"):
+            change = np.abs(value.astype(np.float64) - before.astype(np.float64))
+            lost = (np.abs(value.astype(np.float64)) > _EXACT) & np.isfinite(value)
+            lost |= (change > _LOST) & (value.astype(np.float32) == before.astype(np.float32))
+        if lost.any():
+            yield (
+                f"'{name}' has {value[lost].flat[0]}, and observations are float32, which keeps 7 digits: small "
+                "changes are lost; fix: subtract an offset or scale it with a wrapper in env.wrappers"
+            )
+            return
+
+
+def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked: bool) -> Iterator[str]:
+    shape, size = leaf.shape, values[0].size
+    if leaf.dtype == np.uint8:
+        if len(shape) > 2 and frames_of(leaf) is None:
+            yield (
+                f"'{name}' {shape} looks like pictures whose colours do not come last, which become {size} numbers of "
+                "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
+            )
+        elif not stacked:
+            yield from _colours(name, shape, values)
+        return
+    least, *others = sorted(shape) or [0]
+    if len(others) == 2 and least <= 4 <= others[0] // 2:
+        what = "a picture of real numbers" if leaf.dtype.kind == "f" else f"a {leaf.dtype} picture"
+    elif len(shape) == 2 and least >= _PICTURE and leaf.dtype.kind in "fiu":
+        what = f"a {leaf.dtype} picture of depths"
+    else:
+        return
+    if leaf.dtype.kind in "fiu":
+        yield (
+            f"'{name}' {shape} looks like {what}, which becomes {size} numbers of the state; fix: uint8 in 0..255, "
+            "[H, W, 3], for model=cnn"
+        )
+
+
+def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
+    """Frames of a stack move on by one place in each step; colours of one picture do not."""
+    if len(shape) != 3 or shape[-1] in (1, 3):
+        return
+    first = shape[0] in (3, 4) and shape[0] < min(shape[1:])
+    if not first and shape[-1] != 4:
+        return
+    axis = 0 if first else -1
+    frames = [np.moveaxis(value, axis, 0) for value in values]
+    moves = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
+    if moves and all(np.array_equal(a[1:], b[:-1]) for a, b in moves):
+        return
+    opaque = all((one[-1] == 255).all() for one in frames)
+    if shape[axis] == 4 and not opaque:
+        # At a reset a stack repeats one frame, or has none yet.
+        still = np.ptp(frames[0][0])
+        if first or (not moves and still and (frames[0][1:] == frames[0][0]).all()):
+            return
+    kind = "RGBA" if shape[axis] == 4 else "RGB"
+    fix = "transposes it to [H, W, 3]" if first and kind == "RGB" else "makes it [H, W, 3]"
+    yield (
+        f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} picture"
+        f"{' with its colours first' if first else ''}; fix: a function in env.wrappers that "
+        f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
+    )
+
+
+def has_frame_stack(env: Any) -> bool:
+    """Return whether one of the environment's wrappers stacks frames."""
+    while env is not None:
+        if isinstance(env, FrameStackObservation):
+            return True
+        env = getattr(env, "env", None)
+    return False

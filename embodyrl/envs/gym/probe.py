@@ -1,0 +1,205 @@
+"""Try a Gymnasium environment out: what it declares, and what its first steps show."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from embodyrl.envs.gym.api import flag, line, require_step, reset_env
+from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, draw_without_display, is_vector, takes_render_mode
+from embodyrl.envs.gym.doubts import doubts, has_frame_stack
+from embodyrl.envs.gym.goals import has_goals
+from embodyrl.envs.gym.said import (
+    instruction_doubts,
+    instruction_of,
+    names_of,
+    says_success,
+    success_doubts,
+    success_key,
+)
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
+from embodyrl.errors import ConfigError, EmbodyError, EnvError
+
+_LOOKS = 4
+"""Observations that are compared with each other."""
+_TRIED_STEPS, _TRIED_S = 256, 2.0
+"""Of the episode in which a success is looked for, whichever comes first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What one instance of the environment says about itself."""
+
+    observation_space: gymnasium.Space[Any]
+    action_space: gymnasium.Space[Any]
+    max_episode_steps: int
+    """The environment's own time limit, env steps; 0: none known."""
+    kwargs: dict[str, Any]
+    """Arguments of its constructor: `env.kwargs`, and a render mode to look at where it has one."""
+    reports_success: bool
+    """The `info` of a step of its first episode says something of success."""
+    expert: bool
+    """It, or a wrapper of it, has a method `expert_action`."""
+    vector: bool
+    """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
+    draws: bool
+    """It renders, or would if it was asked to at its start."""
+    doubts: tuple[str, ...] = ()
+    """What works and is hardly meant, in the first steps of an episode."""
+    instruction: str | None = None
+    """Instruction of the first episode; None: the environment has none."""
+    goals: bool = False
+    """It says what a step would have earned with another goal."""
+
+
+def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
+    """Build the environment, read what it declares, and close it again.
+
+    Args:
+        cfg: names it.
+        pictures: somebody will `render`; without, it is built without a render mode, since some draw in every step.
+
+    Raises:
+        EmbodyError: see `create`; or its first steps break Gymnasium's interface.
+    """
+    kwargs = dict(cfg.kwargs)
+    # Two are the fewest that show whether they can be started apart from each other.
+    env, suites = create_named(cfg, kwargs, 2 if is_vector(cfg) else 1)
+    try:
+        vector = isinstance(env, VectorEnv)
+        modes: Iterable[str] = (env.metadata or {}).get("render_modes") or ()
+        asked = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
+        if asked and "rgb_array" in modes and takes_render_mode(cfg):
+            kwargs["render_mode"] = "rgb_array"
+        if kwargs.get("render_mode") is not None:
+            draw_without_display()
+        try:
+            said: dict[str, Any] = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+        except EmbodyError:
+            raise
+        except Exception as error:
+            raise EnvError(f"env.id={cfg.id}: its first reset and step ended with {line(error)}.") from error
+        return Probe(
+            observation_space=env.single_observation_space if vector else env.observation_space,
+            action_space=env.single_action_space if vector else env.action_space,
+            max_episode_steps=_time_limit(cfg, env),
+            kwargs=kwargs,
+            expert=not vector and env.has_wrapper_attr("expert_action"),
+            vector=vector,
+            draws="rgb_array" in (env.render_mode, *(modes if env.render_mode is None and not vector else ())),
+            doubts=(*said.pop("doubts"), *_suite_doubts(cfg, suites)),
+            **said,
+        )
+    finally:
+        env.close()
+
+
+def _time_limit(cfg: GymSettings, env: Any) -> int:
+    """Return the environment's own limit, or that of a wrapper of ours; 0: there is none."""
+    limits = [env.spec.max_episode_steps] if env.spec is not None else []
+    for name, arguments in cfg.wrapped:
+        wrapper = WRAPPERS.get(name)
+        if isinstance(wrapper, type) and issubclass(wrapper, gymnasium.wrappers.TimeLimit):
+            limits.append(arguments.get("max_episode_steps"))
+    return min((int(limit) for limit in limits if limit), default=0)
+
+
+def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
+    """Reset and step; return what a `Probe` says of that."""
+    env_id, keys = str(cfg.id), success_key(cfg)
+    first, begun = reset_env(env_id, env, seed=0)
+    seen = [copy.deepcopy(first)]
+    env.action_space.seed(0)
+    last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+    goals = has_goals(env, last, reward)
+    names, reports = dict.fromkeys(names_of(info)), says_success(info, keys)
+    started, steps = time.perf_counter(), 1
+    # Some say it at the end of an episode only.
+    with contextlib.suppress(Exception):  # what fails later is reported where episodes are played
+        while not any(flag(env_id, "end", end) for end in ends) and (len(seen) < _LOOKS or not reports):
+            if len(seen) < _LOOKS:
+                seen.append(copy.deepcopy(last))
+            if steps >= _TRIED_STEPS or time.perf_counter() - started > _TRIED_S:
+                break
+            last, _, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+            names |= dict.fromkeys(names_of(info))
+            reports, steps = reports or says_success(info, keys), steps + 1
+    texts = ObservationWriter(env_id, env.observation_space).texts
+    found = [*doubts(env.observation_space, seen, stacked=has_frame_stack(env))]
+    found += [*instruction_doubts(cfg, texts), *success_doubts(cfg, [*names], reports)]
+    return {
+        "reports_success": reports or cfg.success_key is not None,
+        "doubts": tuple(found),
+        "goals": goals,
+        "instruction": instruction_of(cfg, texts, first, begun, env),
+    }
+
+
+def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
+    """As `_try_out`; the two environments must be started apart from each other, or nobody could choose episodes."""
+    env_id = str(cfg.id)
+    result: Any = None
+    first: Any = None
+    begun: dict[str, Any] = {}
+    try:
+        first, begun = reset_env(env_id, env, seed=[0, 1])
+        first = _first_of(env, first)
+        env.action_space.seed(0)
+        result = require_step(env_id, env.step(env.action_space.sample()))
+        moved = _rows(env, result[0])
+        seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
+        kept = _rows(env, seen)[0] == moved[0]
+        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted the first one as well"
+    except Exception as error:
+        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) and step ended with {line(error)}"
+    if problem:
+        raise ConfigError(
+            f"env.id={env_id} is a vector environment whose environments cannot be started one by one, so nobody could "
+            f"choose its episodes: {problem}. Fix: let reset take a list of seeds and the reset mask, as Gymnasium's "
+            "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
+        )
+    keys, info = success_key(cfg), result[4]
+    space = env.single_observation_space
+    texts = ObservationWriter(env_id, space).texts
+    reports = says_success(info, keys)
+    found = [*doubts(space, [first]), *instruction_doubts(cfg, texts)]
+    return {
+        "reports_success": reports or cfg.success_key is not None,
+        "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),
+        "instruction": instruction_of(cfg, texts, first, slot_info(begun, 0, env.num_envs)),
+    }
+
+
+def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
+    """Return one environment's part of a batch's `info`, where the batch says that it has one."""
+    return {
+        name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
+        for name, value in infos.items()
+        if not name.startswith("_") and np.broadcast_to(infos.get(f"_{name}", True), count)[slot]
+    }
+
+
+def _first_of(env: Any, batch: Any) -> Any:
+    return copy.deepcopy(next(iter(gymnasium.vector.utils.iterate(env.observation_space, batch))))
+
+
+def _rows(env: Any, batch: Any) -> list[bytes]:
+    """What each environment of a batch observes, to compare."""
+    rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
+    places = [path for path, _ in leaves(env.single_observation_space, ())]
+    return [b"".join(np.asarray(member(row, path)).tobytes() for path in places) for row in rows]
+
+
+def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:
+    if len(names) < 2 or cfg.suite is not None:
+        return ()
+    return (f"env.id={cfg.id} returns {len(names)} environments, of which {names[0]} is played; fix: env.suite=NAME",)

@@ -1,0 +1,119 @@
+"""Read what observation and info say about an episode: its instruction, and whether the goal is reached."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.gym.spaces import Path, member
+from embodyrl.errors import EnvError
+from embodyrl.registry import closest
+
+_SUCCESS = ("success", "is_success", "succeed")
+_LIKE_SUCCESS = re.compile(r"succe|solved|accomplish|goal_?(reached|achieved)|reached_?goal|complete", re.IGNORECASE)
+_INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
+"""Names of instructions, the likeliest first."""
+_ATTRIBUTES = ("task_description", "task")
+"""Attributes of LeRobot's environments that hold the instruction."""
+
+
+def success_key(cfg: GymSettings) -> tuple[str, ...]:
+    """Return the keys of info that say whether the goal is reached; the first one that is there counts."""
+    return _SUCCESS if cfg.success_key is None else (cfg.success_key,)
+
+
+def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return success by `info`, of one environment or a batch; None or no key is no success."""
+    found = next((value for key in keys if (value := _find(info, key)) is not None), None)
+    return False if found is None else found
+
+
+def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return whether `info` has one of the keys."""
+    return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
+
+
+def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
+    """Warn of a key that no step had, and of one that is similar to those that are read.
+
+    `names`: keys of info in all steps that were tried; `reports`: one of them says success.
+    """
+    if reports:
+        return
+    if cfg.success_key is not None:
+        known = f"{closest(cfg.success_key, names)} Keys there: {', '.join(names) or 'none'}."
+        yield f"env.success_key={cfg.success_key} was in no info of the steps that were tried.{known}"
+        return
+    for name in names:
+        if _LIKE_SUCCESS.search(name):
+            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it says so"
+            return
+
+
+def names_of(info: Any, before: str = "") -> Iterator[str]:
+    """Yield the dotted names of numbers and flags in nested mappings."""
+    for key, value in info.items() if isinstance(info, Mapping) else ():
+        if isinstance(value, Mapping):
+            yield from names_of(value, f"{before}{key}.")
+        elif isinstance(value, (bool, int, float, np.generic, np.ndarray)) and not str(key).startswith("_"):
+            yield f"{before}{key}"
+
+
+def instruction_of(
+    cfg: GymSettings, texts: Sequence[tuple[str, Path]], seen: Any, info: Mapping[str, Any], env: Any = None
+) -> str | None:
+    """Return the instruction of an episode that begins with this observation and info; None: there is none.
+
+    Raises:
+        EnvError: `env.instruction_key` names no text.
+    """
+    if cfg.instruction is not None:
+        return cfg.instruction
+    if cfg.instruction_key is not None:
+        found = [value for source in (seen, info) if (value := _find(source, cfg.instruction_key)) is not None]
+        if found and (text := _text(found[0])) is not None:
+            return text
+        there = ", ".join([*(name for name, _ in texts), *map(str, info)]) or "none"
+        what = f"is {found[0]!r:.60}, no text" if found else "is not there"
+        raise EnvError(
+            f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Texts of the observation and keys of "
+            f"info after reset: {there}. Name one of them, or set env.instruction."
+        )
+    if texts:
+        ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}
+        _, path = min(texts, key=lambda text: ranks.get(text[0].rpartition(".")[2], len(ranks)))
+        return _text(member(seen, path))
+    if (text := next((t for name in _INSTRUCTION if (t := _text(info.get(name))) is not None), None)) is not None:
+        return text
+    has = getattr(env, "has_wrapper_attr", lambda _: False)
+    return next((t for name in _ATTRIBUTES if has(name) and (t := _text(env.get_wrapper_attr(name))) is not None), None)
+
+
+def instruction_doubts(cfg: GymSettings, texts: Sequence[tuple[str, Path]]) -> Iterator[str]:
+    """Warn of texts that no policy reads."""
+    if len(texts) > 1 and cfg.instruction is None and cfg.instruction_key is None:
+        names = ", ".join(name for name, _ in texts)
+        yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
+
+
+def _text(value: Any) -> str | None:
+    found = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    return str(found) if isinstance(found, str) and found.strip() else None
+
+
+def _find(source: Any, key: str) -> Any:
+    """Return a value by its dotted name; None: there is none."""
+    if isinstance(source, Mapping) and key in source:
+        return source[key]
+    for name in key.split("."):
+        if isinstance(source, Mapping):
+            source = source.get(name)
+        elif isinstance(source, (tuple, list)) and name.isdigit() and int(name) < len(source):
+            source = source[int(name)]
+        else:
+            return None
+    return source

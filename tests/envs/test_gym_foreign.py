@@ -1,0 +1,118 @@
+"""What public Gymnasium environments have and ours do not: texts, other names of success, other forms of pictures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import foreign_envs
+import numpy as np
+import pytest
+from test_gym import begin, config
+
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import ConfigError, EnvError, UnknownNameError
+from embodyrl.types import EnvSpec
+
+
+def place(name: str) -> str:
+    return f"foreign_envs:{name}" if name in vars(foreign_envs) and name != "Plain" else f"odd_envs:{name}"
+
+
+def described(name: str, **values: Any) -> EnvSpec:
+    return ENVS.get("gym").spec(config(place(name), **values), EnvContext())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "said"),
+    [
+        ("Words", {}, "go"),
+        ("Missions", {}, "go to 7"),
+        ("InfoWords", {"instruction_key": "goal.say"}, "go to 7"),
+        ("InfoWords", {"instruction": "turn left"}, "turn left"),
+        ("Missions", {"instruction_key": "deep.0.mission"}, "go to 7"),
+        ("make_env", {}, "go to 7"),
+    ],
+)
+def test_the_text_of_an_environment_is_the_instruction(name, values, said):
+    env = begin(config(place(name), **values), slots=2)
+    assert (env.instruction(0), env.instruction(1)) == (said, said)
+    assert env.spec.instructed
+    assert env.spec.state_dim == 2
+
+
+def test_an_instruction_key_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(EnvError, match=r"instruction_key=say is not there.*goal"):
+        described("InfoWords", instruction_key="say")
+    assert not described("InfoWords").instructed
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "reports", "doubt"),
+    [
+        ("LateSuccess", {}, True, ""),
+        ("SimilarKey", {}, False, "env.success_key=metrics.task_success"),
+        ("SimilarKey", {"success_key": "metrics.task_success"}, True, ""),
+        ("SimilarKey", {"success_key": "metrics.task_sucess"}, True, "Did you mean 'metrics.task_success'"),
+        ("Plain", {}, False, ""),
+    ],
+)
+def test_success_is_found_in_whole_episodes_and_under_other_names(name, values, reports, doubt):
+    spec = described(name, **values)
+    assert spec.reports_success == reports
+    assert doubt in " ".join(spec.doubts)
+    assert bool(doubt) == bool(spec.doubts)
+
+
+def test_a_nested_success_key_counts():
+    env = begin(config("foreign_envs:SimilarKey", success_key="metrics.task_success"))
+    assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).success[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "doubt"),
+    [
+        ("RedPicture", "one RGB picture with its colours first"),
+        ("Rgba", "one RGBA picture;"),
+        ("RgbaFirst", "one RGBA picture with its colours first"),
+        ("TrueStack", ""),
+        ("GreyStack", ""),
+        ("Stamp", "1073741824, and observations are float32"),
+        ("FarAway", "float32"),
+        ("Depth", "uint16 picture"),
+        ("TupleObs", ""),
+        ("make_suites", "of which near/0 is played; fix: env.suite=NAME"),
+    ],
+)
+def test_what_a_policy_would_misread_is_doubted(name, doubt):
+    found = described(name).doubts
+    assert doubt in " ".join(found)
+    assert len(found) == bool(doubt)
+
+
+def test_a_suite_is_chosen_by_name():
+    assert "float32" in " ".join(described("make_suites", suite="far").doubts)
+    with pytest.raises(ConfigError, match=r"env.suite=deep is none of .*: near/0, far/0"):
+        described("make_suites", suite="deep")
+
+
+def test_frames_of_several_cameras_stand_side_by_side():
+    frame = begin(config("foreign_envs:TwoCameras")).render(0)
+    assert frame.shape == (8, 20, 3)
+    assert (frame[0, 9, 0], frame[0, 10, 0]) == (10, 200)
+
+
+def test_a_repository_of_the_hub_is_named_with_what_to_do():
+    with pytest.raises(UnknownNameError, match=r"hf download .*env.id=env:make_env"):
+        described_id("lerobot/some-env")
+
+
+def described_id(env_id: str) -> EnvSpec:
+    return ENVS.get("gym").spec(config(env_id), EnvContext())
+
+
+def test_an_id_as_lerobot_spells_it_imports_its_package(tmp_path, monkeypatch):
+    source = "import gymnasium\ngymnasium.register('gym_little/Plain-v0', 'odd_envs:Plain', max_episode_steps=7)\n"
+    (tmp_path / "gym_little.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert described_id("gym_little/Plain-v0").max_episode_steps == 7

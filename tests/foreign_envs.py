@@ -1,0 +1,228 @@
+"""Gymnasium environments of the same shape as public ones that were once misread."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from odd_envs import Plain
+
+
+class MissionSpace(spaces.Space):
+    """As MiniGrid has it."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=str)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MissionSpace)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def sample(self, mask=None, probability=None) -> str:
+        return "go to 0"
+
+    def contains(self, x) -> bool:
+        return isinstance(x, str)
+
+
+class Missions(Plain):
+    """Another instruction in each episode, deep in the observation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = spaces.Tuple([spaces.Dict({"mission": MissionSpace()})])
+        self.observation_space = spaces.Dict({"n": spaces.Box(-99, 99, (2,)), "deep": inner})
+
+    def look(self) -> Any:
+        return {"n": super().look(), "deep": ({"mission": f"go to {self.np_random_seed}"},)}
+
+
+class InfoWords(Plain):
+    def reset(self, *, seed=None, options=None):
+        seen, _ = super().reset(seed=seed)
+        return seen, {"goal": {"say": f"go to {seed}"}}
+
+
+class RedPicture(Plain):
+    """The colours first: three grey cameras to who cannot know."""
+
+    shape, axis = (3, 24, 24), 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, self.shape, np.uint8)
+
+    def look(self) -> Any:
+        picture = np.zeros(self.shape, np.uint8)
+        np.moveaxis(picture, self.axis, 0)[0] = int(150 + 7 * self.place) % 256
+        if 4 in self.shape:
+            np.moveaxis(picture, self.axis, 0)[3] = 255
+        return picture
+
+
+class Rgba(RedPicture):
+    shape, axis = (24, 24, 4), 2
+
+
+class RgbaFirst(RedPicture):
+    shape, axis = (4, 24, 24), 0
+
+
+class TrueStack(RedPicture):
+    """Three grey frames, the newest last."""
+
+    def reset(self, *, seed=None, options=None):
+        self.frames = np.zeros(self.shape, np.uint8)
+        return super().reset(seed=seed)
+
+    def look(self) -> Any:
+        self.frames = np.roll(self.frames, -1, axis=0)
+        self.frames[-1] = int(100 + 7 * self.place) % 256
+        return self.frames
+
+
+class LateSuccess(Plain):
+    """Says only at the end whether it succeeded."""
+
+    def step(self, action):
+        seen, reward, over, _, _ = super().step(action)
+        return seen, reward, over, self.steps >= 8, {"succeed": np.array(False)} if self.steps >= 8 else {}
+
+
+class SimilarKey(Plain):
+    def step(self, action):
+        return *super().step(action)[:4], {"metrics": {"task_success": True}}
+
+
+class AlmostTheSame(Plain):
+    """Resets that differ by less than any policy sees."""
+
+    def start(self) -> float:
+        return super().start() + float(np.random.default_rng().uniform(0, 1e-6))
+
+
+class Stamp(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 2**40, (2,), np.int64)
+
+    def look(self) -> Any:
+        return np.array([2**30 + self.steps, int(100 * abs(self.place))], np.int64)
+
+
+class FarAway(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def look(self) -> Any:
+        return np.array([1e8 + self.place, self.steps])
+
+
+class Depth(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 65535, (40, 48, 1), np.uint16)
+
+    def look(self) -> Any:
+        return np.full((40, 48, 1), 1000 + int(100 * self.place), np.uint16)
+
+
+class SeesNothing(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Dict({"a": spaces.Box(-1, 1, (0,))})
+
+    def look(self) -> Any:
+        return {"a": np.zeros(0, np.float32)}
+
+
+class TwoRewards(Plain):
+    def step(self, action):
+        seen, reward, *rest = super().step(action)
+        return seen, np.array([reward, 1.0]), *rest
+
+
+class OldClass:
+    """The old interface, without any base class."""
+
+    observation_space = spaces.Box(-1, 1, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self):
+        return np.zeros(2)
+
+    def step(self, action):
+        return np.zeros(2), 0.0, False, {}
+
+
+class NanForOneStep(Plain):
+    def look(self) -> Any:
+        return np.array([np.nan if self.steps == 9 else self.place, self.steps], np.float32)
+
+    def step(self, action):
+        seen, reward, _, _, info = super().step(action)
+        return seen, reward, False, self.steps >= 11, info
+
+
+class NanPicture(NanForOneStep):
+    """Converted to whole numbers, NaN would be black."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (16, 16, 3), np.uint8)
+
+    def look(self) -> Any:
+        return np.full((16, 16, 3), np.nan if self.steps == 9 else 100 + 10 * self.place)
+
+
+class LeavesThreads(Plain):
+    """Threads and a process that `close` does not end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=threading.Event().wait, name="motor").start()
+        self.motor = subprocess.Popen(["sleep", "1000"])
+
+
+class OnlyThreads(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=threading.Event().wait, name="motor").start()
+
+
+class TwoCameras(Plain):
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self) -> Any:
+        return np.stack([np.full((8, 10, 3), grey, np.uint8) for grey in (10, 200)])
+
+
+def make_env(n_envs=1, use_async_envs=False, cfg=None):
+    """LeRobot's EnvHub contract."""
+    return gymnasium.vector.SyncVectorEnv([Missions] * n_envs)
+
+
+def make_suites(n_envs, use_async_envs):
+    """The same with several suites."""
+    return {name: {0: gymnasium.vector.SyncVectorEnv([kind] * n_envs)} for name, kind in SUITES.items()}
+
+
+def make_single(n_envs, use_async_envs):
+    """The same with a single environment."""
+    return TwoCameras()
+
+
+SUITES = {"near": Plain, "far": FarAway}
+
+gymnasium.register("OnlyThreads-v0", OnlyThreads, max_episode_steps=9)
