@@ -191,6 +191,8 @@ def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
     assert all(np.allclose(once[key], twice[key]) for key in once)
     ramp = vector_stats(np.arange(101))
     assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
+    two = np.array([0, 200], np.uint8).reshape(2, 1, 1, 1).repeat(3, axis=3)
+    assert image_stats(pixel_counts(two), 2)["q50"].ravel().tolist() == pytest.approx([100 / 255] * 3)
     frames = np.zeros((40, 4, 4, 3), np.uint8)
     frames[-1] = 255
     assert image_stats(pixel_counts(frames), 40)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
