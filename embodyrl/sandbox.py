@@ -11,15 +11,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 MEMORY = 512 * 2**20
 SECONDS = 4.0
 _GRACE_S = 10.0
-_REACHES = (("the network", "import socket; socket.socket()"), ("other files", "open('../there', 'w').close()"))
+_REACHES = {
+    "the network": "import socket; socket.socket()",
+    "other files": "open('../there', 'w').close()",
+    "signals to other processes": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "limits of other processes": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)",
+    "priorities": "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
+    "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
+}
 """What a kernel without Landlock or filters of system calls leaves open to a program; tried for real."""
-_RUNNER = Path(__file__).with_name("sandboxed.py")
+_RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -77,9 +86,9 @@ def python_tool(source: str) -> str:
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     """Run a program; returns whether it ended well and what it printed last (the last line of the error otherwise).
 
-    See `confinement` for what holds it. It has `seconds` of wall and processor time, 512 MiB, an empty folder that is
-    removed, no environment, no input and no network, starts no process and no thread, and writes into its folder only:
-    at most 64 files, its output included, of at most 1 MiB.
+    See `confinement` for what holds it. The program has `seconds` of wall and processor time, 512 MiB, an empty folder
+    that is removed, no environment, no input and no network, starts no process and no thread, and writes into its
+    folder only: at most 64 files of at most 1 MiB.
     """
     ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
     if code is None:
@@ -87,49 +96,67 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
     return code == 0, said
 
 
-def run_tests(program: str, tests: Sequence[str], *, seconds: float) -> list[bool]:
-    """Run a program once before each test, all within `seconds`; returns which tests came to their end."""
+def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
+    """Run a program once for each test, all within `seconds`; returns which tests pass.
+
+    A test is Python statements that use what the program defines, in a process of their own, or an `input` with the
+    `output` that the program prints for it, where blanks at the ends of lines do not count.
+    """
     each = max(1.0, seconds / len(tests))
     return [passed for passed, _, _ in _carry_out(program, tests, seconds=seconds, each=each)]
 
 
 def _carry_out(
-    program: str, tests: Sequence[str], *, seconds: float, each: float
+    program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float, each: float
 ) -> list[tuple[bool, int | None, str]]:
     folder = str(Path(tempfile.gettempdir(), f"embodyrl-code-{secrets.token_hex(8)}"))
-    request = {"program": program, "tests": tests, "folder": folder, "memory": MEMORY, "seconds": each}
+    calls = _CALLS.read_text(encoding="utf-8")
+    request: dict[str, Any] = {"program": program, "calls": calls, "folder": folder, "memory": MEMORY, "seconds": each}
     lifeline, ours = os.pipe()  # its other end closes with this process, however that ends
-    try:
-        command = [*_bubblewrap(), sys.executable, "-I", "-c", _RUNNER.read_text(encoding="utf-8"), str(lifeline)]
-        done = subprocess.run(
-            command,
-            env={"OPENBLAS_NUM_THREADS": "1"},  # numpy gives up where it may start no thread
-            input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
-            capture_output=True,
-            text=True,
-            pass_fds=[lifeline],
-            timeout=seconds + _GRACE_S,
-            check=False,
-        )
-        return json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return [(False, None, "")] * len(tests)
-    except ValueError:  # it was killed, by a program of the same user or for memory
-        return [(False, 1, "the sandbox died: " + done.stderr[-200:].strip())] * len(tests)
-    finally:
-        os.close(ours)
-        os.close(lifeline)
-        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryFile() as held:
+        request["tests"] = [_put(held, test) for test in tests]
+        command = [*_bubblewrap(), sys.executable, "-I", "-c", _RUNNER.read_text(encoding="utf-8")]
+        try:
+            done = subprocess.run(
+                [*command, str(lifeline), str(held.fileno())],
+                env={"OPENBLAS_NUM_THREADS": "1"},  # numpy gives up where it may start no thread
+                input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
+                capture_output=True,
+                text=True,
+                pass_fds=[lifeline, held.fileno()],
+                timeout=seconds + _GRACE_S,
+                check=False,
+            )
+            return json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            return [(False, None, "")] * len(tests)
+        except ValueError:  # it was killed, by a program of the same user or for memory
+            return [(False, 1, "the sandbox died: " + done.stderr[-200:].strip())] * len(tests)
+        finally:
+            os.close(ours)
+            os.close(lifeline)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
+    """Write a test to a file; returns what the process that forks programs may know of it."""
+    if not test:
+        return {}
+    text = json.dumps(test if isinstance(test, str) else dict(test)).encode()
+    place = [held.tell(), len(text)]
+    held.write(text)
+    held.flush()
+    return {"place": place} if isinstance(test, str) else {"place": place, "input": test["input"]}
 
 
 def confinement() -> tuple[bool, str]:
     """Whether programs run in namespaces of their own, and in words what holds them."""
-    who = "as nobody" if os.getuid() == 0 else "as you"
+    who = "as a user of its own" if os.getuid() == 0 else "as you"
+    reached = [what for what, source in _REACHES.items() if run_python(source, seconds=SECONDS)[0]]
+    beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _bubblewrap():
-        return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {who}"
+        return True, f"bubblewrap (no network, read-only files, home hidden) and limits, {beyond}, {who}"
     why = "may not create namespaces here" if shutil.which("bwrap") else "is not installed"
-    reached = [what for what, source in _REACHES if run_python(source, seconds=SECONDS)[0]]
-    beyond = f"reaching {' and '.join(reached)}" if reached else "no network, files of its own only"
     return False, f"limits of time, memory, output and processes, {beyond}, {who}; bubblewrap {why}"
 
 

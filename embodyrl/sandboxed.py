@@ -1,10 +1,14 @@
 """Carries out programs of a language model; `sandbox.py` starts this text with `python -I -c`, outside the package.
 
-This process is trusted. It forks a limited child for each test, ends whatever that child leaves behind, and removes
-their folder when it is done, or as soon as the process that asked is gone.
+This process is trusted. For each test it forks a limited child that runs the program and, where functions of the
+program are tested, another one for the test (`sandboxed_calls.py`): what a program does to its own process changes no
+verdict. It ends whatever children leave behind, and removes their folder when it is done, or when the process that
+asked is gone.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import platform
@@ -18,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +42,16 @@ _DENIED = {
         *(62, 200, 234, 129, 297, 424, 101, 310, 311),
         *(83, 258, 90, 91, 268, 452),  # mkdir, mkdirat: trees too deep to remove; chmod, fchmod, fchmodat, fchmodat2
         *(272, 308, 165, 430, 425, 323, 321, 298),  # unshare, setns, mount, fsopen, io_uring, userfaultfd, bpf, perf
+        # setpriority, sched_setparam, _setscheduler, _setaffinity, _setattr, ioprio_set: other processes
+        *(141, 142, 144, 203, 314, 251),
+        *(
+            434,
+            438,
+            440,
+            448,
+            256,
+            279,
+        ),  # pidfd_open, pidfd_getfd, process_madvise, _mrelease, migrate_, move_pages
     ),
     "aarch64": (
         0xC00000B7,
@@ -45,65 +60,172 @@ _DENIED = {
         *(129, 130, 131, 138, 240, 424, 117, 270, 271),
         *(34, 52, 53, 452),
         *(97, 268, 40, 430, 425, 282, 280, 241),
+        *(140, 118, 119, 122, 274, 30),
+        *(434, 438, 440, 448, 238, 239),
     ),
 }
 """AUDIT_ARCH of a machine (linux/audit.h), and the numbers of the system calls that a program does without."""
+_BY_ARGUMENT = (
+    # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
+    *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
+    ("fcntl", (1, "is", 4), (2, "some", 0x2000)),
+    *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
+    ("prlimit64", (0, "not", 0)),
+)
+"""Calls that are denied with these arguments: signals to, and limits of, other processes."""
+_NUMBERS = {
+    "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
+    "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
+}
+_DENIED_WITH = {
+    machine: [(numbers[name], *conditions) for name, *conditions in _BY_ARGUMENT]
+    for machine, numbers in _NUMBERS.items()
+}
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
-_TOKEN_BYTES = 16
+_PASSED = b"passed"
+"""What a test reports at its end, on a pipe that no program has."""
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
+calls = ModuleType("calls")
+"""`sandboxed_calls.py`, once `main` has its text."""
 
 
 def main() -> None:
-    """Read a request from stdin and write the outcome of each test to stdout; argv[1] is open while we are wanted."""
-    lifeline, request = int(sys.argv[1]), json.load(sys.stdin)
+    """Read a request from stdin and write the outcome of each test to stdout.
+
+    argv[1] is open while the outcomes are wanted. argv[2] holds the tests, which this process never reads: programs are
+    forked from it, and would find them in their memory.
+    """
+    lifeline, tests, request = int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin)
     sys.argv = [""]
     _prctl(_SUBREAPER, 1, 0, 0, 0)
     _prctl(_DUMPABLE, 0, 0, 0, 0)  # programs of the same user may not reach into this process
-    folder = request["folder"]
-    os.mkdir(folder, 0o700)
+    exec(compile(request["calls"], "<calls>", "exec"), calls.__dict__)
+    os.mkdir(request["folder"], 0o711)
     try:
-        if os.getuid() == 0:
-            os.chown(folder, NOBODY, NOBODY)
-        outcomes = [_attempt(request, test, lifeline) for test in request["tests"]]
+        outcomes = [_attempt(request, test, tests, lifeline) for test in request["tests"]]
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(request["folder"], ignore_errors=True)
     sys.stdout.write(json.dumps(outcomes))
 
 
-def _attempt(request: dict[str, Any], test: str, lifeline: int) -> tuple[bool, int | None, str]:
-    """Run the program and one test: whether the test came to its end, exit code (None: out of time), what was said."""
+def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline: int) -> tuple[bool, int | None, str]:
+    """Run the program and one test: whether it passes, exit code (None: out of time), what the program said.
+
+    A test has `place`, start and length of its text in the file `tests`, `input` for a program that reads and prints,
+    or neither, where there is only the program.
+    """
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
         return False, None, ""
-    # A program that ends early and well has passed no test: only what comes after the test says this.
-    token = secrets.token_bytes(_TOKEN_BYTES)
-    with tempfile.TemporaryFile(dir=request["folder"]) as out, tempfile.TemporaryFile(dir=request["folder"]) as err:
+    reads = "input" in test or "place" not in test
+    with contextlib.ExitStack() as kept:
+        place = kept.enter_context(tempfile.TemporaryDirectory(dir=request["folder"], ignore_cleanup_errors=True))
+        os.chmod(place, 0o711)
+        given, said, wrong = (kept.enter_context(tempfile.TemporaryFile(dir=request["folder"])) for _ in range(3))
+        given.write(test.get("input", "").encode())
+        given.seek(0)
         done, report = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _confine(request, [out.fileno(), err.fileno(), report])
-                os._exit(_carry_out(request["program"], test, token))
-            finally:
-                os._exit(1)
+        if reads:
+            files = [given.fileno(), said.fileno(), wrong.fileno(), report]
+            pid = _start(request, place, files, lambda: _run(request["program"]))
+        else:
+            pid = _start_test(
+                request, test["place"], place, [given.fileno(), said.fileno(), wrong.fileno(), report, tests]
+            )
         os.close(report)
-        heard, over = b"", False
-        while not over and (left := end - time.monotonic()) > 0 and len(os.listdir(request["folder"])) <= FILES:
-            ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
-            if lifeline in ready:
-                _sweep(pid)
-                sys.exit("nobody waits any more")
-            part = os.read(done, _TOKEN_BYTES) if ready else b""
-            # Whatever else is written there makes it wrong, however long it is.
-            heard, over = (heard + part)[: 2 * _TOKEN_BYTES], bool(ready) and not part
+        heard, over, why = _listen(done, lifeline, end, place)
         os.close(done)
         code = _sweep(pid)
-        for file in (out, err):
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-        said, wrong = out.read().decode(errors="replace"), err.read().decode(errors="replace").strip()
-    last = wrong.rpartition("\n")[2][-200:] or f"exit code {code}"
-    return heard == token, code if over else None, said[-2000:] if code == 0 else last
+        texts = [_tail(said, whole="input" in test), _tail(wrong)]
+    if not reads:
+        return over and heard == _PASSED, code if over else None, ""
+    code = 1 if why else code
+    last = why or texts[1].strip().rpartition("\n")[2][-200:] or f"exit code {code}"
+    passed = code == 0 and over and ("place" not in test or _compare(texts[0], test["place"], tests))
+    return passed, code if over or why else None, texts[0][-2000:] if code == 0 else last
+
+
+def _start_test(request: dict[str, Any], where: list[int], place: str, files: list[int]) -> int:
+    """Start the program, and the test in a process of its own that talks with it; returns the pid of the test."""
+    given, said, wrong, report, tests = files
+    asked, ask = os.pipe()
+    answered, answer = os.pipe()
+
+    def serve() -> None:
+        calls.serve_program(request["program"], 3, 4)  # type: ignore[attr-defined]
+
+    def judge() -> None:
+        calls.run_test(json.loads(os.pread(6, where[1], where[0])), 3, 4)  # type: ignore[attr-defined]
+        os.write(5, _PASSED)
+
+    _start(request, os.path.join(place, "program"), [given, said, said, asked, answer], serve)
+    pid = _start(request, os.path.join(place, "test"), [given, wrong, wrong, answered, ask, report, tests], judge)
+    for descriptor in (asked, ask, answered, answer):
+        os.close(descriptor)
+    return pid
+
+
+def _compare(said: str, where: list[int], tests: int) -> bool:
+    """Whether a program printed what it should, in a process of its own: no later program may see that text."""
+    pid = os.fork()
+    if pid == 0:
+        wanted = json.loads(os.pread(tests, where[1], where[0]))["output"]
+        os._exit(_lines(said) != _lines(wanted))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _start(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
+    """Fork a child that gives up what it shall not have, then acts; its descriptors are `files` from 0 on."""
+    os.makedirs(place, exist_ok=True)
+    owner = _own_user(place) if os.getuid() == 0 else None
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            _confine(request, place, owner, files)
+            code = _exit_code(action)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def _own_user(place: str) -> int:
+    """A user that no other program has, who then owns a folder."""
+    # In a container the kernel may know 65536 of them only.
+    for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
+        with contextlib.suppress(OSError):
+            os.chown(place, user, user)
+            os.chmod(place, 0o700)
+            return user
+    raise SystemExit("no user for a program")
+
+
+def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
+    """What a child reported, whether it came to its end, and why it was stopped else."""
+    heard = b""
+    while (left := end - time.monotonic()) > 0:
+        if sum(len(files) for _, _, files in os.walk(place)) > FILES:
+            return heard, False, f"more than {FILES} files"
+        ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
+        if lifeline in ready:
+            _sweep(0)
+            sys.exit("nobody waits any more")
+        part = os.read(done, 64) if ready else b""
+        if ready and not part:
+            return heard, True, ""
+        heard += part
+    return heard, False, ""
+
+
+def _tail(file: Any, *, whole: bool = False) -> str:
+    file.seek(0 if whole else max(0, os.fstat(file.fileno()).st_size - 8192))
+    return file.read().decode(errors="replace")
+
+
+def _lines(text: str) -> list[str]:
+    """Lines without blanks at their ends, and without empty ones at the end of all."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _sweep(pid: int) -> int:
@@ -120,24 +242,25 @@ def _sweep(pid: int) -> int:
         code = os.waitstatus_to_exitcode(status) if found == pid else code
 
 
-def _confine(request: dict[str, Any], files: list[int]) -> None:
+def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
     """Give up, in the child, what a program shall not have: descriptors, rights, time, memory, processes, threads."""
     os.setsid()
-    for target, source in enumerate([os.open(os.devnull, os.O_RDWR), *files]):
+    aside = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
+    for target, source in enumerate(aside):
         os.dup2(source, target)
-    os.closerange(len(files) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    os.chdir(request["folder"])
+    os.closerange(len(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    os.chdir(place)
     cpu = max(1, round(request["seconds"] + 0.5))
     limits = ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, request["memory"]), (resource.RLIMIT_CORE, 0))
     for name, value in (*limits, (resource.RLIMIT_FSIZE, OUTPUT_BYTES), (resource.RLIMIT_NOFILE, FILES)):
         resource.setrlimit(name, (value, value))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-    if os.getuid() == 0:  # the kernel counts no processes of root
+    if owner is not None:  # the kernel counts no processes of root
         prefixes = {prefix: os.open(prefix, os.O_PATH) for prefix in {sys.base_prefix, sys.prefix}}
         # In this order: who is not root any more cannot change its groups.
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(owner)
+        os.setuid(owner)
         for prefix, descriptor in prefixes.items():
             if not os.access(prefix, os.X_OK):  # a Python below /root: its modules are found by descriptor
                 for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
@@ -151,13 +274,17 @@ def _confine(request: dict[str, Any], files: list[int]) -> None:
 
 
 def _bar_files() -> None:
-    """Landlock, from Linux 5.13: files are written in the working folder and nowhere else (linux/landlock.h)."""
+    """Landlock, from Linux 5.13: files are written in the working folder and nowhere else (linux/landlock.h).
+
+    Where the kernel has it, no connection by TCP is made (6.7) and no signal leaves the process (6.12).
+    """
     version = _libc.syscall(444, None, 0, 1)
     if version < 1:
         return
     write, remove, make, truncate = 1 << 1, 1 << 5, 1 << 8, (1 << 14 if version >= 3 else 0)
     every = write | truncate | 0x1FF0 | (1 << 13 if version >= 2 else 0)  # remove, make anything; 13: move, link
-    ruleset = _libc.syscall(444, struct.pack("Q", every), 8, 0)
+    rules = [every, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # bind, connect; sockets, signals
+    ruleset = _libc.syscall(444, struct.pack(f"{len(rules)}Q", *rules), 8 * len(rules), 0)
     places = ((".", write | remove | make | truncate), (os.devnull, write))
     for place, allowed in places:
         descriptor = os.open(place, os.O_PATH)
@@ -172,24 +299,36 @@ def _bar_calls() -> None:
     arch, *denied = _DENIED.get(platform.machine(), (0,))
     if not denied:
         return
-    load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
+    load, equal, some, at_least, answer, refuse = 0x20, 0x15, 0x45, 0x35, 0x06, 0x00050001
     lines = [(load, 0, 0, 4), (equal, 1, 0, arch), (answer, 0, 0, 0), (load, 0, 0, 0)]
-    lines += [(at_least, len(denied), 0, 0x40000000)]  # the same calls under the numbers of x32
-    lines += [(equal, len(denied) - k, 0, number) for k, number in enumerate(denied)]
-    lines += [(answer, 0, 0, 0x7FFF0000), (answer, 0, 0, 0x00050001)]
+    lines += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, refuse)]  # the same calls under the numbers of x32
+    for number in denied:
+        lines += [(equal, 0, 1, number), (answer, 0, 0, refuse)]
+    for number, *conditions in _DENIED_WITH[platform.machine()]:
+        # One condition after the other, each of which leads behind the rule where it does not hold.
+        lines += [(load, 0, 0, 0), (equal, 0, 2 * len(conditions) + 1, number)]
+        for k, (argument, holds, value) in enumerate(conditions):
+            behind = 2 * (len(conditions) - k) - 1
+            jumps = (behind, 0) if holds == "not" else (0, behind)
+            lines += [(load, 0, 0, 16 + 8 * argument), (some if holds == "some" else equal, *jumps, value)]
+        lines += [(answer, 0, 0, refuse)]
+    lines += [(answer, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
     _prctl(_SECCOMP, 2, struct.pack("@HP", len(lines), ctypes.addressof(code)), 0, 0)
 
 
-def _carry_out(program: str, test: str, token: bytes) -> int:
-    """Run a program and then a test; the token goes out after the test only, so `sys.exit(0)` passes none."""
+def _run(program: str) -> None:
+    """Run a program as Python runs a script."""
     module = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(program, "<program>", "exec"), module.__dict__)
+
+
+def _exit_code(action: Callable[[], Any]) -> int:
+    """Exit code of what a child does; the reason of a failure goes to its stderr."""
     code = 0
     try:
         try:
-            exec(compile(program, "<program>", "exec"), module.__dict__)
-            exec(compile(test, "<test>", "exec"), module.__dict__)
-            os.write(3, token)
+            action()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
             os.write(2, b"" if code == end.code else str(end.code).encode(errors="replace"))

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ SOURCES: Registry[Any] = Registry(
 )
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
+_VALUE_BYTES = 32
+"""Of one value of a column, at least, as a Python object."""
 
 
 @dataclass(frozen=True)
@@ -202,18 +205,43 @@ def _read_file(file: Path) -> list[Any]:
 
 
 def _read_packed(source: Any, file: Path) -> list[Any]:
-    """Rows of a Parquet file, a few at a time: some kilobytes can be packed to fill any memory."""
-    limit = available_bytes() // 4  # as Python objects they take a multiple
-    size = sum(source.metadata.row_group(i).total_byte_size for i in range(source.num_row_groups))
+    """Rows of a Parquet file, a few at a time: some hundred bytes can be packed to fill any memory.
+
+    Raises:
+        ConfigError: the rows take more than a quarter of the free memory; as Python objects they take a multiple.
+    """
+    limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
+    values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
     rows: list[Any] = []
-    batches = source.iter_batches(64)
-    while size <= limit:
-        batch = next(batches, None)
-        if batch is None:
-            return rows
-        rows += batch.to_pylist()
-        size += batch.nbytes
+    size = sum(group.total_byte_size for group in groups)
+    try:
+        batches = source.iter_batches(64) if max(size, _VALUE_BYTES * values) <= limit else iter(())
+        while size <= limit:
+            batch = next(batches, None)
+            if batch is None and len(rows) == source.metadata.num_rows:
+                return rows
+            if batch is None:
+                break
+            size += (
+                batch.nbytes + _VALUE_BYTES * batch.num_rows * batch.num_columns + sum(map(_repeated, batch.columns))
+            )
+            rows += batch.to_pylist() if size <= limit else []
+    except MemoryError:
+        pass  # said below
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
+
+
+def _repeated(column: Any) -> int:
+    """Bytes that texts of a dictionary take once each row has its own."""
+    import pyarrow as pa
+
+    compute: Any = import_module("pyarrow.compute")
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    try:
+        return compute.sum(compute.take(compute.binary_length(column.dictionary), column.indices)).as_py() or 0
+    except pa.ArrowNotImplementedError:  # of numbers, or of nested values
+        return len(column) * column.dictionary.nbytes
 
 
 def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:

@@ -109,12 +109,12 @@ def countdown(prompt: str, response: str, reference: str) -> float:
 def code(prompt: str, response: str, reference: str) -> float:
     """Share of tests that the last code block of the response passes.
 
-    `reference` is a JSON list of Python statements such as "assert f(2) == 4"; each one runs by itself, after the
-    program, within a second (or its share of the time, if that is longer). All of them share most of what the judge
-    gives the answer.
+    `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
+    programs that read and print; each one runs by itself, in another process than the program, within a second (or its
+    share of the time, if that is longer). All of them share most of what the judge gives the answer.
     """
     blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
     program = blocks[-1] if blocks else response
-    tests: list[str] = json.loads(reference)
+    tests: list[str | dict[str, str]] = json.loads(reference)
     left, _ = signal.getitimer(signal.ITIMER_REAL)
     return sum(run_tests(program, tests, seconds=0.8 * left or SECONDS)) / len(tests)

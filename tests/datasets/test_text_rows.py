@@ -12,9 +12,10 @@ from PIL import Image
 
 from embodyrl.commands.facts import facts
 from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
-from embodyrl.datasets import tasks
+from embodyrl.datasets import tasks, text
+from embodyrl.datasets.pictures import pictures_of
 from embodyrl.datasets.settings import PairSettings, RowSettings
-from embodyrl.datasets.text import open_rows, pictures_of
+from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
@@ -295,3 +296,33 @@ def test_held_out_rows_are_counted_without_those_that_are_left_out(tmp_path: Pat
     )
     found = open_rows(RowSettings(path=own, val_path=val, max_prompt_length=5), tokenizer=None)
     assert ([row.reference for row in found], found.held_out) == (["3", "4", "2", "1"], 2)
+
+
+@pytest.mark.parametrize("kind", ["a list of nulls", "rows of nulls", "a dictionary of one long text"])
+def test_a_small_parquet_file_that_fills_the_memory_is_refused(tmp_path: Path, monkeypatch, kind: str):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    count = 2_000_000
+    column = {
+        "a list of nulls": lambda: pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.nulls(count)),
+        "rows of nulls": lambda: pa.nulls(count),
+        "a dictionary of one long text": lambda: pa.DictionaryArray.from_arrays(
+            pa.array(np.zeros(400, np.int32)), pa.array(["x" * 100_000])
+        ),
+    }[kind]()
+    file = tmp_path / "bomb.parquet"
+    parquet.write_table(pa.table({"prompt": column, "answer": column}), file)
+    assert file.stat().st_size < 120_000
+    monkeypatch.setattr(text, "available_bytes", lambda: 100 << 20)
+    with pytest.raises(ConfigError, match="unpacks to more than 25 MiB"):
+        open_rows(RowSettings(path=str(file)), tokenizer=None)
+
+
+def test_dictionaries_and_lists_of_a_parquet_file_are_read(tmp_path: Path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
+    numbers = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, 1] * 50), pa.array([5, 6]))
+    table = pa.table({"prompt": pa.array(["q"] * 200), "answer": numbers, "word": words, "more": [[1, 2]] * 200})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    rows = open_rows(RowSettings(path=str(tmp_path / "rows.parquet"), val_share=0.0), tokenizer=None)
+    assert [rows[k].reference for k in range(4)] == ["5", "6", "5", "6"]
+    assert len(rows) == 200

@@ -7,8 +7,9 @@ import pytest
 from settings import env_of
 
 from embodyrl.conversation import Answer, Judgement, Message, TextRow, split_messages
+from embodyrl.datasets.pictures import Picture
 from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import Picture, open_rows
+from embodyrl.datasets.text import open_rows
 from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY

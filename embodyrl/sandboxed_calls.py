@@ -1,0 +1,329 @@
+"""Calls between a program of a language model and the tests of its functions, which run in two processes.
+
+`sandboxed.py` runs this text in both. Names, arguments and results cross a pipe as JSON of plain data, so comparisons
+see values only, whatever the program does to its own process. Objects of the program stay there: a test holds a number
+for each and may call it, read its attributes or iterate over it, but two of them are equal only if they are one object.
+"""
+
+import ast
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import importlib
+import itertools
+import json
+import os
+import sys
+from types import ModuleType
+
+LONGEST = 16 << 20
+"""Bytes of a message."""
+MOST_ITEMS = 1_000_000
+_BY_TEXT = {
+    "Fraction": fractions.Fraction,
+    "Decimal": decimal.Decimal,
+    "date": datetime.date.fromisoformat,
+    "datetime": datetime.datetime.fromisoformat,
+    "time": datetime.time.fromisoformat,
+}
+_BY_ITEMS = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "deque": collections.deque,
+    "dict": dict,
+    "OrderedDict": collections.OrderedDict,
+    "Counter": collections.Counter,
+    "defaultdict": lambda items: collections.defaultdict(None, items),
+}
+_SHOWN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Link:
+    """One end of the pipes: writes and reads messages, and keeps the objects that the other end has numbers for."""
+
+    def __init__(self, incoming, outgoing):
+        self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
+        self._kept, self._numbers = [], {}
+        self.deeds = {"call": lambda function, *args, **named: function(*args, **named)}
+
+    def send(self, message):
+        self._out.write(json.dumps(message).encode("ascii") + b"\n")
+        self._out.flush()
+
+    def read(self):
+        line = self._in.readline(LONGEST)
+        if not line.endswith(b"\n"):
+            raise EOFError("the other side ended, or sent too much")
+        return json.loads(line)
+
+    def _keep(self, value):
+        number = self._numbers.setdefault(id(value), len(self._kept))
+        if number == len(self._kept):
+            self._kept.append(value)  # which keeps its id from being used again
+        return number
+
+    def pack(self, value):
+        """Return a value as JSON: plain data by value, of their subclasses the plain part; all else by number."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, Remote):
+            return ["there", value._number]
+        for kind in (bool, int, float, str):
+            if isinstance(value, kind):
+                return kind.__str__(value) if kind is str else kind.__add__(value, kind())
+        if isinstance(value, bytes | bytearray):
+            return ["bytearray" if isinstance(value, bytearray) else "bytes", value.hex()]
+        if isinstance(value, complex | range | datetime.timedelta):
+            parts = {complex: ("real", "imag"), range: ("start", "stop", "step")}
+            names = parts.get(type(value), ("days", "seconds", "microseconds"))
+            return [type(value).__name__, *(getattr(value, name) for name in names)]
+        for kind in (fractions.Fraction, decimal.Decimal):
+            if isinstance(value, kind):
+                return [kind.__name__, str(value)]
+        for kind in (datetime.datetime, datetime.date, datetime.time):
+            if isinstance(value, kind):
+                return [kind.__name__, value.isoformat()]
+        for name, kind in (("Counter", collections.Counter), ("OrderedDict", collections.OrderedDict), ("dict", dict)):
+            if isinstance(value, kind):
+                return [name, [[self.pack(k), self.pack(v)] for k, v in dict.items(value)]]
+        for kind in (list, tuple, set, frozenset, collections.deque):
+            if isinstance(value, kind):
+                return [kind.__name__, [self.pack(item) for item in kind.__iter__(value)]]
+        if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+            return ["numpy", str(value.dtype), self.pack(value.tolist())]
+        return ["here", self._keep(value)]
+
+    def unpack(self, packed):
+        """Inverse of `pack` at the other end."""
+        if not isinstance(packed, list):
+            return packed
+        name, *parts = packed
+        if name in ("here", "there"):
+            return Remote(self, parts[0]) if name == "here" else self._kept[parts[0]]
+        if name in _BY_ITEMS:
+            items = [self.unpack(item) for item in parts[0]] if name not in _PAIRS else self._pairs(parts[0])
+            return _BY_ITEMS[name](items)
+        if name in _BY_TEXT:
+            return _BY_TEXT[name](parts[0])
+        if name in ("bytes", "bytearray"):
+            return (bytes if name == "bytes" else bytearray).fromhex(parts[0])
+        if name == "numpy":
+            return importlib.import_module("numpy").array(self.unpack(parts[1]), parts[0])[()]
+        return {"complex": complex, "range": range, "timedelta": datetime.timedelta}[name](*parts)
+
+    def _pairs(self, pairs):
+        return {self.unpack(key): self.unpack(value) for key, value in pairs}
+
+    def ask(self, what, *parts, in_place=False, **named):
+        """Have the other end do something; meanwhile it may call functions that it was given.
+
+        `in_place`: lists, dicts and sets among the arguments become what a function made of them.
+        """
+        values = [self.pack(part) for part in parts]
+        self.send({"do": what, "with": values, "named": {name: self.pack(value) for name, value in named.items()}})
+        while "do" in (reply := self.read()):
+            self.answer(reply)
+        for part, changed in zip(parts[1:], reply.get("changed", ()), strict=False):
+            if changed is not None and in_place:
+                _take_over(part, self.unpack(changed))
+        if "raised" in reply:
+            raise self.exception(*reply["raised"])
+        return self.unpack(reply["value"])
+
+    def answer(self, asked):
+        """Do what the other end asks for, and send what comes of it."""
+        try:
+            parts = [self.unpack(part) for part in asked["with"]]
+            before = asked["with"][1:]
+            value = self.deeds[asked["do"]](*parts, **{n: self.unpack(v) for n, v in asked["named"].items()})
+            reply = {"value": self.pack(value)}
+            if asked["do"] == "call":  # arguments may be changed in place
+                pairs = zip((self.pack(part) for part in parts[1:]), before, strict=True)
+                reply["changed"] = [now if isinstance(now, list) and now != was else None for now, was in pairs]
+            self.send(reply)
+        except Exception as error:
+            self.send({"raised": [type(error).__name__, str(error)[:1000], _shown(type(error))]})
+
+    def exception(self, name, text, shown):
+        """The exception of the other end: a built-in one, or one of its own by name."""
+        found = getattr(builtins, name, None)
+        return (found if isinstance(found, type) and issubclass(found, Exception) else Foreign.of(name, shown))(text)
+
+
+_DEEDS = {
+    "attribute": getattr,
+    "set": setattr,
+    "items": lambda value: list(itertools.islice(value, MOST_ITEMS)),
+    "next": next,
+    "length": len,
+    "item": lambda value, key: value[key],
+    "text": lambda value, form: str(value) if form == "s" else repr(value),
+    "truth": bool,
+}
+"""What a test may have done to an object of the program, besides calling it; a program may call functions only."""
+_PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict")
+
+
+def _shown(kind):
+    return next((base.__name__ for base in kind.__mro__ if base in _SHOWN), "Exception")
+
+
+def _take_over(own, changed):
+    """Give a list, dict or set that went out as an argument the content that it was left with."""
+    if type(own) is type(changed) and isinstance(own, list | bytearray):
+        own[:] = changed
+    elif type(own) is type(changed) and isinstance(own, dict | set):
+        own.clear()
+        own.update(changed)
+
+
+class Foreign:
+    """Classes of exceptions that a program defines, by name."""
+
+    known = {}
+
+    @classmethod
+    def of(cls, name, shown):
+        base = next((base for base in _SHOWN if base.__name__ == shown), Exception)
+        return cls.known.setdefault(name, type(str(name), (base,), {}))
+
+
+class Remote:
+    """An object of the other process."""
+
+    def __init__(self, link, number):
+        object.__setattr__(self, "_link", link)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args, **named):
+        return self._link.ask("call", self, *args, **named)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._link.ask("attribute", self, name)
+
+    def __setattr__(self, name, value):
+        self._link.ask("set", self, name, value)
+
+    def __iter__(self):
+        return iter(self._link.ask("items", self))
+
+    def __next__(self):
+        return self._link.ask("next", self)
+
+    def __len__(self):
+        return self._link.ask("length", self)
+
+    def __getitem__(self, key):
+        return self._link.ask("item", self, key)
+
+    def __contains__(self, item):
+        return any(found == item for found in self)
+
+    def __bool__(self):
+        return self._link.ask("truth", self) is True
+
+    def __str__(self):
+        return self._link.ask("text", self, "s")
+
+    def __repr__(self):
+        return self._link.ask("text", self, "r")
+
+    def __eq__(self, other):
+        return isinstance(other, Remote) and other._number == self._number
+
+    def __hash__(self):
+        return hash(self._number)
+
+
+def serve_program(program, incoming, outgoing):
+    """Load a program, then answer a test until it ends."""
+    link = Link(incoming, outgoing)
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        exec(compile(program, "<program>", "exec"), module.__dict__)
+    except BaseException as error:
+        link.send({"failed": f"{type(error).__name__}: {error}"[:500]})
+        raise
+    kinds = {}
+    for name, value in module.__dict__.items():
+        kind = "module" if isinstance(value, ModuleType) else "name"
+        if isinstance(value, type) and issubclass(value, Exception):
+            kind = "exception"
+        kinds[name] = [kind, value.__name__ if kind == "module" else _shown(value) if kind == "exception" else ""]
+    link.send({"names": kinds})
+    link.deeds |= _DEEDS | {"name": lambda name: module.__dict__[name]}
+    while True:
+        link.answer(link.read())
+
+
+class Names(dict):
+    """Globals of a test: its own, then those of the program."""
+
+    def __init__(self, link, kinds, tree):
+        super().__init__(__name__="__test__", __builtins__=builtins, _in_place=_in_place)
+        self._link, self._kinds, self._shadowing = link, kinds, _tested_names(tree)
+
+    def __missing__(self, name):
+        kind, about = self._kinds.get(name, ("", ""))
+        if not kind or name.startswith("__") or (hasattr(builtins, name) and name not in self._shadowing):
+            raise KeyError(name)
+        if kind == "module" and about.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
+            return importlib.import_module(about)  # the program may have changed its own
+        return Foreign.of(name, about) if kind == "exception" else self._link.ask("name", name)
+
+
+def _in_place(function, *args, **named):
+    """Call a function whose result a test leaves aside: it may be there for what it does to its arguments."""
+    if isinstance(function, Remote):
+        return function._link.ask("call", function, *args, in_place=True, **named)
+    return function(*args, **named)
+
+
+class _Statements(ast.NodeTransformer):
+    """Turns calls that are statements into `_in_place`."""
+
+    def visit_Expr(self, node):
+        if isinstance(node.value, ast.Call):
+            own = ast.Name("_in_place", ast.Load())
+            node.value = ast.Call(own, [node.value.func, *node.value.args], node.value.keywords)
+        return node
+
+
+def _tested_names(tree):
+    """Functions that a test compares the results of, as in `assert sum(1, 2) == 3`: a built-in one may be the task."""
+    found = set()
+    for node in tree.body:
+        test = node.test if isinstance(node, ast.Assert) else None
+        if isinstance(test, ast.Compare) and isinstance(test.left, ast.Call) and isinstance(test.ops[0], ast.Eq):
+            inner = [n for part in (*test.left.args, *test.left.keywords) for n in ast.walk(part)]
+            if isinstance(test.left.func, ast.Name) and not any(isinstance(n, ast.Call) for n in inner):
+                found.add(test.left.func.id)
+    return found
+
+
+def run_test(test, incoming, outgoing):
+    """Run a test against the program at the other end; an exception says that it fails."""
+    sys.set_int_max_str_digits(0)
+    link = Link(incoming, outgoing)
+    began = link.read()
+    if "failed" in began:
+        raise RuntimeError(str(began["failed"]))
+    tree = ast.parse(test, "<test>")
+    names = Names(link, began["names"], tree)
+    exec(compile(ast.fix_missing_locations(_Statements().visit(tree)), "<test>", "exec"), names)
