@@ -7,6 +7,8 @@ GRPO                                        text: GRPO(model, reward, rows).trai
 """
 
 import importlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.version import __version__ as __version__
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from embodyrl.program.acting import LoadedPolicy, load_policy
     from embodyrl.program.commands import GRPO, collect, compose, evaluate, sft, train
     from embodyrl.program.environment import make_env
+
+# When it is imported torch makes the folder of its compiler cache, by default a new one in the temporary folder.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
 _HOMES = {
     **dict.fromkeys(("GRPO", "collect", "compose", "evaluate", "sft", "train"), "commands"),

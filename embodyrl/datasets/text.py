@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +233,15 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 def _repeated(column: Any) -> int:
     """Bytes that texts of a dictionary take once each row has its own."""
     import pyarrow as pa
+    import pyarrow.compute as compute  # type: ignore[import-untyped]
 
-    compute: Any = import_module("pyarrow.compute")
     if not pa.types.is_dictionary(column.type):
         return 0
-    try:
-        return compute.sum(compute.take(compute.binary_length(column.dictionary), column.indices)).as_py() or 0
-    except pa.ArrowNotImplementedError:  # of numbers, or of nested values
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(kind(column.type.value_type) for kind in kinds):
         return len(column) * column.dictionary.nbytes
+    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
+    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
 
 
 def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:

@@ -133,8 +133,8 @@ def test_no_tracked_file_is_generated_or_huge():
 def test_nothing_that_is_loaded_can_run_code():
     """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`.
 
-    Behind the limits of `sandboxed.py` runs what a language model wrote, and nothing that is loaded; `channel.py` reads
-    what the run's own processes send each other, as `multiprocessing` would.
+    Behind the limits of `sandboxed.py` and `sandboxed_calls.py` runs what a language model wrote, and nothing that is
+    loaded; `channel.py` reads what the run's own processes send each other, as `multiprocessing` would.
     """
     dangerous = {"pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
     found = []
@@ -146,6 +146,7 @@ def test_nothing_that_is_loaded_can_run_code():
             safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
             boxed = (str(path), name) in (
                 ("embodyrl/sandboxed.py", "exec"),
+                ("embodyrl/sandboxed_calls.py", "exec"),
                 ("embodyrl/channels/channel.py", "pickle.loads"),
             )
             if (name in dangerous and not boxed) or (name == "torch.load" and not safe):
