@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import PositiveFloat
+from torch import Tensor
 
-from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores, Share
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
@@ -52,8 +53,8 @@ class Regression(Learner):
             part = Observation(images=obs.images[rows], state=obs.state[rows], instructions=words)
             return policy.imitate(part, actions[rows])
 
-        def weighted(scores: ImitationScores, rows: IntArray) -> tuple[Share, None]:
-            return Share.of((scores.loss * scores.loss.new_tensor(weight[rows])).sum() / len(records)), None
+        def weighted(scores: ImitationScores, rows: IntArray) -> tuple[Tensor, None]:
+            return (scores.loss * scores.loss.new_tensor(weight[rows])).sum() / len(records), None
 
         parts = deal(np.ones(len(records), np.int64), trainer.ranks.rank_info, trainer.cfg.micro_batch_size, None)
         trainer.ranks.train()

@@ -50,11 +50,10 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
     }
 
 
-def metrics_of(parts: Sequence[Measured], scored: int = 0) -> list[dict[str, float]]:
+def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
     """Return the metrics of each micro-batch, computed for all together; `merge_metrics` joins those of a step.
 
-    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token. `scored` is
-    `PolicySpec.scored`: tokens that have no log-probability of their own count in no mean.
+    `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
     """
     if not parts:
         return []
@@ -68,7 +67,7 @@ def metrics_of(parts: Sequence[Measured], scored: int = 0) -> list[dict[str, flo
         "logprob_gap": gap,
         **{name: rows[name] for name in ("entropy", "ratio", "ref_kl") if name in rows},
     }
-    shared = {name: shares(units[..., : scored or None], rows["weight"]) for name, units in means.items()}
+    shared = {name: shares(units, rows["weight"]) for name, units in means.items()}
     shared[WEIGHT_SUM] = rows["weight"]
     table = torch.stack([*(share.sum(1) for share in shared.values()), rows["ratio"].flatten(1).amax(1)])
     added = torch.stack([number for part in parts for number in part.sums.values()])

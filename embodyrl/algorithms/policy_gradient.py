@@ -16,8 +16,8 @@ from embodyrl.algorithms.policy_losses import (
     action_weights,
     bounded_ratio,
     equal_shares,
-    has_slopes,
     mean_share,
+    scored_columns,
     to_units,
     unit_advantage,
     unit_mask,
@@ -30,6 +30,7 @@ from embodyrl.algorithms.settings import (
     ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
+    TokenLevel,
     TruncatedEpisodes,
     ValueSettings,
 )
@@ -41,8 +42,6 @@ from embodyrl.types import BoolArray, Episode, FloatArray, IntArray, PolicyScore
 if TYPE_CHECKING:
     import torch
 
-    from embodyrl.algorithms.slopes import Slopes
-
 _NO_SCORES = Scores()
 
 
@@ -53,12 +52,13 @@ class Algorithm:
     `positive_nll_coef` adds the mean of -log pi over actions with a positive advantage (arXiv 2504.05118).
     """
 
-    def __init__(self, cfg: AlgorithmSettings, longest_episode: int = 1) -> None:
+    def __init__(self, cfg: AlgorithmSettings, longest_episode: int = 1, scored: int = 0) -> None:
         """Bind the config.
 
         Args:
             cfg: the keys below `algorithm`.
             longest_episode: chunks of an episode that its time limit ends; for `weights`.
+            scored: log-probabilities of an action (`PolicySpec.scored`); 0: one for each token.
 
         Raises:
             ConfigError: unknown names or combinations that make no sense.
@@ -72,10 +72,10 @@ class Algorithm:
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
         """Rounds of further groups in place of filtered ones."""
         self._longest_episode = longest_episode
+        self.scored = scored
         self._estimator = ADVANTAGES.get(cfg.adv_type)
         self.needs_replay, self.learner = self._estimator.needs_replay, self._estimator.learner
         self._loss = LOSSES.get(cfg.loss_type)
-        self._has_slopes = has_slopes(cfg, self._loss)
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
@@ -174,7 +174,7 @@ class Algorithm:
         if not self.needs_reference_in_prepare:
             return shaped, {}
         beta = self._reward_kl_beta
-        shaped, found = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type)
+        shaped, found = subtract_kl(shaped, scores, beta=beta, kind=cfg.kl_penalty_type, scored=self.scored)
         if cfg.kl_target is not None:
             self._reward_kl_beta = adapted_beta(
                 beta, found, target=cfg.kl_target, samples=len(episodes), horizon=cfg.kl_horizon
@@ -219,11 +219,11 @@ class Algorithm:
             valid: [B, K] bool.
 
         Returns:
-            Factors without gradient on the policy loss of each unit, [B, K, D], [B, K, 1] or [B, 1, 1] by
+            Factors without gradient on the policy loss of each unit, [B, K, P], [B, K, 1] or [B, 1, 1] by
             `logprob_type`, or None; and metrics.
         """
         cfg = self._cfg
-        log_weight = to_units(proximal - behaviour, valid, cfg.logprob_type)
+        log_weight = self._units(proximal - behaviour, valid, cfg.logprob_type)
         mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
         gap = log_weight.where(mask, 0.0)
         metrics = {
@@ -248,29 +248,11 @@ class Algorithm:
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         """Return a micro-batch's share of the optimizer step's loss, and what `metrics_of` computes its metrics of."""
-        if not self.has_slopes(inputs):
-            return self._compute(scores, inputs)
-        from embodyrl.algorithms.slopes import known
-
-        loss, slopes, measured = self.slopes(scores, inputs)
-        return known(loss, slopes, scores), measured
-
-    def has_slopes(self, inputs: LossInputs) -> bool:
-        """Whether `slopes` knows the loss of these samples."""
-        return self._has_slopes and inputs.whole and inputs.correction is None
-
-    def slopes(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Slopes, Measured]:
-        """`loss` apart from autograd, and its gradients by the scores."""
-        from embodyrl.algorithms.slopes import loss_and_slopes
-
-        return loss_and_slopes(self._loss, self._cfg, scores, inputs)
-
-    def _compute(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
-        new = to_units(scores.logprob, valid, cfg.logprob_type, whole=inputs.whole)
-        old = to_units(inputs.old_logprob, valid, cfg.logprob_type, whole=inputs.whole)
+        new = self._units(scores.logprob, valid, cfg.logprob_type)
+        old = self._units(inputs.old_logprob, valid, cfg.logprob_type)
         units = Units(
             logprob=new,
             old_logprob=old,
@@ -278,7 +260,7 @@ class Algorithm:
             valid=unit_mask(valid, cfg.logprob_type),
         )
         terms = self._loss.compute(units, cfg)
-        entropy = to_units(scores.entropy, valid, cfg.entropy_type, whole=inputs.whole)
+        entropy = self._units(scores.entropy if cfg.entropy_bonus else scores.entropy.detach(), valid, cfg.entropy_type)
         factors = self._factors(units, inputs)
         weighed = terms.loss if factors is None else terms.loss * factors
         loss = policy_loss = self._aggregate(weighed, inputs.weight)
@@ -287,8 +269,8 @@ class Algorithm:
         if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
         rows = {
-            "logprob": scores.logprob.detach(),
-            "old_logprob": inputs.old_logprob,
+            "logprob": scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
+            "old_logprob": scored_columns(inputs.old_logprob, valid.shape[1], self.scored),
             "valid": valid,
             "weight": inputs.weight,
             "new": new.detach(),
@@ -300,7 +282,7 @@ class Algorithm:
         sums = {"policy_loss": policy_loss.detach()}
         if self.needs_reference:
             assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
-            ref_kl = kl(new, to_units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
+            ref_kl = kl(new, self._units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
             if not cfg.kl_in_reward:
@@ -308,7 +290,7 @@ class Algorithm:
             rows["ref_kl"] = ref_kl.detach()
         if isinstance(cfg, ValueSettings):
             value = _value_loss(cfg, scores, inputs)
-            loss = loss + cfg.value_coef * value
+            loss = loss.add(value, alpha=cfg.value_coef)
             sums["value_loss"] = value.detach()
         return loss, Measured(rows=rows, sums=sums)
 
@@ -318,14 +300,18 @@ class Algorithm:
         if self._cfg.off_policy_masking_delta is None:
             return factors
         acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
-        acted = to_units(acted, inputs.valid, self._cfg.logprob_type)
+        acted = self._units(acted, inputs.valid, self._cfg.logprob_type)
         # Detached: the mask is a decision, not a term of the loss.
         drift = units.mean(acted - units.logprob.detach())
         mask = off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
         return mask if factors is None else factors * mask
 
+    def _units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+        """Return the units of tokens [B, L], without columns that carry no log-probability."""
+        return to_units(scored_columns(tokens, valid.shape[1], self.scored), valid, level)
+
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of units [B, K, D], [B, K, 1] or [B, 1, 1]."""
+        """Weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
         share = mean_share(units, weight)
         # `mean_share` has divided by the tokens of an action; the sums take that back.
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
-from embodyrl.algorithms.settings import RISING, AggregationMode, AlgorithmSettings, TokenLevel, ValueSettings
+from embodyrl.algorithms.settings import RISING, AggregationMode, TokenLevel
 from embodyrl.config.settings import Positive, Says, Settings, Weight
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
@@ -28,23 +28,32 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 """Modes of `loss_agg_func` that add the tokens of an action; the others average them."""
 
 
-def to_units(
-    token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel, *, whole: bool = False
-) -> torch.Tensor:
-    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid.
+def scored_columns(values: Any, actions: int, scored: int) -> Any:
+    """Return the columns [B, K * P] of tokens [B, K * D] that carry a log-probability, torch or numpy.
 
-    `whole`: all are valid.
+    Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.
+
+    Args:
+        values: [B, K * D].
+        actions: K.
+        scored: P, as `PolicySpec.scored`; 0: all.
     """
+    if not scored or values.shape[1] == actions * scored:
+        return values
+    return values.reshape(len(values), actions, -1)[:, :, :scored].reshape(len(values), actions * scored)
+
+
+def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
+    """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
+    # `where` and not a product: log-probabilities of actions that never ran may be anything, NaN included.
     grid = token_values.reshape(batch, actions, -1)
-    if not whole:
-        # `where` and not a product: what the policy says about actions that never ran may be anything, NaN included.
-        grid = grid.where(valid[:, :, None], grid.new_zeros(()))
+    grid = grid.where(valid[:, :, None], grid.new_zeros(()))
     # Small networks feel every operation: a sum over one token is spared.
     if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
         return grid
-    return grid.sum(2)[:, :, None] if level == TokenLevel.action_level else grid.sum((1, 2))[:, None, None]
+    return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2), keepdim=True)
 
 
 def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
@@ -67,7 +76,7 @@ def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[B, K] or [B, 1]"""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
-    return (units[..., 0] if units.shape[2] == 1 else units.mean(2)) * per_row
+    return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:
@@ -221,18 +230,6 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
     return LossTerms(loss=ceiling.where(capped, terms.loss), ratio=terms.ratio, clipped=terms.clipped | capped)
 
 
-def ppo_closed(xp: Any, log_ratio: Any, advantage: Any, cfg: DualClipSettings) -> tuple[Any, Any, Any, Any]:
-    """`ppo_clip`, and d(-A r) / d log r = -A r, or 0 where a bound holds, be it of r, of the loss or of log r."""
-    ratio, pull = xp.exp(log_ratio.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)), -advantage
-    plain, bounded = pull * ratio, pull * ratio.clip(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
-    loss, clipped = xp.maximum(plain, bounded), bounded > plain
-    if cfg.clip_ratio_c is not None:
-        ceiling = pull * cfg.clip_ratio_c
-        capped = (advantage < 0) & (ceiling < loss)
-        loss, clipped = xp.where(capped, ceiling, loss), clipped | capped
-    return loss, ratio, clipped, plain * ~(clipped | (abs(log_ratio) > MAX_LOG_RATIO))
-
-
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
     """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
     # Bounded upwards only: far below, exp is 0 and does no harm.
@@ -339,15 +336,7 @@ def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
     return _unclipped(-u.advantage * log_ratio.exp() + penalty, log_ratio.exp())
 
 
-def has_slopes(cfg: AlgorithmSettings, loss: PolicyLoss) -> bool:
-    """Whether a config's loss has no terms but those whose derivatives `slopes.py` knows."""
-    others = cfg.kl_beta or cfg.positive_nll_coef or cfg.off_policy_masking_delta is not None
-    if isinstance(cfg, ValueSettings):
-        others = others or cfg.value_clip is not None or cfg.huber_delta is not None
-    return loss.closed is not None and not others
-
-
-PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings, closed=ppo_closed)
+PPO_CLIP = PolicyLoss(compute=ppo_clip, settings=DualClipSettings)
 GSPO = PolicyLoss(compute=gspo, settings=ClipSettings)
 GMPO = PolicyLoss(compute=gmpo, settings=ClipSettings)
 SAPO = PolicyLoss(compute=sapo, settings=SapoSettings)

@@ -75,12 +75,10 @@ class LossInputs:
     """[B, L] of the policies that acted; None: `old_logprob`."""
     correction: torch.Tensor | None = None
     """Factors of `Algorithm.correct`; None: no correction."""
-    whole: bool = False
-    """Every action is known to be valid."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is there of [B, ...], by name."""
-        found = ((item.name, getattr(self, item.name)) for item in fields(self) if item.name != "whole")
+        found = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in found if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
@@ -88,21 +86,6 @@ class LossInputs:
         parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
         for own in zip(*parts.values(), strict=True):
             yield replace(self, **dict(zip(parts, own, strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What a micro-batch adds to the loss of an optimizer step."""
-
-    value: torch.Tensor
-    """Without gradient."""
-    back: Callable[[float], None]
-    """Adds the gradient, so many times, to those of the weights."""
-
-    @classmethod
-    def of(cls, loss: torch.Tensor) -> Share:
-        """As autograd goes back."""
-        return cls(loss.detach(), lambda factor: (loss if factor == 1 else loss * factor).backward())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +183,6 @@ class PolicyLoss:
     """Its own keys below `algorithm`. `compute` is given an instance."""
     needs_all_samples: bool = False
     """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
-    closed: Callable[[Any, Any, Any, Any], tuple[Any, Any, Any, Any]] | None = None
-    """Where derivatives are simple: (numpy or torch, log-ratio, advantage, settings) -> loss, ratio and `clipped` as
-    `compute` has them, and the derivative of each loss by its log-ratio; arrays of that library."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(

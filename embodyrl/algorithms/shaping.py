@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.algorithms.outcomes import grpo
-from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO
+from embodyrl.algorithms.policy_losses import MAX_LOG_RATIO, scored_columns
 from embodyrl.algorithms.protocol import Scores
 from embodyrl.algorithms.settings import AlgorithmSettings, RewardNorm, TruncatedEpisodes
 from embodyrl.algorithms.terms import KL_ESTIMATORS
@@ -55,11 +55,17 @@ def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> E
     return replace(episode, reward=reward)
 
 
-def subtract_kl(episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str) -> tuple[list[Episode], float]:
-    """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token."""
+def subtract_kl(
+    episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str, scored: int = 0
+) -> tuple[list[Episode], float]:
+    """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token.
+
+    `scored`: as `PolicySpec.scored`.
+    """
     pairs = []
     for episode, own, other in zip(episodes, scores.logprob, scores.ref_logprob, strict=True):
-        gap = np.clip(own - other, -MAX_LOG_RATIO, MAX_LOG_RATIO).reshape(*episode.valid.shape, -1)
+        gap = scored_columns(own - other, episode.valid.shape[1], scored)
+        gap = np.clip(gap, -MAX_LOG_RATIO, MAX_LOG_RATIO).reshape(*episode.valid.shape, -1)
         gap = np.where(episode.valid[:, :, None], gap, 0.0).astype(np.float32)
         pairs.append((episode, KL_ESTIMATORS[kind](gap)))
     shaped = [replace(e, reward=(e.reward - beta * one.sum(2)).astype(np.float32)) for e, one in pairs]

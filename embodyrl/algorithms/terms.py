@@ -1,4 +1,4 @@
-"""The other terms of a loss: value, KL, preference; tensor methods only."""
+"""The other terms of a loss: value, KL, preference."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def value_loss(
 
     1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal.
     """
+    from torch.nn import functional
 
     def error(estimate: torch.Tensor) -> torch.Tensor:
-        gap = estimate - returns
-        square = 0.5 * gap.square()
         if huber_delta is None:
-            return square
-        return square.where(gap.abs() <= huber_delta, huber_delta * (gap.abs() - 0.5 * huber_delta))
+            return 0.5 * functional.mse_loss(estimate, returns, reduction="none")
+        return functional.huber_loss(estimate, returns, reduction="none", delta=huber_delta)
 
     plain = error(value)
     if clip is None:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from embodyrl.algorithms.filtered_bc import FilteredSettings
-from embodyrl.algorithms.protocol import Share
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
@@ -69,7 +68,7 @@ class FilteredLearner(Learner):
                 self._deal(*batch),
                 request.step + done / count,
                 lambda rows, batch=batch: self._imitate(batch, rows),
-                lambda scores, _: (Share.of(scores.loss.sum() / self._batch_size), None),
+                lambda scores, _: (scores.loss.sum() / self._batch_size, None),
             )
             if taken is not None:
                 steps.append(taken[0])

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.algorithms.protocol import Share
 from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record, decode_instruction
@@ -58,7 +57,7 @@ class ImitationLearner(Learner):
             self._deal(records),
             request.step,
             lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
-            lambda scores, rows: (Share.of(scores.loss.sum() / len(records)), None),
+            lambda scores, rows: (scores.loss.sum() / len(records), None),
         )
         optimization = self._trainer.optimization
         optimization.zero_grad()

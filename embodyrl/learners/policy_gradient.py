@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from embodyrl.algorithms.metrics import merge_metrics, metrics_of
-from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured, Share
+from embodyrl.algorithms.protocol import LossInputs, LossWeights, Measured
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal, mean_metrics
-from embodyrl.policies.protocol import PulledScores, Pulls, weights_changed
+from embodyrl.policies.protocol import weights_changed
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
@@ -55,8 +55,6 @@ class PolicyGradientLearner(Learner):
         self._trainer = trainer = context.trainer
         self._policy = trainer.policy
         self._ranks = trainer.ranks
-        alone, policy = not trainer.ranks.shards, trainer.policy
-        self._pulls = policy if alone and isinstance(policy, Pulls) and policy.pulls else None
         self._arena = context.arena
         self._algorithm = context.algorithm
         self._cfg = context.actor
@@ -161,7 +159,7 @@ class PolicyGradientLearner(Learner):
 
     def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
         """Metrics of optimizer steps."""
-        parts = iter(metrics_of([one for _, said in taken for one in said], self._trainer.policy.spec.scored))
+        parts = iter(metrics_of([one for _, said in taken for one in said]))
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
@@ -243,20 +241,13 @@ class PolicyGradientLearner(Learner):
 
     def _score(self, part: _Part) -> PolicyScores:
         seen = part.seen if isinstance(part.seen, Observation) else read_observation(self._arena, part.seen)
-        if self._pulls is not None and self._algorithm.has_slopes(part.inputs):
-            return self._pulls.score_and_pull(seen, part.tokens)
         return self._policy.score(seen, part.tokens)
 
-    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[Share, Measured]:
+    def _loss(self, scores: PolicyScores, part: _Part) -> tuple[torch.Tensor, Measured]:
         inputs, device = part.inputs, scores.logprob.device
-        if isinstance(scores, PulledScores):
-            value, slopes, measured = self._algorithm.slopes(scores, inputs)
-            # Once: a rank that trains alone has no micro-batches for the sake of others.
-            return Share(value, lambda factor: scores.pull(*slopes)), measured
         if device.type != "cpu":
             inputs = replace(inputs, **{name: on_device(value, device) for name, value in inputs.tensors().items()})
-        loss, measured = self._algorithm.loss(scores, inputs)
-        return Share.of(loss), measured
+        return self._algorithm.loss(scores, inputs)
 
     def _inputs(
         self, batch: PreparedBatch, samples: IntArray, weights: list[LossWeights], proximal: _Proximal
@@ -273,8 +264,7 @@ class PolicyGradientLearner(Learner):
             advantage=tensor(batch.advantage[samples]),
             returns=tensor(batch.returns[samples]),
             old_value=tensor(arena[Record.value][records]),
-            valid=tensor(valid := batch.valid[samples]),
-            whole=bool(valid.all()),
+            valid=tensor(batch.valid[samples]),
             weight=policy,
             value_weight=value,
             positive_weight=positive,

@@ -19,9 +19,9 @@ from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.errors import CheckpointError
+from embodyrl.learners.adam import build_adam
 from embodyrl.learners.augment import shift
 from embodyrl.learners.demonstrations import load_shown, observed
-from embodyrl.learners.flat_adam import build_adam
 from embodyrl.learners.hindsight import Hindsight, OpenEpisodes
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.replay import Frames, ReplayBuffer, Transitions

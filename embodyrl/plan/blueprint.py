@@ -115,6 +115,8 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
+    if algorithm:
+        algorithm.scored = policy.scored
     if 0 < (cameras := max(policy.num_images, env.rewarded_cameras)) < len(env.cameras) and policy.num_images:
         # Every camera costs rendering time and memory in each record; policy and reward look at the first ones.
         cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[:cameras])})

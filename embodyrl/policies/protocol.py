@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -128,29 +128,6 @@ class TokenPolicy(Policy, Protocol):
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Tokens [B, L] of actions [B, K, A] in the environment's units."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PulledScores(PolicyScores):
-    """Scores that autograd knows nothing of."""
-
-    pull: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor | None], None]
-    """Adds to the gradients of the weights, given those of `logprob`, `entropy` and `value` (None: zero); once."""
-
-
-@runtime_checkable
-class Pulls(Policy, Protocol):
-    """A policy that can score without autograd, whose own work takes longer than that of small networks.
-
-    For losses that know their gradients.
-    """
-
-    pulls: bool
-    """On this device."""
-
-    def score_and_pull(self, obs: Observation, tokens: IntArray) -> PulledScores:
-        """The numbers of `score`."""
         ...
 
 

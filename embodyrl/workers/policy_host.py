@@ -66,7 +66,9 @@ class PolicyHost:
         self._learner: Learner | None = None
         self._update: InParts[dict[str, float]] | None = None
         if init.trains:
-            algorithm = None if init.algorithm is None else Algorithm(init.algorithm, init.longest_episode)
+            algorithm = None
+            if init.algorithm is not None:
+                algorithm = Algorithm(init.algorithm, init.longest_episode, self.policy.spec.scored)
             # Before the optimizer is made: it has to hold the shards, not the whole weights.
             self._ranks = open_ranks(init, self.policy)
             self._trainer = Trainer(

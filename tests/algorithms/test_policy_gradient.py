@@ -273,7 +273,7 @@ def test_metrics_leave_out_tokens_that_have_no_logprob():
     new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0]])).reshape(1, 2, 2)
     found = []
     for padding, scored in ((0, 0), (3, 2)):
-        algorithm = Algorithm(algorithm_of(clip_ratio_low=0.2, clip_ratio_high=0.2))
+        algorithm = Algorithm(algorithm_of(clip_ratio_low=0.2, clip_ratio_high=0.2), scored=scored)
         batch = algorithm.prepare([make_episode([[0, 1]]), make_episode([[0, 0]], episode_id=1, first_record=1)])
         weights = algorithm.weights(batch, [0])
         logprob, entropy = (F.pad(part, (0, padding)).flatten(1) for part in (new, 2 * torch.ones_like(new)))
@@ -289,7 +289,7 @@ def test_metrics_leave_out_tokens_that_have_no_logprob():
             positive_weight=torch.from_numpy(weights.positive),
         )
         _, measured = algorithm.loss(PolicyScores(logprob=logprob, entropy=entropy, value=torch.zeros(1, 0)), inputs)
-        found.append(merge_metrics(metrics_of([measured], scored)))
+        found.append(merge_metrics(metrics_of([measured])))
     for name in ("kl", "clip_fraction", "logprob_gap", "entropy", "ratio", "ratio_max"):
         assert found[1][name] == pytest.approx(found[0][name]), name
     assert (found[1]["clip_fraction"], found[1]["entropy"]) == (0.5, 2.0)

@@ -98,38 +98,6 @@ def test_what_was_sampled_is_scored_exactly(name, cameras, space, temperature):
         assert torch.isfinite(tensor)
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"temperature": 1.7}, {"value_dim": 0}, {"squashed": True}, {"noise_correlation": 0.5}]
-)
-@pytest.mark.parametrize("space", SPACES)
-@pytest.mark.parametrize(("name", "cameras"), [("mlp", 0), ("cnn", 1)])
-def test_scores_apart_from_autograd_have_its_numbers_and_gradients(name, cameras, space, keys):
-    """Twice, as micro-batches add up; fails where a slope, a part of the weights or the first of two is lost."""
-    env = env_spec(space, cameras=cameras)
-    policy = shake(build(name, env=env, chunk=2, **keys), 0.1)
-    obs = observe(env, 5)
-    tokens = policy.act(obs, noise=uniforms(5, policy)).tokens
-    of = torch.randn(3, *tokens.shape, generator=torch.Generator().manual_seed(3))
-    weights, found = list(policy.module.parameters()), []
-    for apart in (True, False):
-        for weight in weights:
-            weight.grad = None
-        for of_logprob, of_entropy in ((of[0], of[1]), (of[2], None)):
-            scores = (policy.score_and_pull if apart else policy.score)(obs, tokens)
-            slopes = (of_logprob, of_entropy, of_value := torch.ones_like(scores.value))
-            if apart:
-                assert scores.value.grad_fn is None
-                scores.pull(*slopes[:2], of_value if of_value.numel() else None)
-            else:
-                taught = zip((scores.logprob, scores.entropy, scores.value), slopes, strict=True)
-                sum((one * slope).sum() for one, slope in taught if slope is not None).backward()
-        parts = [part.detach() for part in (scores.logprob, scores.entropy, scores.value)]
-        found.append((parts, [weight.grad for weight in weights]))
-    (ours, gradients), (theirs, usual) = found
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    torch.testing.assert_close(gradients, usual, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("space", SPACES)
 def test_every_parameter_is_trained(space):
     env = env_spec(space, cameras=1)

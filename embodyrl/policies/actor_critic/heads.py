@@ -4,7 +4,6 @@ Both heads speak of choices [B, K, A]: category ids (int64), or real numbers x w
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,26 +19,6 @@ from embodyrl.types import FloatArray, IntArray
 _WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
 """Logit of padding: its probability is exactly 0, and 0 * -1e9 is still a number."""
-
-
-Back = Callable[[Tensor, Tensor | None], Tensor]
-"""Gradients of log-probability and entropy (None: zero) to that of the outputs; adds to those of a head's weights."""
-
-
-def _by_autograd(
-    score: Callable[..., tuple[Tensor, Tensor]], outputs: Tensor, choice: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Back]:
-    """What a head's `score` says of outputs that carry no gradients, and the way back."""
-    leaf = outputs.detach().requires_grad_()
-    scored = score(leaf, choice, temperature)
-
-    def back(*given: Tensor | None) -> Tensor:
-        pairs = [(one, slope) for one, slope in zip(scored, given, strict=True) if slope is not None]
-        torch.autograd.backward([one for one, _ in pairs], [slope for _, slope in pairs])
-        assert leaf.grad is not None
-        return leaf.grad
-
-    return scored[0].detach(), scored[1].detach(), back
 
 
 class CategoricalHead(nn.Module):
@@ -71,21 +50,6 @@ class CategoricalHead(nn.Module):
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability (density) and entropy of choices, all [B, K, A]."""
         return categorical_scores(self._logits(outputs, temperature), choice)
-
-    def score_and_pull(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor, Back]:
-        """`score` of outputs that carry no gradients, and the way back."""
-        if not self._even or temperature != 1.0:
-            return _by_autograd(self.score, outputs, choice, temperature)
-        log_probs = self._logits(outputs, 1.0).log_softmax(-1)
-        probs, place = log_probs.exp(), choice[..., None]
-
-        def back(of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-            slope = torch.zeros_like(log_probs).scatter_(-1, place, of_logprob[..., None])
-            if of_entropy is not None:
-                slope -= of_entropy[..., None] * probs * (log_probs + 1.0)
-            return torch.ops.aten._log_softmax_backward_data(slope, log_probs, -1, slope.dtype).view_as(outputs)
-
-        return log_probs.gather(-1, place)[..., 0], -(probs * log_probs).sum(-1), back
 
     def to_tokens(self, choice: Tensor) -> IntArray:
         """Store choices [B, K, A] as tokens [B, L]."""
@@ -158,22 +122,6 @@ class GaussianHead(nn.Module):
             log_std = log_std + math.log(self._fresh) * (torch.arange(mean.shape[1]) > 0).to(mean)[:, None]
         return _density(distance, log_std)
 
-    def score_and_pull(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor, Back]:
-        """`score` of outputs that carry no gradients, and the way back."""
-        if self._correlation or temperature != 1.0:
-            return _by_autograd(self.score, outputs, choice, temperature)
-        log_std = self.log_std.detach()
-        deviation = log_std.exp()
-        distance = (choice - outputs) / deviation
-
-        def back(of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-            of_mean, of_log_std = _density_slopes(distance, deviation, of_logprob, of_entropy)
-            before = self.log_std.grad
-            self.log_std.grad = of_log_std if before is None else before + of_log_std
-            return of_mean
-
-        return *_density(distance, log_std), back
-
     def _linked(self, noise: Tensor) -> Tensor:
         """Normal noise [B, K, A] whose actions are correlated within each chunk."""
         if not self._correlation:
@@ -209,15 +157,6 @@ def _density(distance: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
 _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
-def _density_slopes(
-    distance: Tensor, deviation: Tensor, of_logprob: Tensor, of_entropy: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Gradients of mean and `log_std`, with d = (choice - mean) / deviation: slopes d / deviation and d^2 - 1."""
-    pulled = of_logprob * distance
-    slope = (pulled * distance).sub_(of_logprob)
-    return pulled / deviation, (slope if of_entropy is None else slope + of_entropy).sum_to_size(deviation.shape)
-
-
 class _Density(torch.autograd.Function):
     """As one operation for autograd."""
 
@@ -231,7 +170,11 @@ class _Density(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return *_density_slopes(*ctx.saved_tensors, *grads), None
+        (distance, deviation), (of_logprob, of_entropy) = ctx.saved_tensors, grads
+        # With d = (choice - mean) / deviation the derivatives are d / deviation and d^2 - 1.
+        of_distance = of_logprob * distance
+        of_log_std = (of_distance * distance).sub_(of_logprob).add_(of_entropy)
+        return of_distance / deviation, of_log_std.sum_to_size(deviation.shape), None
 
 
 class SquashedHead(GaussianHead):
@@ -272,10 +215,6 @@ class SquashedHead(GaussianHead):
     def from_actions(self, actions: FloatArray) -> np.ndarray:
         """Choices of actions, both [B, K, A]; a bound would be infinity."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
-
-    def score_and_pull(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor, Back]:
-        """`score` of outputs that carry no gradients, and the way back."""
-        return _by_autograd(self.score, outputs, choice, temperature)
 
     def normalise(self, actions: FloatArray) -> FloatArray:
         """Actions [B, K, A] in shares of their bounds, -1..1."""

@@ -15,9 +15,9 @@ from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, NetShape
+from embodyrl.policies.actor_critic.stack import Stack, stacked
 from embodyrl.policies.folder import WEIGHTS_FILE
-from embodyrl.policies.linear import Stack, pulled, stacked
-from embodyrl.policies.protocol import PolicyRequest, PulledScores
+from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -111,7 +111,7 @@ class RunningMoments(nn.Module):
 
 
 class ActorCriticPolicy:
-    """Implements `Policy`, `Pulls`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
+    """Implements `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
 
     frozen = False
 
@@ -160,29 +160,6 @@ class ActorCriticPolicy:
         choice = on_device(self._net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
         logprob, entropy = self._net.head.score(outputs, choice, self._temperature)
         return PolicyScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=value)
-
-    @property
-    def pulls(self) -> bool:
-        """See `Pulls.pulls`."""
-        return self._device.type == "cpu"
-
-    def score_and_pull(self, obs: Observation, tokens: IntArray) -> PulledScores:
-        """Score the tokens [B, L] (see `Pulls.score_and_pull`)."""
-        net, features = self._net, self.features(obs)
-        stacks = (net.policy,) if net.value_head is None else (net.policy, net.value_head)
-        (flat, *value), descend = pulled(features, *stacks)
-        outputs = flat.view(-1, net.shape.num_actions, net.shape.outputs)
-        choice = on_device(net.head.to_choice(tokens), self._device).view(-1, *self._chunk)
-        logprob, entropy, back = net.head.score_and_pull(outputs, choice, self._temperature)
-
-        def pull(of_logprob: Tensor, of_entropy: Tensor | None, of_value: Tensor | None) -> None:
-            of_outputs = back(of_logprob.view_as(choice), None if of_entropy is None else of_entropy.view_as(choice))
-            of_features = descend(of_outputs.view_as(flat), *(() if of_value is None else (of_value,)))
-            if of_features is not None:
-                features.backward(of_features)
-
-        seen = value[0] if value else features.detach()[:, :0]
-        return PulledScores(logprob=logprob.flatten(1), entropy=entropy.flatten(1), value=seen, pull=pull)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Return negative log-likelihood and accuracy or error of actions [B, K, A] (see `Policy.imitate`)."""

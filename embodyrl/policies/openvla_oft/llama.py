@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.linear import Linear
 from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
@@ -241,10 +240,10 @@ class LlamaAttention(nn.Module):
         self.layer = layer
         self.head_dim = spec.hidden_size // spec.num_attention_heads
         width = spec.hidden_size
-        self.q_proj = Linear(width, width, bias=False)
-        self.k_proj = Linear(width, width, bias=False)
-        self.v_proj = Linear(width, width, bias=False)
-        self.o_proj = Linear(width, width, bias=False)
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, width, bias=False)
+        self.v_proj = nn.Linear(width, width, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
         """Add to `onto` what x [B, T, D] becomes: as long as x, or [B, R, D] where queries of `rows` are wanted."""
@@ -272,9 +271,9 @@ class LlamaMlp(nn.Module):
 
     def __init__(self, spec: LlamaSpec) -> None:
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """Add to `onto` [..., D] what x [..., D] becomes."""

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from embodyrl.policies.linear import linear
 from embodyrl.policies.openvla_oft.checkpoint import COMPONENTS, OF_RL, VALUE_HEAD
 from embodyrl.policies.openvla_oft.config import VALUE_HIDDEN, OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.heads import (
@@ -283,7 +282,7 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
 def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
     """Compute some output columns of a bias-free linear layer, which may carry low-rank adapters (peft)."""
     if isinstance(layer, nn.Linear):
-        return linear(x, layer.weight[columns], None)
+        return F.linear(x, layer.weight[columns])
     wrapped: Any = layer
     out = F.linear(x, wrapped.base_layer.weight[columns])
     for name in wrapped.active_adapters:

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.linear import Linear, linear
 from embodyrl.policies.openvla_oft.config import VitSpec
 from embodyrl.policies.openvla_oft.llama import linears
 
@@ -28,7 +27,7 @@ class PatchEmbed(nn.Module):
         rows, columns = (side // size for side in pixels.shape[2:])
         cut = pixels[:, :, : rows * size, : columns * size].unflatten(3, (columns, size)).unflatten(2, (rows, size))
         patches = cut.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), rows * columns, -1)
-        return linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class Attention(nn.Module):
@@ -37,8 +36,8 @@ class Attention(nn.Module):
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.qkv = Linear(spec.width, 3 * spec.width)
-        self.proj = Linear(spec.width, spec.width)
+        self.qkv = nn.Linear(spec.width, 3 * spec.width)
+        self.proj = nn.Linear(spec.width, spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, width] to the same shape."""
@@ -57,8 +56,8 @@ class Mlp(nn.Module):
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.fc1 = Linear(inputs, hidden)
-        self.fc2 = Linear(hidden, outputs)
+        self.fc1 = nn.Linear(inputs, hidden)
+        self.fc2 = nn.Linear(hidden, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., inputs] to [..., outputs]."""
@@ -215,9 +214,9 @@ class Projector(nn.Module):
 
     def __init__(self, vision_width: int, llm_width: int) -> None:
         super().__init__()
-        self.fc1 = Linear(vision_width, 4 * vision_width)
-        self.fc2 = Linear(4 * vision_width, llm_width)
-        self.fc3 = Linear(llm_width, llm_width)
+        self.fc1 = nn.Linear(vision_width, 4 * vision_width)
+        self.fc2 = nn.Linear(4 * vision_width, llm_width)
+        self.fc3 = nn.Linear(llm_width, llm_width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., vision width] to [..., language width]."""

@@ -1,0 +1,47 @@
+"""AdamW as it suits the weights of a policy."""
+
+from inspect import unwrap
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+
+class _PlainAdamW(AdamW):
+    """AdamW whose methods are not wrapped for the compiler, whose import takes a CPU second, nor for the profiler."""
+
+    profile_hook_step = staticmethod(lambda func: func)
+    add_param_group = unwrap(Optimizer.add_param_group)
+    state_dict = unwrap(Optimizer.state_dict)
+    load_state_dict = unwrap(Optimizer.load_state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step with the present gradients."""
+        if self.defaults["fused"]:
+            # On a CPU the fused step reads numbers in their order in memory, not by their index.
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not parameter.grad.is_contiguous():
+                        parameter.grad = parameter.grad.contiguous()
+        return _STEP(self, closure)
+
+
+_STEP = unwrap(AdamW.step)
+
+
+def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
+    """Return AdamW, fused for plain weights on a CPU and on a GPU, where the default copies all trained weights."""
+    parameters = [p for group in groups for p in group["params"]]
+    plain = all(
+        type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()
+        for p in parameters
+    )
+    return _PlainAdamW(groups, fused=torch.cuda.is_available() or plain or None, **settings)

@@ -1,0 +1,104 @@
+"""Columns of a record without a log-probability change no loss, gradient, mask or metric."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import make_episode
+from settings import algorithm_of
+from test_policy_gradient import D, K, gae_config, inputs_of, ragged_episodes, scores_of
+
+from embodyrl.algorithms.metrics import merge_metrics, metrics_of
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.protocol import LOSSES, Scores
+from embodyrl.algorithms.settings import AggregationMode, TokenLevel, WeightLevel
+from embodyrl.types import PolicyScores
+
+EMPTY = 5
+
+
+def padded(tokens: torch.Tensor) -> torch.Tensor:
+    """[B, K * D] with further columns of each action, as a record of whole flow states has them."""
+    return torch.nn.functional.pad(tokens.reshape(len(tokens), K, D), (0, EMPTY)).flatten(1)
+
+
+def outcome(algorithm: Algorithm, *, pad: bool) -> tuple[Any, ...]:
+    """Return loss, gradient, factors and metrics of the same samples, with or without empty columns."""
+    widen = padded if pad else torch.clone
+    batch = algorithm.prepare(ragged_episodes(1))
+    leaf, scores = scores_of(batch, 1)
+    inputs = inputs_of(algorithm, batch, 1)
+    behaviour = inputs.old_logprob + 0.3 * torch.randn(
+        inputs.old_logprob.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
+    factors, metrics = algorithm.correct(widen(inputs.old_logprob), widen(behaviour), inputs.valid)
+    assert inputs.ref_logprob is not None
+    inputs = replace(
+        inputs,
+        old_logprob=widen(inputs.old_logprob),
+        ref_logprob=widen(inputs.ref_logprob),
+        behaviour_logprob=widen(behaviour),
+        correction=factors,
+    )
+    torch.manual_seed(0)
+    loss, measured = algorithm.loss(
+        PolicyScores(logprob=widen(scores.logprob), entropy=widen(scores.entropy), value=scores.value), inputs
+    )
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    assert gradient.abs().sum() > 0
+    return loss, gradient, factors, metrics | merge_metrics(metrics_of([measured]))
+
+
+def assert_equal_with_empty_columns(**keys: Any) -> None:
+    cfg = gae_config(kl_beta=0.1, entropy_bonus=0.01, **keys)
+    one, other = (outcome(Algorithm(cfg, scored=scored), pad=bool(scored)) for scored in (0, D))
+    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", get_args(AggregationMode))
+@pytest.mark.parametrize("loss_type", LOSSES.names())
+def test_no_loss_counts_empty_columns(loss_type: str, mode: str) -> None:
+    assert_equal_with_empty_columns(loss_type=loss_type, loss_agg_func=mode)
+
+
+CORRECTIONS: list[dict[str, Any]] = [
+    *({"behave_weight_threshold": 1.1, "behave_weight_level": level} for level in WeightLevel),
+    {"behave_weight_threshold": 1.1, "m2_threshold": 0.01},
+    {"m2_threshold": 0.05},
+    {"off_policy_masking_delta": 0.01},
+    {"positive_nll_coef": 0.3},
+    {"kl_penalty_type": "k3_unbiased"},
+]
+
+
+@pytest.mark.parametrize("level", TokenLevel)
+@pytest.mark.parametrize("keys", CORRECTIONS, ids=lambda keys: " ".join(map(str, keys.items())))
+def test_no_correction_counts_empty_columns(keys: dict[str, Any], level: TokenLevel) -> None:
+    recompute = {} if "off_policy_masking_delta" in keys else {"old_logprob": "recompute"}
+    assert_equal_with_empty_columns(logprob_type=level, entropy_type=level, **recompute, **keys)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5])
+@pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
+def test_the_share_of_held_back_tokens_is_one_of_scored_tokens(loss_type: str, share: float) -> None:
+    bounds = {"cov_bounds": [-9.0, 9.0]} if loss_type == "clip_cov" else {}
+    assert_equal_with_empty_columns(loss_type=loss_type, cov_share=share, **bounds)
+
+
+def test_the_mean_kl_of_a_reward_leaves_out_empty_columns() -> None:
+    """Otherwise kl_target would steer by a smaller KL."""
+    episodes = [make_episode([[1.0] * K, [0.0] * K], episode_id=i, first_record=9 * i) for i in range(2)]
+    own, other = np.random.default_rng(0).normal(size=(2, 2, 2, K * D)).astype(np.float32)
+    cfg = algorithm_of(kl_beta=0.1, kl_in_reward=True, kl_target=0.1, kl_horizon=10)
+    found = []
+    for widen, scored in ((lambda array: array, 0), (lambda array: padded(torch.from_numpy(array)).numpy(), D)):
+        algorithm = Algorithm(cfg, scored=scored)
+        scores = Scores(logprob=tuple(map(widen, own)), ref_logprob=tuple(map(widen, other)))
+        batch = algorithm.prepare(episodes, scores)
+        found.append((batch.advantage, batch.metrics["train/reward_kl"], algorithm.state()))
+    np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-6)
+    assert found[0][1:] == found[1][1:]
