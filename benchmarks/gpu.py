@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -197,16 +195,12 @@ def publication(policy: Policy) -> tuple[Callable[[], None], Callable[[], None]]
     return run, copy
 
 
-def _product_flops(x: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    return 2 * math.prod(x) * weight[0]
-
-
 def _added_flops(_: Sequence[int], left: Sequence[int], right: Sequence[int], **__: Any) -> int:
     return 2 * math.prod(left) * right[1]
 
 
-PRODUCTS = {torch.ops.mkldnn._linear_pointwise: _product_flops, torch.ops.aten.addmm_: _added_flops}
-"""Unknown to torch's counter: a CPU's products (`policies/linear.py`) and those of adapted layers on a GPU."""
+PRODUCTS = {torch.ops.aten.addmm_: _added_flops}
+"""Unknown to the counter of torch: the products of adapted layers on a GPU."""
 
 
 def count_forward(policy: Policy) -> int:

@@ -82,7 +82,7 @@ class StaleTicketError(EmbodyError):
 
 
 class NonFiniteError(EmbodyError):
-    """A loss, gradient or advantage is NaN or infinite; the weights were not touched."""
+    """A loss, gradient or advantage is NaN or infinite; no step was taken with it."""
 
     exit_code = 5
 

@@ -30,7 +30,6 @@ NEWER = {
     "OpenVLA-OFT: diffusion and L1 heads that learn, corrections, CUDA graphs": [
         *(f"policies/openvla_oft/{name}.py" for name in ("continuous", "residual", "graphs")),
     ],
-    "small networks' optimizer as one vector": ["learners/flat_adam.py"],
     "a policy in a program of the user's; playing in a browser": [
         *("program/acting.py", "program/environment.py", "cli/play.py", "cli/loopback.py"),
     ],

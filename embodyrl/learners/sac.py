@@ -135,13 +135,16 @@ class SacLearner(Learner):
             target = soft_target(reward, discount, following, next_logprob, alpha)
         value = self._critics(features, action)
         loss = critic_loss(value, target)
-        # Before the first of the three steps, so that a skipped update leaves all weights as they were.
+        # Both before the first step, so that a skipped update leaves all weights as they were.
         if not math.isfinite(loss.item() + alpha_loss.item()):
             self._trainer.refuse(f"loss {loss.item()} of the critics")
             return {}
-        if acting:
-            self._descend("alpha", alpha_loss)
-        self._descend("critics", loss)
+        norms = {name: self._backward(name, one) for name, one in (("critics", loss), ("alpha", alpha_loss))}
+        if broken := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+            self._trainer.refuse(f"gradient norm {norms[broken[0]]} of the {broken[0]}")
+            return {}
+        for name in ("alpha", "critics") if acting else ("critics",):
+            self._optimizers[name].step()
         numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
         if acting:
             # Through the critics after their step; the gradients that they get here are dropped by their next one.
@@ -150,7 +153,11 @@ class SacLearner(Learner):
             policy_loss.backward()
             grad_norm = self._trainer.optimization.step(float(step))
             if not math.isfinite(grad_norm):
-                self._trainer.refuse(f"gradient norm {grad_norm}")
+                # This gradient goes through the critics after their step, so nothing can be checked before.
+                self._trainer.refuse(
+                    f"gradient norm {grad_norm}",
+                    kept="the policy was not touched, but critics and temperature have taken their step",
+                )
                 return {}
             numbers |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
         with torch.no_grad():
@@ -181,13 +188,16 @@ class SacLearner(Learner):
         moved = shift(torch.from_numpy(seen.images).flatten(0, 1), down, right, pixels)
         return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
 
-    def _descend(self, name: str, loss: Tensor) -> None:
+    def _backward(self, name: str, loss: Tensor) -> float:
+        """Compute the gradients of an optimizer's weights, bounded for the critics; returns their norm before."""
         optimizer = self._optimizers[name]
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss.backward()
-        if name == "critics" and self._optim.value_clip_grad is not None:
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], self._optim.value_clip_grad)
-        optimizer.step()
+        limit = self._optim.value_clip_grad if name == "critics" else None
+        weights = optimizer.param_groups[0]["params"]
+        if limit is not None:
+            return float(torch.nn.utils.clip_grad_norm_(weights, limit))
+        return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
 
     def _store(self, request: UpdateRequest) -> IntArray:
         """Put the records of finished and cut episodes into the buffer; returns them."""

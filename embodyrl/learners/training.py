@@ -260,12 +260,12 @@ class Trainer:
             self.policy.take_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)
 
-    def refuse(self, what: str) -> None:
-        """Leave the weights as they are when something is not finite."""
+    def refuse(self, what: str, *, kept: str = "the weights were not touched") -> None:
+        """Drop the gradients when something is not finite; `kept` says what has changed already."""
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
             raise NonFiniteError(
-                f"Non-finite {what} in the actor; the weights were not touched. Likely cause: learning rate too high "
+                f"Non-finite {what} in the actor; {kept}. Likely cause: learning rate too high "
                 "or broken rewards or data. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
             )
 

@@ -16,7 +16,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
-from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
+from embodyrl.learners.policy_gradient import _shuffle
 from embodyrl.learners.settings import ValueOptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
@@ -212,38 +212,6 @@ def test_samples_are_shuffled_anew_in_every_step_and_epoch():
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
     assert _shuffle(50, 0, 1, 0).tolist() == orders[1]
-
-
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
-def test_small_networks_learn_the_same_with_autograd_and_without(tmp_path, env_id):
-    """Two epochs of two optimizer steps of two micro-batches; fails where a slope goes nowhere or replaces another."""
-    sizes = ("actor.global_batch_size=3", "actor.micro_batch_size=2", "algorithm.update_epoch=2")
-    words = [
-        "env=gym",
-        f"env.id={env_id}",
-        "model=mlp",
-        "algorithm=ppo",
-        "launcher=inline",
-        "algorithm.entropy_bonus=0.1",
-    ]
-    blueprint = draw_blueprint(load_config("train", [*words, *sizes, f"runner.output_dir={tmp_path}"]), training=True)
-    weights = []
-    for apart in (True, False):
-        arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-        host = PolicyHost(policy_init(blueprint, arena, None))
-        actor = Actor(host, arena, fill(arena, blueprint, host))
-        actor["valid"] = True
-        worker = host._learner
-        assert isinstance(worker, PolicyGradientLearner)
-        assert worker._pulls is host.policy
-        worker._pulls = worker._pulls if apart else None
-        before = {name: weight.clone() for name, weight in host.policy.module.state_dict().items()}
-        assert actor.update()["optimizer_steps"] == 4
-        weights.append(host.policy.module.state_dict())
-        assert all((weights[-1][name] != weight).any() for name, weight in before.items())
-        host.close()
-        arena.close()
-    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
 
 
 def test_values_are_clipped_around_those_of_the_rollout(make: Make):

@@ -449,6 +449,31 @@ def test_every_training_step_ends_with_an_update_of_the_policy(make):
     assert moved == [(0, False), (4, True)]
 
 
+@pytest.mark.parametrize("bad", ["critics", "alpha", "policy"])
+def test_the_error_of_a_gradient_that_is_not_finite_names_what_was_stepped(make, bad):
+    """The losses are finite. Only the gradient of the policy cannot be checked before the critics' step."""
+    host, actor = make()
+    actor._replay.add(four_chunks())
+    weights = {
+        "critics": list(actor._critics.parameters()),
+        "alpha": [actor._log_alpha],
+        "policy": list(host.policy.module.parameters()),
+    }
+    weights[bad][0].register_hook(lambda gradient: gradient * torch.nan)
+    before = {name: [p.detach().clone() for p in parts] for name, parts in weights.items()}
+    with pytest.raises(NonFiniteError) as caught:
+        actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
+    moved = {
+        name
+        for name, parts in weights.items()
+        if not all(torch.equal(one, other) for one, other in zip(before[name], parts, strict=True))
+    }
+    assert moved == ({"critics", "alpha"} if bad == "policy" else set())
+    assert ("the weights were not touched" in str(caught.value)) == (not moved)
+    assert ("critics and temperature have taken their step" in str(caught.value)) == bool(moved)
+    assert all(p.isfinite().all() for parts in weights.values() for p in parts)
+
+
 def test_updates_that_were_left_out_are_counted(make):
     _, actor = make("algorithm.learning_starts=1", "faults.on_nonfinite=skip")
     with torch.no_grad():
