@@ -347,3 +347,24 @@ def test_the_rate_falls_within_an_update_and_the_gap_is_that_before_it(make: Mak
     assert metrics["lr"] == pytest.approx(0.01 * (1 - 0.75 / 2))
     assert metrics["ratio_max"] > 1.01, "or the policy has not moved"
     assert metrics["logprob_gap"] < 1e-4
+
+
+@pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
+def test_a_mean_over_tokens_is_one_over_scored_tokens(tmp_path, way):
+    """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""
+    sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "actor.optim.lr=0")
+    words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]
+    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
+    host = PolicyHost(policy_init(blueprint, arena, None))
+    actor = Actor(host, arena, fill(arena, blueprint, host, drift=0.0))
+    actor["valid"], actor["advantage"] = True, 1.0
+    metrics = actor.update()
+    host.close()
+    arena.close()
+    scored = blueprint.policy.scored
+    assert blueprint.algorithm is not None
+    assert 0 < scored * blueprint.policy.num_action_chunks < blueprint.policy.tokens_per_chunk
+    assert blueprint.algorithm.scored == scored
+    assert metrics["policy_loss"] == pytest.approx(-1, rel=1e-3)
+    assert metrics["ratio"] == pytest.approx(1, rel=1e-3)

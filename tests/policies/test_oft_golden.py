@@ -32,6 +32,10 @@ MARGIN, ULPS = 32, 8 * torch.finfo(torch.float32).eps
 TWO_IMAGES = {"num_images_in_input": 2, "use_proprio": True}
 
 
+def close(actual, expected, atol, rtol=0.0):
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=rtol)
+
+
 def close_bf16(actual, expected):
     """Half a per cent on average, whatever the scale: a unit in the last place of bfloat16 is 0.4 to 0.8 %."""
     error, scale = (actual.float() - expected.float()).abs(), expected.float().abs()
