@@ -62,9 +62,10 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
         "attn_pool" in name or ("featurizer.blocks.3.attn" in name and "fused" not in name) for name in names
     )
     untouched = make_policy(checkpoint, value_dim=1)
-    np.testing.assert_array_equal(
-        policy.act(observe(), noise=uniforms(4)).tokens, untouched.act(observe(), noise=uniforms(4)).tokens
-    )
+    # New adapters add zeros; only the adapted patch embedding computes its sums in another order.
+    out = policy.act(observe(), noise=uniforms(4))
+    same = untouched.score(observe(), out.tokens).logprob.detach()
+    np.testing.assert_allclose(out.logprob, same, atol=1e-4 * float(same.abs().max()))
     tokens = policy.act(observe(), noise=uniforms(4)).tokens
     scores = policy.score(observe(), tokens)
     (scores.logprob.sum() + scores.value.sum()).backward()
