@@ -16,7 +16,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
-from embodyrl.learners.policy_gradient import _shuffle
+from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import ValueOptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
