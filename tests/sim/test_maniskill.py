@@ -176,7 +176,12 @@ def drawing_rows():
         def _clear_sim_state(self):
             self.resets += 1
 
-        get_info, get_obs = (lambda self: {}), (lambda self, info: None)
+        get_obs = staticmethod(lambda info: None)
+
+        def get_info(self):
+            """Row 2 begins with its goal reached."""
+            return {"success": torch.arange(4) == 2}
+
         reward_mode = "dense"
 
         def step(self, actions):
@@ -218,6 +223,7 @@ def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
     spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), lockstep=True)
     env = ChunkedEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
     env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
+    assert env.solved_at_reset([0, 1, 2, 3]) == [2]
     begun = rows.drawn.clone()
     for slot in range(4):
         np.testing.assert_array_equal(look(env, slot)[1], begun[slot])
@@ -336,6 +342,7 @@ def test_success_is_the_reward_of_a_task_that_has_no_other():
         outside = sims.step_slot(0, np.zeros(7, np.float32))
         task.charger.set_pose(task.goal_pose)
         inside = sims.step_slot(0, np.zeros(7, np.float32))
+        assert not sims.solved, "the episode began with the charger outside"
     finally:
         sims.close()
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]

@@ -167,6 +167,7 @@ class ManiSkillSims(_Slots, PerSlot):
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
         self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
+        self.note_start(slot, solved=bool(_row(self._infos[slot], 0).get("success", False)))
         self._experts.pop(slot, None)
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
@@ -216,6 +217,8 @@ class BatchSims(_Slots):
         """Start the episodes of the reset ids, which decide everything."""
         chosen = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras)
+        for slot in chosen:
+            self.note_start(slot, solved=bool(_row(self._info, slot).get("success", False)))
         self._seen = []
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
