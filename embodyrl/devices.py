@@ -13,12 +13,12 @@ from pathlib import Path
 MIB = 2**20
 DEV = Path("/dev")
 PROCESSOR = Path("/proc/cpuinfo")
-_QUERY = ("index", "uuid", "memory.free", "mig.mode.current", "driver_version", "name")
+_QUERY = ("index", "uuid", "memory.free", "memory.total", "mig.mode.current", "driver_version", "name")
 _QUERY_S, _TORCH_S = 20.0, 120.0
 _FREE = """
 import torch
 for number in range(torch.cuda.device_count()):
-    print(torch.cuda.mem_get_info(number)[0])
+    print(*torch.cuda.mem_get_info(number))
 """
 
 
@@ -52,7 +52,8 @@ class Gpu:
     number: int
     uuid: str
     free: int
-    """Memory, bytes."""
+    """Memory that no process has, bytes."""
+    total: int
     split: bool
     """In MIG mode: CUDA sees slices of the GPU."""
     driver: int
@@ -72,9 +73,9 @@ def query_gpus() -> tuple[Gpu, ...]:
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return tuple(
-        Gpu(int(row[0]), row[1], int(row[2]) * MIB, row[3] == "Enabled", _major(row[4]), row[5])
+        Gpu(int(row[0]), row[1], int(row[2]) * MIB, int(row[3]) * MIB, row[4] == "Enabled", _major(row[5]), row[6])
         for row in rows
-        if len(row) == len(_QUERY) and row[0].isdigit() and row[2].isdigit()
+        if len(row) == len(_QUERY) and row[0].isdigit() and row[2].isdigit() and row[3].isdigit()
     )
 
 
@@ -94,26 +95,37 @@ def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 def gpu_memory() -> int:
     """Return the free memory of the visible GPU that has the least, bytes; 0 if unknown."""
+    return min((free for free, _ in _memory()), default=0)
+
+
+def total_gpu_memory() -> int:
+    """Return the whole memory of the smallest visible GPU, bytes; 0 if unknown."""
+    return min((total for _, total in _memory()), default=0)
+
+
+def _memory() -> list[tuple[int, int]]:
+    """Free and whole memory of each visible GPU."""
     names, gpus = visible_gpus(), query_gpus()
     chosen = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
     sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"
     by_number = any(name.isdigit() for name in names)
     sliced = any(gpu.split for gpu in chosen) or any(name.startswith("MIG-") for name in names)
-    if gpus and names and (sliced or (sorted_by_speed and by_number)) and (free := _free_by_torch()):
-        return min(free)
-    return min((gpu.free for gpu in chosen), default=0)
+    if gpus and names and (sliced or (sorted_by_speed and by_number)) and (seen := _seen_by_torch()):
+        return seen
+    return [(gpu.free, gpu.total) for gpu in chosen]
 
 
-def _free_by_torch() -> list[int]:
-    """Ask CUDA for the free memory of what it shows, in a process of its own."""
+def _seen_by_torch() -> list[tuple[int, int]]:
+    """Ask CUDA for the memory of what it shows, in a process of its own."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False
         )
     except subprocess.TimeoutExpired:
         return []
-    return [int(line) for line in done.stdout.split() if line.isdigit()]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return [(int(row[0]), int(row[1])) for row in rows if len(row) == 2 and all(cell.isdigit() for cell in row)]
 
 
 @dataclass(frozen=True, slots=True)

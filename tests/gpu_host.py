@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-H100 = ("0", "GPU-a", "81559", "Disabled", "580.65.06", "NVIDIA H100 80GB HBM3")
-"""A row: index, uuid, free MiB, MIG mode, driver, name."""
+H100 = ("0", "GPU-a", "81559", "81559", "Disabled", "580.65.06", "NVIDIA H100 80GB HBM3")
+"""A row: index, uuid, free and whole MiB, MIG mode, driver, name."""
 
 
 def stub_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, ...], more: str = "") -> None:
@@ -22,4 +22,4 @@ def stub_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: tuple[
 
 def of_size(*sizes: int) -> list[tuple[str, ...]]:
     """Rows of equal GPUs with so much free memory, MiB."""
-    return [(str(number), f"GPU-{number}", str(mib), *H100[3:]) for number, mib in enumerate(sizes)]
+    return [(str(number), f"GPU-{number}", str(mib), str(mib), *H100[4:]) for number, mib in enumerate(sizes)]

