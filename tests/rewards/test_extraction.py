@@ -135,6 +135,7 @@ def test_gsm8k_differs_from_published_patterns_in_known_replies_only(name: str):
         ("9/18", "0.5", 0),
         (r"\boxed{18+4}", "22", 0),
         (r"\boxed{18 - -4}", "22", 0),
+        (r"\boxed{44 - 22}", "22", 0),
         (r"\boxed{48/2}", "24", 0),
         (r"\boxed{\frac{48}{2}}", "24", 0),
         (r"\boxed{2\cdot 11}", "22", 0),
