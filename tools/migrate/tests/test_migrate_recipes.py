@@ -121,6 +121,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "an unknown engine": (("rollout.backend=surprise",), ["rollout"]),
     "an unknown trainer": (("actor.training_backend=surprise",), ["trainer"]),
     "greedy validation": (("+algorithm.sampling_params.temperature_eval=-1", "runner.val_check_interval=5"), []),
+    "validation at the temperature of the rollout": (("runner.val_check_interval=5",), []),
     "an unknown key": (("+actor.surprise=1",), ["unknown keys"]),
     "groups that share no initial state": (("env.train.group_size=1",), ["states shared by"]),
     "one initial state": (("+env.train.specific_reset_id=3",), ["env.train.specific_reset_id", "initial states"]),
