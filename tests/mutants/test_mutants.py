@@ -34,11 +34,11 @@ def test_every_folder_has_mutants():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(14400)
 def test_planted_bugs_are_noticed(tmp_path):
     """At least 95 % of them."""
     out = tmp_path / "verdicts.jsonl"
-    subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=7000)
+    subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=14000)
     verdicts = [line.split('"verdict": "')[1].split('"')[0] for line in out.read_text().splitlines()]
     assert len(verdicts) == sum(mutant.can_run for mutant in MUTANTS)
     assert verdicts.count("caught") >= 0.95 * len(verdicts), out.read_text()
