@@ -3,8 +3,9 @@
 Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing
 ends), `reward` (given in every step instead of 1 at success), and one fault: {"fault":
-"raise|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which call
-on, "once": path of a marker file that the first sinner makes, "state": the initial state whose steps are meant}.
+"raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which
+call on, "once": path of a marker file that the first sinner makes, "state": the initial state whose steps are meant}.
+"differ" raises with another message each time.
 A "gate" makes its marker and waits until the file "<marker>.open" exists.
 """
 
@@ -97,6 +98,8 @@ class ToySims(PerSlot):
             wait_at_gate(self._once)
         if fault == "raise":
             raise RuntimeError("the toy broke")
+        if fault == "differ":
+            raise RuntimeError(f"the toy broke at {time.perf_counter_ns()}")
         return fault
 
     def expert(self, slot: int) -> FloatArray:

@@ -97,7 +97,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
 def test_episodes_that_a_refill_loses_are_counted(tmp_path):
     """Both groups of the refill take their worker with them; the groups of the plan start from other states."""
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1")
-    fault = ("env.kwargs.fault=raise", "env.kwargs.state=3", "faults.max_restarts_per_worker=2", "seed=33")
+    fault = ("env.kwargs.fault=differ", "env.kwargs.state=3", "faults.max_restarts_per_worker=2", "seed=33")
     with running_crew(tmp_path, *words, *fault) as stage:
         assert 3 not in {e.reset_id for e in planned(stage, 0)}
         rollout = collect(stage, sampler_of(stage), 0)
