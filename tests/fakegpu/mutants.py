@@ -138,7 +138,7 @@ BUGS = {
         check="recomputed",
     ),
     "products of adapted layers are not counted": Bug(
-        "speed", "gpu", ", torch.ops.aten.addmm_: _added_flops}", "}", check="flops"
+        "speed", "gpu", "{torch.ops.aten.addmm_: _added_flops}", "{}", check="flops"
     ),
     "an unordered sum": Bug(
         "order",
