@@ -3,9 +3,7 @@
 from typing import Any
 
 from embodyrl.algorithms.protocol import algorithm_settings
-from embodyrl.config.settings import join
 from embodyrl.envs import ENVS
-from embodyrl.envs.settings import TrainEnv
 from embodyrl.policies import POLICIES
 
 
@@ -14,7 +12,7 @@ def algorithm_of(adv_type: str = "grpo", loss_type: str = "ppo_clip", **keys: An
 
 
 def env_of(env_type: str, **keys: Any) -> Any:
-    return join(ENVS.get(env_type).settings, TrainEnv)(env_type=env_type, **keys)
+    return ENVS.get(env_type).settings(env_type=env_type, **keys)
 
 
 def model_of(model_type: str = "openvla_oft", **keys: Any) -> Any:

@@ -24,35 +24,28 @@ if TYPE_CHECKING:
 
 OnVideoError = StrEnum("OnVideoError", ["warn", "stop"])
 OnEnvCrash = StrEnum("OnEnvCrash", ["restart", "fail"])
+OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 
-class StepTimeout(Settings):
-    """How long a simulator may take."""
+class FaultSettings(Settings):
+    """What happens when a worker or an update fails, and how long workers may take."""
+
+    needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
     """Longest answer of an env worker for one action chunk or reset, per slot."""
-
-
-class WorkerTimeouts(Settings):
-    """How long workers may take."""
-
     start_timeout_s: Seconds = 600.0
     """Longest start of a worker: imports, simulators, weights."""
     update_timeout_s: Seconds = 3600.0
     """Longest update, checkpoint or scoring pass of the actor."""
-
-
-class ActingFaults(StepTimeout, WorkerTimeouts):
-    """What happens when a worker fails."""
-
-    needs = {"on_env_crash=restart": "max_restarts_per_worker"}
-
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
     """restart the env worker (its running episodes are played again) or fail."""
     max_restarts_per_worker: Index = 3
     """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
     on_video_error: OnVideoError = OnVideoError.warn
     """warn and go on, or stop."""
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
+    """stop with exit code 5, or skip the update and count it."""
 
 
 class LauncherSettings(Settings):

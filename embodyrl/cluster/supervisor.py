@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
 from embodyrl.channels.messages import Request, WorkerReady
-from embodyrl.cluster.protocol import ActingFaults, Launcher, Message, OnEnvCrash, WorkerDied
+from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import STARTER_LEAVES, EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -81,7 +81,7 @@ class Supervisor:
     """Start, feed and supervise the workers; only the driver thread uses it."""
 
     def __init__(
-        self, launcher: Launcher, faults: ActingFaults, say: Callable[[str], None], timeline: Timeline
+        self, launcher: Launcher, faults: FaultSettings, say: Callable[[str], None], timeline: Timeline
     ) -> None:
         self._launcher = launcher
         self._faults = faults

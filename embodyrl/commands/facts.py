@@ -6,7 +6,7 @@ from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.envs.factory import tasks_in_memory
-from embodyrl.envs.settings import PlayedSplit
+from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
@@ -69,7 +69,7 @@ def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
-def memory_of_tasks(env: EnvSpec, split: PlayedSplit, workers: int) -> str:
+def memory_of_tasks(env: EnvSpec, split: EnvSplit, workers: int) -> str:
     """What loaded tasks cost, and how many of them each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(env.task_bytes, workers))

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from embodyrl.config.settings import Settings, spell
+from embodyrl.config.settings import Settings, parents_of, spell
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
@@ -19,7 +19,8 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
         for key in keys.split()
     }
     for name in names:
-        prefix, condition = conditions.get(name, ("", ""))
+        found = next((at for at in (name, *parents_of(name)) if at in conditions), name)
+        prefix, condition = conditions.get(found, ("", ""))
         alternatives = condition.split(" or ")
         if condition.startswith("never: "):
             yield f"{name} has no effect: {condition.removeprefix('never: ')}."

@@ -59,14 +59,10 @@ class DemonstrationSettings(DataSettings):
     """Rotation that brings the stored frames upright."""
     skip_nonfinite: bool = False
     """Leave out episodes with NaN or infinite numbers; false: they are an error."""
+    needs = {"gripper": "gripper_index"}
+
     image_aug: bool = True
     """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
-
-    def idle(self) -> Iterator[tuple[str, str]]:
-        """Name the keys without effect."""
-        yield from super().idle()
-        if self.gripper is None:
-            yield "data.gripper_index", "set data.gripper=[open,closed]"
 
 
 class RowSettings(DataSettings):

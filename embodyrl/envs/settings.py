@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from embodyrl.config.settings import Count, NumbersStates, Positive, Says, Settings, only
 
@@ -18,22 +18,17 @@ RewardFactor = Annotated[
 Slots = Annotated[int, Field(ge=1, le=65536)]
 
 
-class PlayedSplit(Settings):
-    """Episodes that somebody plays."""
+class EnvSplit(Settings):
+    """Episodes of one kind, training or evaluation."""
 
+    total_num_envs: Slots = 8
+    """Env slots."""
     ignore_terminations: bool = False
     """Go on after success until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
     task_ids: Annotated[list[int], _TASKS, Says("a list of different task numbers, [0,1]")] | None = None
     """Tasks to use; default all."""
-
-
-class EnvSplit(PlayedSplit):
-    """Episodes of one kind, training or evaluation."""
-
-    total_num_envs: Slots = 8
-    """Env slots."""
     state_ids: Annotated[list[int], _RANGE, Says("[first,last] with 0 <= first <= last")] | None = None
     """[first, last]: initial states of each task that this split may use; default all."""
 
@@ -58,45 +53,25 @@ class TrainSplit(EnvSplit):
 
 
 class EnvSettings(Settings):
-    """What every environment has: its name, and the splits that a command adds."""
+    """What every environment has: its name and its splits."""
 
     env_type: Annotated[str, NumbersStates]
     """Which adapter: a registered name or package.module:attr."""
+    train: TrainSplit = TrainSplit()
+    eval: EnvSplit = EnvSplit()
+
+    # Private: it follows from the command and is no key.
+    _played: tuple[str, ...] = PrivateAttr(("train", "eval"))
 
     @property
-    def splits(self) -> dict[str, PlayedSplit]:
-        """The splits that the command reads, by name."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        return {name: value for name, value in values.items() if isinstance(value, PlayedSplit)}
+    def splits(self) -> dict[str, EnvSplit]:
+        """The splits whose episodes the command plays, by name."""
+        return {name: getattr(self, name) for name in self._played}
 
     @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""
         return max(split.max_episode_steps for split in self.splits.values())
-
-
-class EvalEnv(EnvSettings):
-    """Environment of a command that evaluates."""
-
-    eval: EnvSplit = EnvSplit()
-
-
-class TrainEnv(EvalEnv):
-    """Environment of a command that trains."""
-
-    train: TrainSplit = TrainSplit()
-
-
-class CollectEnv(EnvSettings):
-    """Environment of a command that records episodes of the training split."""
-
-    train: EnvSplit = EnvSplit()
-
-
-class CheckedEnv(EnvSettings):
-    """Environment of a command that tries it out."""
-
-    train: PlayedSplit = PlayedSplit()
 
 
 class RewardSettings(Settings):

@@ -30,18 +30,13 @@ _FAILURES = (OSError, RuntimeError, ValueError)
 """What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
 
 
-class FilmSettings(Settings):
-    """How films look."""
+class VideoSettings(Settings):
+    """Recordings."""
 
     fps: Annotated[int, Field(ge=1, le=240)] = 20
     """Frames per second of recordings."""
     base_dir: SettingsPath | None = None
     """Recordings go to <base_dir>/<run id>/; default: into the run's own folder, videos/."""
-
-
-class VideoSettings(FilmSettings):
-    """How films look and what stands beside the picture."""
-
     info_on_video: bool = True
     """Overlay instruction, step and success."""
 

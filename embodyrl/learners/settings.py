@@ -51,22 +51,11 @@ class CriticSettings(Settings):
     actor.optim.value_lr. Default: a value head on the policy."""
 
 
-class RankSettings(Settings):
-    """How many processes hold the policy."""
+class FsdpSettings(Settings):
+    """How many processes hold the policy, and how they share its weights."""
 
     size: CountOrAll = -1
     """Actor ranks; -1: one per GPU of this host, or one without GPUs and where only one works."""
-
-
-class ActingSettings(Settings):
-    """The actor of a command that trains nothing: its ranks act."""
-
-    fsdp: RankSettings = RankSettings()
-
-
-class FsdpSettings(RankSettings):
-    """How ranks share the weights."""
-
     shard_size: CountOrAll = -1
     """Ranks that share one copy of the weights, the others replicate it (HSDP); -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True
@@ -85,6 +74,10 @@ class OptimSettings(Settings):
 
     lr: Rate = 1.0e-4
     """Learning rate."""
+    value_lr: Rate = 3.0e-3
+    """Learning rate of the value head."""
+    value_clip_grad: Positive | None = None
+    """Gradient norm limit of the value head alone; null: one limit for the gradient of all weights together."""
     adam_beta1: Decay = 0.9
     """AdamW: decay of the gradient mean."""
     adam_beta2: Decay = 0.999
@@ -117,22 +110,17 @@ class OptimSettings(Settings):
             )
 
 
-class ValueOptimSettings(OptimSettings):
-    """AdamW of a policy that may have a value head."""
+class ActorSettings(Settings):
+    """The processes that train the policy."""
 
-    value_lr: Rate = 3.0e-3
-    """Learning rate of the value head."""
-    value_clip_grad: Positive | None = None
-    """Gradient norm limit of the value head alone; null: one limit for the gradient of all weights together."""
-
-
-class SupervisedActorSettings(Settings):
-    """The actor of a command that trains."""
+    needs = {"minibatches=null": "global_batch_size"}
 
     micro_batch_size: Count = 8
     """Chunk samples per forward."""
     global_batch_size: Count = 160
     """Chunk samples per optimizer step."""
+    minibatches: Count | None = None
+    """Optimizer steps per pass over what a training step collected, of equal size, in place of global_batch_size."""
     max_tokens_per_mbs: Count | None = None
     """Text: tokens per forward, padding included, in place of micro_batch_size; samples are sorted by length."""
     gradient_checkpointing: bool = False
@@ -153,20 +141,3 @@ class SupervisedActorSettings(Settings):
                 f"actor.fsdp.size={fsdp.size} is not a multiple of actor.fsdp.shard_size={fsdp.shard_size}: every copy "
                 "of the weights needs as many ranks. Use actor.fsdp.shard_size=-1."
             )
-
-
-class LearnedActorSettings(SupervisedActorSettings, ActingSettings):
-    """The actor of a command that acts and learns from labels."""
-
-    fsdp: FsdpSettings = FsdpSettings()
-
-
-class ActorSettings(SupervisedActorSettings, ActingSettings):
-    """The actor of reinforcement learning."""
-
-    needs = {"minibatches=null": "global_batch_size"}
-
-    minibatches: Count | None = None
-    """Optimizer steps per pass over what a training step collected, of equal size, in place of global_batch_size."""
-    fsdp: FsdpSettings = FsdpSettings()
-    optim: ValueOptimSettings = ValueOptimSettings()

@@ -19,7 +19,7 @@ from embodyrl.learners.adam import build_adam
 from embodyrl.learners.precision import VALUE_HEAD
 from embodyrl.learners.ranks import OneRank, Ranks, S
 from embodyrl.learners.schedule import Schedule
-from embodyrl.learners.settings import OptimSettings, SupervisedActorSettings, ValueOptimSettings
+from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.policies.inputs import write_inputs
 from embodyrl.policies.protocol import LearnsStatistics, Policy, weights_changed
 from embodyrl.types import EnvSpec, IntArray
@@ -44,6 +44,7 @@ class Optimization:
         ranks: Ranks | None = None,
         *,
         warmup: int = 0,
+        value_rate: bool = True,
     ) -> None:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -51,9 +52,7 @@ class Optimization:
         # The policy's group is the first: `lr` and `step(values_only=True)` rely on that order.
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
-            groups.append(
-                {"params": value, "lr": optim.value_lr if isinstance(optim, ValueOptimSettings) else optim.lr}
-            )
+            groups.append({"params": value, "lr": optim.value_lr if value_rate else optim.lr})
         self.optimizer = build_adam(
             groups,
             betas=(optim.adam_beta1, optim.adam_beta2),
@@ -63,7 +62,7 @@ class Optimization:
         self._full_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._schedule = Schedule(optim, total_steps, warmup)
         self._clip = optim.clip_grad
-        self._value_clip = optim.value_clip_grad if isinstance(optim, ValueOptimSettings) else None
+        self._value_clip = optim.value_clip_grad if value_rate else None
         self._ranks = ranks or OneRank(RankInfo())
 
     @property
@@ -185,12 +184,13 @@ class Trainer:
     def __init__(
         self,
         policy: Policy,
-        cfg: SupervisedActorSettings,
+        cfg: ActorSettings,
         *,
         skips_nonfinite: bool,
         total_steps: int,
         ranks: Ranks,
         warmup: int = 0,
+        value_rate: bool = True,
     ) -> None:
         """Prepare the optimizer.
 
@@ -201,11 +201,14 @@ class Trainer:
             total_steps: of the run, for the schedule.
             ranks: who trains together.
             warmup: see `Schedule`.
+            value_rate: the value head has `value_lr` and `value_clip_grad` instead of the policy's rate and limit.
         """
         self.policy = policy
         self.cfg = cfg
         self.ranks = ranks
-        self.optimization = Optimization(policy.module, cfg.optim, total_steps, ranks, warmup=warmup)
+        self.optimization = Optimization(
+            policy.module, cfg.optim, total_steps, ranks, warmup=warmup, value_rate=value_rate
+        )
         self._skips_nonfinite = skips_nonfinite
 
     def descend(

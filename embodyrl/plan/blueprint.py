@@ -92,7 +92,7 @@ class Blueprint:
     @property
     def is_disaggregated(self) -> bool:
         """Whether rollout and actor are different processes; nothing but training has actors."""
-        return self.algorithm is not None and self.cfg.rollout.acting_processes > 0
+        return self.algorithm is not None and self.cfg.acting_processes > 0
 
     @property
     def num_slots(self) -> int:
@@ -298,7 +298,7 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.rollout.acting_processes if isinstance(cfg, ActingConfig) else 0
+    acting = cfg.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
     replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
@@ -329,7 +329,7 @@ def plan_devices(cfg: ActingConfig | SftConfig, *, training: bool) -> Devices:
 
     Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`cluster/ray_launcher.py`).
     """
-    acting = cfg.rollout.acting_processes if training and isinstance(cfg, ActingConfig) else 0
+    acting = cfg.acting_processes if training and isinstance(cfg, ActingConfig) else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
     placed = [_policy_node(nodes, number, ranks) for number in range(ranks + acting)]
     if len({0, *placed, *nodes["env"]}) == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +13,16 @@ from typing import Any
 
 import yaml
 
-from embodyrl.config import tree
 from embodyrl.config.check import inert
 from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.settings import flat, leaves, nodes, plain
 from embodyrl.config.shared import Precision
 from embodyrl.config.trust import distrusted
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import NEEDS, ROOTS, SELECTORS, PolicyConfig, Root, selected
+from embodyrl.plan.roots import NEEDS, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, selected
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -114,9 +114,8 @@ def load_config(
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` as typed by the user.
         config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: its model, its environment, its algorithm (`train`: where
-            neither of them is chosen) and, for `eval`, how it was evaluated, hold wherever the command line does not
-            choose that group.
+        base: the config.yaml of a run whose weights are used: it is the base of the config; typed groups replace its
+            sections, typed keys its values.
         fetch: download names on the hub and log `warnings`; false: only read the config.
 
     Returns:
@@ -129,31 +128,17 @@ def load_config(
     problems: list[str] = []
     groups, typed = split_words(command, words, config_dirs, problems)
     problems += _unread_groups(command, groups)
-    if base is None or groups.get("experiment", "null") != "null":  # an experiment chooses everything
-        composed, inherited = compose_groups(command, groups, config_dirs, problems), []
-    else:
-        # What suits an environment and a shipped model says nothing about the weights of a run.
-        alone = {"start": "none"} if "model" not in groups and tree.follows(command, "start") else {}
-        wanted = ["env", "model"] if command == "train" else ["env", "model", "algorithm"]
-        if command == "eval" and "env" not in groups:
-            wanted.append("eval")  # measured as the run measured itself
-        wanted = [section for section in wanted if section not in groups]
-        saved, shown = read_saved(base), list[Setting]()
-        if command == "train" and len(wanted) == 2 and "algorithm" not in groups:
-            wanted += ["algorithm", "actor"]  # a trained run learns on as it learned, with slots and batches that fit
-        if "env" in wanted and not any(s.key.startswith("env.eval.") for s in saved):  # it validated by no episodes
-            shown = _shown_environment(base.parent, saved, problems)
-        if "env" in wanted and (shown or command == "train"):
-            # With the option come the states to evaluate on and, for training, the algorithm that suits it.
-            alone |= _option_like(command, shown or saved, config_dirs)
-        composed = compose_groups(command, {**groups, **alone}, config_dirs, problems)
-        if shown and "env" not in alone:  # what holds for another environment's episodes does not for its own
-            composed = [setting for setting in composed if not setting.key.startswith("env.")]
-        inherited = _inherit([*saved, *shown], wanted, composed)
-        _trust(inherited, typed, base, problems)
-    if not composed:
+    chosen = compose_groups(command, groups, config_dirs, problems)
+    if not chosen:
         raise ConfigError(problems)
-    chosen = [*composed, *inherited]
+    if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
+        saved = _base_settings(base, command, groups, chosen, problems)
+        _trust(saved, typed, base, problems)
+        sections = {setting.key.partition(".")[0] for setting in saved}
+        unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
+        # Pictures stay those that the weights were trained with.
+        seen = {setting.key for setting in saved if setting.key.startswith("env.init_params.")}
+        chosen = [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
     return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
@@ -255,9 +240,15 @@ def check_values(cfg: Root) -> None:
 def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
     # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
     if fetch:
-        settings = [replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS else s for s in settings]
+        last = {setting.key: setting for setting in settings}
+        settings = [
+            replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS and last[s.key] is s else s
+            for s in settings
+        ]
     cfg, sources, unread = build(settings, command, problems)
     cfg._sources.update(sources)
+    if isinstance(env := getattr(cfg, "env", None), EnvSettings):
+        env._played = PLAYED.get(command, env._played)
     if problems := [line for node in nodes(cfg) for line in node.problems()]:
         raise ConfigError(problems)
     cfg._warnings += [*unread, *inert(cfg, cfg.changed, NEEDS.get(command, {}))]
@@ -301,47 +292,61 @@ def _command_of(saved: Sequence[Setting]) -> str:
     return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
 
 
-def _shown_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Where the demonstrations of a supervised run come from, or rounds of DAgger play: it is evaluated on those tasks,
-    and for as long.
+_OF_THE_RUN = (
+    *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
+    *("eval.baseline", "eval.protocol.settled", "rollout.dump"),
+)
+"""Keys of a run that a command which uses its weights does not take over."""
+_WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
+"""Keys that belong to the environment: where another one is typed, those of the run do not hold."""
+
+
+def _base_settings(
+    base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
+) -> list[Setting]:
+    """Read what a command takes over from the run whose weights it uses: the whole config, without the sections of
+    typed groups. Reinforcement learning takes environment and model only from a run of another command.
     """
-    shown = [setting for setting in saved if setting.key.startswith("env.")]
-    if not shown and not (run / ENVIRONMENT_FILE).is_file():
+    saved = read_saved(base)
+    made_by = _command_of(saved)
+    left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
+    if "eval" in groups:
+        left.add("runner.val_suites")
+    # A task decides how long replies are, an environment of the same kind keeps the images that the weights know.
+    kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
+    if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
+        kept.add("env.init_params")
+    if made_by not in ("train", "eval") and "env" not in groups:
+        saved += _played_environment(base.parent, saved, problems)
+    if command == "train" and made_by != "train":
+        saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
+    return [s for s in saved if _lies_below(s.key, kept) or not _lies_below(s.key, left)]
+
+
+def _value_of(key: str, settings: Sequence[Setting]) -> Any:
+    return next((setting.value for setting in reversed(settings) if setting.key == key), None)
+
+
+def _lies_below(name: str, keys: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{key}.") for key in keys)
+
+
+def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """Return where the demonstrations of a supervised run come from, or what rounds of DAgger play: it is evaluated on
+    those tasks, and for as long.
+    """
+    own = [setting for setting in saved if setting.key.startswith("env.")]
+    if not own and not (run / ENVIRONMENT_FILE).is_file():
         problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
         return []
-    shown = shown or read_saved(run / ENVIRONMENT_FILE)
+    played = own or read_saved(run / ENVIRONMENT_FILE)
     alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
-    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in shown):
+    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in played):
         alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist
-    return shown + [replace(setting, key=alike[setting.key]) for setting in shown if setting.key in alike]
+    return [*played, *(replace(setting, key=alike[setting.key]) for setting in played if setting.key in alike)]
 
 
-def _option_like(command: str, shown: Sequence[Setting], config_dirs: Sequence[Path]) -> dict[str, str]:
-    """The option of an environment that is most like one that was shown; it knows states to evaluate on."""
-    wanted, found = {setting.key: setting.value for setting in shown}, {}
-    for option in tree.options("env", config_dirs):
-        known = {s.key: s.value for s in compose_groups(command, {"env": option}, config_dirs, [])}
-        same = [key for key in ("env.env_type", "env.task_suite_name", "env.id") if known.get(key) is not None]
-        if same and known["env.env_type"] == wanted.get("env.env_type"):
-            # Tasks of text are told apart by their rows and rewards.
-            alike = sum(known[key] == wanted.get(key) for key in known if key.startswith(("env.", "data.", "reward.")))
-            found[option] = (sum(1 if known[key] == wanted.get(key) else -1 for key in same), alike)
-    return {"env": max(found, key=found.__getitem__)} if found else {}
-
-
-def _inherit(saved: Sequence[Setting], sections: list[str], composed: Sequence[Setting]) -> list[Setting]:
-    left = ""
-    if "env" in sections and any(s.key in ("reward.name", "reward.path") and s.value is not None for s in saved):
-        sections += ["data", "reward", _REPLY]  # they are a part of the text task that the run was about
-    elif "env" not in sections and any(setting.key == _REPLY for setting in composed):
-        left = _REPLY  # the chosen task has its own
-    kinds = [next((s.value for s in reversed(some) if s.key == "env.env_type"), None) for some in (saved, composed)]
-    if "model" in sections and kinds[0] == kinds[1]:
-        sections.append("env.init_params")  # the pictures that the weights know
-    if "eval" in sections:
-        sections.append("runner.val_suites")
-    return [
-        setting
-        for setting in saved
-        if setting.key != left and any(f"{setting.key}.".startswith(f"{section}.") for section in sections)
-    ]
+def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
+    """Whether the file of a typed group, or of what suits it, set this value."""
+    folders = Path(setting.source).parts[-3:-1]
+    return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))

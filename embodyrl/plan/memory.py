@@ -356,7 +356,7 @@ def _smaller_on_gpu(blueprint: Blueprint, plan: MemoryPlan) -> str:
 def _fullest_host(blueprint: Blueprint, plan: MemoryPlan) -> tuple[int, int]:
     """Return the bytes of the policy processes and the number of env workers on the host that needs most."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
-    for number in range(blueprint.ranks + blueprint.cfg.rollout.acting_processes):
+    for number in range(blueprint.ranks + blueprint.cfg.acting_processes):
         trains = number < blueprint.ranks
         own = plan.policy if trains else plan.acting
         policies[blueprint.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own

@@ -89,7 +89,7 @@ def predict(blueprint: Blueprint) -> Rates | None:
     found = _speed()
     speed = found or UNKNOWN
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
-    acting = cfg.rollout.acting_processes or blueprint.ranks
+    acting = cfg.acting_processes or blueprint.ranks
     batch = max(1, blueprint.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # Acting is bound by reading all weights once a pass as long as its batch is small.
     reading = policy.act_passes * item * policy.num_parameters / speed.bandwidth

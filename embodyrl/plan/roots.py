@@ -13,43 +13,26 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
 )
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ActingFaults, ClusterSection, LauncherSettings, StepTimeout, parse_placement
+from embodyrl.cluster.protocol import ClusterSection, FaultSettings, LauncherSettings, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
 from embodyrl.datasets.text import holds_text
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
-from embodyrl.envs.settings import CheckedEnv, CollectEnv, EnvSettings, EvalEnv, TrainEnv
-from embodyrl.envs.video import FilmSettings, VideoSettings
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
-from embodyrl.learners.settings import (
-    PAIRED,
-    ActingSettings,
-    ActorSettings,
-    CriticSettings,
-    LearnedActorSettings,
-    Objective,
-    ObjectiveSettings,
-    SupervisedActorSettings,
-)
+from embodyrl.learners.settings import PAIRED, ActorSettings, CriticSettings, Objective, ObjectiveSettings
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
 from embodyrl.plan.settings import (
-    ActingRolloutSettings,
-    ActingRunSettings,
     CheckpointSettings,
     CollectSettings,
     DaggerSettings,
     EvalSettings,
-    FaultSettings,
-    LearnedRunSettings,
-    MeasuredRunSettings,
-    RecordedSettings,
     RolloutSettings,
     RunnerSettings,
     ServeSettings,
-    SupervisedFaults,
-    SupervisedRunSettings,
     VideoChoice,
 )
 from embodyrl.policies import POLICIES
@@ -95,8 +78,8 @@ class Root(Settings):
 class CheckConfig(Root):
     """`embodyrl check-env`."""
 
-    env: CheckedEnv
-    faults: StepTimeout = StepTimeout()
+    env: EnvSettings
+    faults: FaultSettings = FaultSettings()
 
 
 class PolicyConfig(Root):
@@ -118,7 +101,10 @@ class PolicyConfig(Root):
 class RunConfig(PolicyConfig):
     """A command that makes a run folder."""
 
-    runner: Any
+    runner: RunnerSettings = RunnerSettings()
+    launcher: LauncherSettings
+    actor: ActorSettings = ActorSettings()
+    faults: FaultSettings = FaultSettings()
 
 
 class ActingConfig(RunConfig):
@@ -127,14 +113,16 @@ class ActingConfig(RunConfig):
     ckpt: Path | None = None
     """Weights to start from: a run, a checkpoint folder, or assets/<name>. Its model and environment hold too,
     unless others are typed."""
-    runner: ActingRunSettings = ActingRunSettings()
-    launcher: LauncherSettings
     env: EnvSettings
     algorithm: ActingAlgorithm = ActingAlgorithm()
-    rollout: ActingRolloutSettings = ActingRolloutSettings()
-    actor: ActingSettings = ActingSettings()
-    faults: ActingFaults = ActingFaults()
-    video_cfg: FilmSettings = FilmSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    video_cfg: VideoSettings = VideoSettings()
+
+    @property
+    def acting_processes(self) -> int:
+        """Processes that act and do not train; 0: those that train act as well."""
+        return 0
 
     def problems(self) -> Iterator[str]:
         """Say which hosts do not exist."""
@@ -143,7 +131,7 @@ class ActingConfig(RunConfig):
         cluster = getattr(self, "cluster", None)
         if cluster is not None:
             try:
-                apart = self.rollout.acting_processes > 0
+                apart = self.acting_processes > 0
                 parse_placement(cluster.component_placement, cluster.num_nodes, apart=apart)
             except ConfigError as error:
                 yield str(error)
@@ -152,22 +140,14 @@ class ActingConfig(RunConfig):
 class CollectConfig(ActingConfig):
     """`embodyrl collect`."""
 
-    env: CollectEnv
-    algorithm: ActingAlgorithm = ActingAlgorithm()
-    eval: RecordedSettings = RecordedSettings()
     collect: CollectSettings = CollectSettings()
 
 
 class EvalConfig(ActingConfig):
     """`embodyrl eval`."""
 
-    runner: MeasuredRunSettings = MeasuredRunSettings()
-    env: EvalEnv
-    algorithm: ActingAlgorithm = ActingAlgorithm()
-    eval: EvalSettings = EvalSettings()
     video: VideoChoice = "none"
     """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
-    video_cfg: VideoSettings = VideoSettings()
 
     def problems(self) -> Iterator[str]:
         """Refuse a comparison of validations that do not happen."""
@@ -180,14 +160,14 @@ class EvalConfig(ActingConfig):
 class TrainConfig(EvalConfig):
     """`embodyrl train`."""
 
-    runner: RunnerSettings = RunnerSettings()
-    env: TrainEnv
     algorithm: AlgorithmSettings = AlgorithmSettings()
-    rollout: RolloutSettings = RolloutSettings()
-    actor: ActorSettings = ActorSettings()
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    faults: FaultSettings = FaultSettings()
+
+    @property
+    def acting_processes(self) -> int:
+        """Processes that act and do not train; 0: those that train act as well."""
+        return self.rollout.acting_processes
 
     def problems(self) -> Iterator[str]:
         """Say what does not fit together, one line each with the fix."""
@@ -213,13 +193,9 @@ class TrainConfig(EvalConfig):
 class SftConfig(RunConfig):
     """`embodyrl sft`."""
 
-    runner: SupervisedRunSettings = SupervisedRunSettings()
-    launcher: LauncherSettings
     data: DataSettings = DataSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
-    actor: SupervisedActorSettings = SupervisedActorSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    faults: SupervisedFaults = SupervisedFaults()
 
     def problems(self) -> Iterator[str]:
         """Say which ranks there cannot be, and which data an objective wants."""
@@ -243,10 +219,7 @@ class ServeConfig(PolicyConfig):
 class DaggerConfig(CollectConfig, SftConfig):
     """`embodyrl dagger`: what collecting and supervised training read."""
 
-    runner: LearnedRunSettings = LearnedRunSettings()
     data: DemonstrationSettings = DemonstrationSettings()
-    actor: LearnedActorSettings = LearnedActorSettings()
-    faults: FaultSettings = FaultSettings()
     dagger: DaggerSettings = DaggerSettings()
 
 
@@ -272,6 +245,8 @@ ROOTS: dict[str, type[Root]] = {
     "dagger": DaggerConfig,
     "check-env": CheckConfig,
 }
+PLAYED = {"eval": ("eval",), "collect": ("train",), "dagger": ("train",), "check-env": ("train",)}
+"""Splits of the environment whose episodes a command plays; all others play both."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
@@ -279,7 +254,12 @@ _SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-_RECORDED = {"never: recordings are a data set": "video_cfg.base_dir faults.on_video_error"}
+_RECORDED = {
+    "never: recordings are a data set": "video_cfg faults.on_video_error",
+    "never: `collect` plays env.train and collect.episodes": "env.eval eval.episodes eval.episodes_per_task "
+    "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
+}
+_LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
 NEEDS: dict[str, dict[str, str]] = {
     "train": {
         "runner.only_eval": "eval.baseline",
@@ -287,9 +267,19 @@ NEEDS: dict[str, dict[str, str]] = {
         "video!=none": _VIDEO,
         "algorithm.value_coef": "critic.path",
     },
-    "eval": {"video!=none": _VIDEO, **_SAMPLED},
-    "collect": _SAMPLED | _RECORDED,
-    "sft": {"runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best"},
+    "eval": {
+        "video!=none": _VIDEO,
+        "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode "
+        "rollout.num_workers rollout.dump",
+        "never: `embodyrl eval` plays env.eval": "env.train",
+    }
+    | _SAMPLED,
+    "collect": {"never: nothing is trained": f"{_LOOP} actor.optim"} | _SAMPLED | _RECORDED,
+    "sft": {
+        "never: no episodes are played": "runner.only_eval runner.val_suites runner.trace faults.step_timeout_s "
+        "faults.on_env_crash faults.max_restarts_per_worker",
+        "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
+    },
     "dagger": {
         "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
         "never: the labels are imitated": "objective.name",

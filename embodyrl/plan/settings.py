@@ -6,14 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.cluster.protocol import ActingFaults, WorkerTimeouts
 from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share, only
 from embodyrl.policies.remote.settings import ConversationSettings
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
 OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
 OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
-OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 VideoChoice = Annotated[
     str,
@@ -25,8 +23,8 @@ VideoChoice = Annotated[
 _DIFFERENT = only(lambda names: len(set(names)) == len(names))
 
 
-class ScreenSettings(Settings):
-    """Where a command without training says what it does."""
+class LoggerSettings(Settings):
+    """Where metrics go."""
 
     backends: Annotated[list[str], _DIFFERENT, Says("a list of different names, for example [console,jsonl,wandb]")] = [
         "console",
@@ -34,19 +32,14 @@ class ScreenSettings(Settings):
         "tensorboard",
     ]
     """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
-
-
-class LoggerSettings(ScreenSettings):
-    """Where metrics go."""
-
     project_name: Name = "embodyrl"
     """Project name for hosted loggers."""
     offline: bool = False
     """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
 
 
-class RunSettings(Settings):
-    """Where a run lives."""
+class RunnerSettings(Settings):
+    """The loop: where a run is written, how long it trains, and when it validates and saves."""
 
     needs = {"experiment_name": "on_existing"}
 
@@ -56,50 +49,27 @@ class RunSettings(Settings):
     """Name of the run folder; default: time, environment, model and algorithm."""
     on_existing: OnExisting = OnExisting.error
     """What to do if the run folder exists."""
-    logger: ScreenSettings = ScreenSettings()
-
-
-class ActingRunSettings(RunSettings):
-    """A run that plays episodes."""
-
-    deterministic: bool = False
-    """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
-    trace: bool = False
-    """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
-
-
-class MeasuredRunSettings(ActingRunSettings):
-    """A run whose episodes are counted."""
-
-    val_suites: Annotated[list[str], _DIFFERENT, Says("a list of different names")] = []
-    """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
-    one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
-    tabletop, or [all]."""
-
-
-class SupervisedRunSettings(RunSettings):
-    """A run with training steps."""
-
     max_steps: Count = 100
     """Training steps."""
     max_epochs: CountOrAll = -1
     """Passes over the training reset ids; -1: no limit."""
+    only_eval: bool = False
+    """Evaluate `ckpt` (or the model's own weights) and stop."""
     val_check_interval: CountOrAll = -1
     """Training steps between validations; also before the first and after the last step; -1: never."""
+    val_suites: Annotated[list[str], _DIFFERENT, Says("a list of different names")] = []
+    """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
+    one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
+    tabletop, or [all]."""
     save_interval: CountOrAll = 50
     """Training steps between checkpoints; the last step is always saved; -1: only the last."""
     resume_dir: Path | None = None
     """Run folder to continue, or `auto` for the newest run of this experiment."""
     deterministic: bool = False
     """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
+    trace: bool = False
+    """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
-
-
-class RunnerSettings(SupervisedRunSettings, MeasuredRunSettings):
-    """The loop of reinforcement learning."""
-
-    only_eval: bool = False
-    """Evaluate `ckpt` (or the model's own weights) and stop."""
 
 
 class VllmSettings(Settings):
@@ -119,6 +89,9 @@ class VllmSettings(Settings):
     """Read long prompts in parts between tokens of other replies."""
     enforce_eager: bool | None = None
     """Without CUDA graphs: less memory, slower."""
+    enable_sleep_mode: bool | None = None
+    """Give up the GPU's memory while weights are trained and take it back to act; default: where the replies of all
+    slots have no room beside training."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -126,22 +99,20 @@ class VllmSettings(Settings):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
-class TrainedVllmSettings(VllmSettings):
-    """Those of an engine whose weights are trained in its process."""
-
-    enable_sleep_mode: bool | None = None
-    """Give up the GPU's memory while weights are trained and take it back to act; default: where the replies of all
-    slots have no room beside training."""
-
-
-class ActingRolloutSettings(Settings):
-    """How actions are found."""
+class RolloutSettings(Settings):
+    """How actions are computed."""
 
     needs = {
         "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
         "backend=server": "url served_model",
+        "mode=disaggregated": "num_workers",
     }
 
+    mode: RolloutMode = RolloutMode.collocated
+    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
+    and new weights are copied to them between two chunks."""
+    num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
+    """Processes that act with rollout.mode=disaggregated."""
     backend: Literal["hf", "vllm", "server"] = "hf"
     """hf: the policy's own module; vllm, or a server with its completions protocol: language models only."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")] | None = None
@@ -153,11 +124,13 @@ class ActingRolloutSettings(Settings):
     """Language models: beside each token of a reply, keep so many of the most probable ones with log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
+    dump: bool = False
+    """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
 
     @property
     def acting_processes(self) -> int:
-        """Processes that act and do not train; 0: those that train act as well."""
-        return 0
+        """Processes of a training that act and do not train; 0: those that train act as well."""
+        return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:
         """A server has an address."""
@@ -166,36 +139,11 @@ class ActingRolloutSettings(Settings):
             yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
 
 
-class RolloutSettings(ActingRolloutSettings):
-    """How data is collected beside training."""
-
-    needs = {"mode=disaggregated": "num_workers"}
-
-    mode: RolloutMode = RolloutMode.collocated
-    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
-    and new weights are copied to them between two chunks."""
-    num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Processes that act with rollout.mode=disaggregated."""
-    vllm: TrainedVllmSettings = TrainedVllmSettings()
-    dump: bool = False
-    """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
-
-    @property
-    def acting_processes(self) -> int:
-        """Processes that act and do not train; 0: those that train act as well."""
-        return self.num_workers if self.mode is RolloutMode.disaggregated else 0
-
-
-class GreedySettings(Settings):
-    """How a policy chooses while it is recorded."""
+class EvalSamplingSettings(Settings):
+    """How a policy chooses while it is evaluated or recorded."""
 
     do_sample: bool = False
     """Sample; false: greedy."""
-
-
-class EvalSamplingSettings(GreedySettings):
-    """How a policy chooses while it is measured."""
-
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Temperature of sampled evaluation; default: that of training."""
 
@@ -240,12 +188,6 @@ class EvalSettings(Settings):
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
 
-class RecordedSettings(Settings):
-    """How the policy chooses in episodes that are recorded."""
-
-    sampling_params: GreedySettings = GreedySettings()
-
-
 class CheckpointSettings(Settings):
     """Which checkpoints stay."""
 
@@ -259,24 +201,9 @@ class CheckpointSettings(Settings):
     """A checkpoint on the way cannot be written (full disk): warn and continue, or stop. The last one must succeed."""
 
 
-class SupervisedFaults(WorkerTimeouts):
-    """What happens when an update fails."""
-
-    on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """stop with exit code 5, or skip the update and count it."""
-
-
-class FaultSettings(ActingFaults, SupervisedFaults):
-    """What happens when a worker or an update fails."""
-
-
 EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
 FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
 Labels = StrEnum("Labels", ["executed", "expert"])
-
-
-class LearnedRunSettings(SupervisedRunSettings, ActingRunSettings):
-    """A run that plays episodes and learns from labels."""
 
 
 class DaggerSettings(Settings):

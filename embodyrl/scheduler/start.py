@@ -19,7 +19,7 @@ from embodyrl.channels.channel import LOOPBACK, open_gate
 from embodyrl.channels.layout import RecordLayout, bucket_layout
 from embodyrl.channels.messages import RankInfo, SaveRequest
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ActingFaults
+from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
@@ -27,7 +27,6 @@ from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, count_ranks, plan_devices
 from embodyrl.plan.memory import engine_share, plan_memory
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
-from embodyrl.plan.settings import OnNonfinite
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
@@ -369,7 +368,7 @@ def start_supervised(
     arena = Arena.create(layout, width * cfg.actor.global_batch_size)
     timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
-    limits = ActingFaults(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
+    limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
     supervisor = Supervisor(launcher, limits, say, timeline)
     meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
     init = PolicyHostInit(

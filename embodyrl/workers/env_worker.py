@@ -13,7 +13,7 @@ from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, en
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.envs.video import FilmSettings, VideoRecorder, VideoSettings
+from embodyrl.envs.video import VideoRecorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
@@ -25,7 +25,7 @@ class EnvWorkerInit(WorkerInit):
 
     env: EnvSettings
     context: EnvContext
-    video: FilmSettings
+    video: VideoSettings
     expert_noise: float = 0.0
     """Standard deviation of the noise on what the scripted expert does."""
     scripted: bool = False
@@ -164,7 +164,7 @@ class EnvWorker:
                 Path(request.video_stem),
                 fps=video.fps,
                 instruction=self._env.instruction(request.slot),
-                info=isinstance(video, VideoSettings) and video.info_on_video,
+                info=video.info_on_video,
                 horizon=request.start.max_episode_steps,
                 judged=self._env.spec.reports_success,
             )

@@ -23,7 +23,7 @@ from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, W
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import STARTER_LEAVES, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
-from embodyrl.learners.settings import ActorSettings, ObjectiveSettings, SupervisedActorSettings
+from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
 from embodyrl.leftovers import end_children
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
@@ -81,7 +81,7 @@ class PolicyHostInit(WorkerInit):
     """Of supervised training."""
     critic: str | None = None
     """Folder of a critic apart."""
-    actor: SupervisedActorSettings = field(default_factory=ActorSettings)
+    actor: ActorSettings = field(default_factory=ActorSettings)
     seed: int
     deterministic: bool = False
     skips_nonfinite: bool = False

@@ -78,6 +78,7 @@ class PolicyHost:
                 total_steps=init.total_steps,
                 ranks=self._ranks,
                 warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
+                value_rate=algorithm is not None,
             )
             self._learner = build_learner(init, self._trainer, self._arena, algorithm)
             self._ranks.reshard()

@@ -8,7 +8,7 @@ import pytest
 
 from embodyrl.cluster import supervisor
 from embodyrl.cluster.inline import InlineLauncher
-from embodyrl.cluster.protocol import ActingFaults, WorkerDied
+from embodyrl.cluster.protocol import FaultSettings, WorkerDied
 from embodyrl.cluster.supervisor import _fatal
 from embodyrl.errors import WorkerError
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -27,7 +27,7 @@ def test_a_worker_is_restarted_at_once_and_then_later_and_later(monkeypatch: pyt
     """0.5, 1, 2 ... s, at most 8; after as many restarts as were granted the run ends."""
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 100.0))
     said: list[str] = []
-    faults = ActingFaults(max_restarts_per_worker=7)
+    faults = FaultSettings(max_restarts_per_worker=7)
     launcher = InlineLauncher(Path())
     unused: Any = None
     one = supervisor.Supervisor(launcher, faults, said.append, timeline=unused)

@@ -17,7 +17,7 @@ from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
-from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
@@ -135,7 +135,7 @@ def test_every_optimizer_step_starts_from_no_gradient(make: Make):
 def test_gradients_are_clipped_to_their_norm_and_the_norm_is_reported_unclipped():
     for given, kept in (([3.0, 4.0], 0.5), ([0.06, 0.08], 0.1)):
         module = torch.nn.Linear(2, 1, bias=False)
-        optimization = Optimization(module, ValueOptimSettings(clip_grad=0.5), 10)
+        optimization = Optimization(module, OptimSettings(clip_grad=0.5), 10)
         module.weight.grad = torch.tensor([given])
         assert optimization.step(0.0) == pytest.approx(np.linalg.norm(given))
         # A tenth of the first gradient is what Adam's running mean begins with.
@@ -165,7 +165,7 @@ class TwoParts(torch.nn.Module):
 
 def test_the_value_head_has_its_own_rate_and_learns_alone_while_the_critic_warms_up():
     module = TwoParts()
-    settings = ValueOptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0)
+    settings = OptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0)
     optimization = Optimization(module, settings, 10)
     # The first Adam step is as long as the rate.
     assert module.move(optimization, values_only=True) == pytest.approx((0.0, 0.1), rel=1e-3)
@@ -321,7 +321,7 @@ def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_own_samples(m
 def test_policy_and_value_head_may_have_limits_of_their_own():
     """Gradients 3 and 4, of norm 5; a tenth of each is what Adam's running means begin with."""
     module = TwoParts()
-    optimization = Optimization(module, ValueOptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)
+    optimization = Optimization(module, OptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)
     module.policy.weight.grad, module.value_head.weight.grad = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
     assert optimization.step(0.0) == pytest.approx(5.0)
     means = [state["exp_avg"].item() for state in optimization.optimizer.state_dict()["state"].values()]
@@ -330,7 +330,7 @@ def test_policy_and_value_head_may_have_limits_of_their_own():
 
 def test_a_step_that_was_left_out_is_no_step_of_the_warm_up():
     module = TwoParts()
-    optimization = Optimization(module, ValueOptimSettings(lr=0.1, warmup_steps=2), 10)
+    optimization = Optimization(module, OptimSettings(lr=0.1, warmup_steps=2), 10)
     for gradient in (torch.nan, 1.0):
         for parameter in module.parameters():
             parameter.grad = torch.full_like(parameter, gradient)

@@ -12,7 +12,7 @@ from toy_runs import rows, train_toy
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.policy_gradient import even_parts
 from embodyrl.learners.schedule import Schedule
-from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import micro_batches
 
 WORDS = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "runner.deterministic=true", "actor.optim.lr=0.001")
@@ -101,7 +101,7 @@ def test_even_parts_cover_everything_evenly(total, largest):
     ],
 )
 def test_learning_rate_warms_up_and_decays(schedule, more, expected):
-    cfg = ValueOptimSettings(**{"schedule": schedule, "warmup_steps": 2} | more)
+    cfg = OptimSettings(**{"schedule": schedule, "warmup_steps": 2} | more)
     plan = Schedule(cfg, total=len(expected))
     seen = []
     for position in range(len(expected)):
@@ -112,7 +112,7 @@ def test_learning_rate_warms_up_and_decays(schedule, more, expected):
 
 @pytest.mark.parametrize(("typed", "first"), [(None, 0.25), (2, 0.5), (0, 1.0)])
 def test_the_model_says_how_long_to_warm_up_unless_somebody_else_does(typed, first):
-    assert Schedule(ValueOptimSettings(warmup_steps=typed), total=9, warmup=4).factor(0) == first
+    assert Schedule(OptimSettings(warmup_steps=typed), total=9, warmup=4).factor(0) == first
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,6 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
     save_config(load_config("train", [*words, f"{REPLY}=77"]), run)
     assert found("train", base=run)[REPLY] == found("eval", base=run)[REPLY] == 77
     assert found("train", "algorithm=rloo", base=run)[REPLY] == 77
-    save_config(load_config("train", ["env=text/length", "model=causal_lm_tiny"]), run)
-    option = found("train", "algorithm=rloo", base=run)
-    assert option["algorithm.entropy_bonus"] == 0.05, "the option of these rows, not of any text"
 
 
 def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
@@ -93,8 +90,13 @@ def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
     )
     values = found("train", "algorithm=reinforce_pp", base=run)
     assert (values["algorithm.update_epoch"], values["env.id"]) == (1, "CartPole-v1")
-    assert values["actor.optim.lr"] != 0.002
-    assert found("train", "env=tabletop", "model=openvla_oft_tiny", base=run)["algorithm.adv_type"] == "grpo"
+    assert values["actor.optim.lr"] == 0.002
+    values = found("train", "env=tabletop", "model=openvla_oft_tiny", base=run)
+    assert (values["algorithm.adv_type"], values["env.env_type"], values["model.unnorm_key"]) == (
+        "gae",
+        "tabletop",
+        None,
+    )
 
 
 def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -> None:
@@ -148,3 +150,27 @@ def test_what_cannot_stand_beside_each_other(words: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as caught:
         load_config("train", words.split())
     assert len(caught.value.problems) == 1
+
+
+def test_a_run_is_the_base_and_typed_keys_lie_on_top(run: Path) -> None:
+    words = ["experiment=cartpole", "runner.max_steps=7", "runner.experiment_name=first", "seed=3", "rollout.dump=true"]
+    save_config(load_config("train", words), run)
+    values = found("train", f"ckpt={run.parent}", "actor.optim.lr=0.5", base=run)
+    assert (values["runner.max_steps"], values["seed"], values["env.id"]) == (7, 3, "CartPole-v1")
+    assert (values["actor.optim.lr"], values["runner.experiment_name"], values["rollout.dump"]) == (0.5, None, False)
+    values = found("eval", "env.eval.total_num_envs=3", base=run)
+    assert (values["seed"], values["env.eval.total_num_envs"], values["env.eval.max_episode_steps"]) == (3, 3, 500)
+
+
+@pytest.mark.parametrize("words", [("data.path=local",), ("data={path: local}",)])
+def test_an_overridden_path_of_data_is_not_fetched(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    fetched: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: fetched.append(repo))
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "local").mkdir()
+    text = "# @package _global_\n# Rows\ndefaults:\n  - override /env: text/gsm8k\n  - override /model: causal_lm\n"
+    (tmp_path / "experiment" / "hub_rows.yaml").write_text(text + "data:\n  path: openai/gsm8k\nmodel:\n  path: a\n")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    cfg = load_config("train", ["experiment=hub_rows", *words], config_dirs=[tmp_path])
+    assert (cfg.data.path, fetched) == ("local", [])

@@ -16,7 +16,7 @@ from pathlib import Path
 from embodyrl.commands.check_env import declared, played, shown
 from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violation
 from embodyrl.envs.protocol import ENVS
-from embodyrl.envs.settings import CheckedEnv
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.leftovers import end_children
 from embodyrl.workers.lifecycle import signal_at_parents_end
@@ -38,7 +38,7 @@ class Finding:
     violations: tuple[Violation, ...] = ()
 
 
-def check_env(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
     """Build the environment with two slots in this process and check its contract.
 
     Args:
@@ -102,7 +102,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def check_env_apart(cfg: CheckedEnv, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
     """As `check_env`, in a process of its own: what crashes, hangs in C or prints there does so to itself.
 
     A check in which the process dies or never answers fails, and those after it are skipped.
@@ -143,7 +143,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
         return Violation(name, "an answer", f"the environment's process {how}; what it printed stands above")
 
 
-def _serve(theirs: Connection, cfg: CheckedEnv, seed: int, timeout_s: float) -> None:
+def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
     """The process: one message per finding."""
     signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
     os.dup2(2, 1)  # also what C code prints

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
-from embodyrl.envs.settings import CheckedEnv
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.leftovers import children_left
 from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
@@ -69,7 +69,7 @@ class Harness:
     """The environment under test and what the checks learned about it so far."""
 
     factory: EnvFactory
-    cfg: CheckedEnv
+    cfg: EnvSettings
     seed: int
     note: str = ""
     """Shown behind the check that is running, when it passes."""
