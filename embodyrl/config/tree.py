@@ -1,9 +1,8 @@
-"""The YAML tree: which groups conf/ has, their options, and which files the choice of some composes."""
+"""The YAML tree: the groups of conf/, their options, and YAML files without tags."""
 
 import functools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,10 @@ import yaml
 
 from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
-from embodyrl.registry import closest
 
 _YAML_LIMIT = 1 << 20
 """Bytes of a saved config."""
 _YAML_DEPTH = 100
-_MOST_ROUNDS = 20
-_PACKAGE = re.compile(r"(?:#.*\n|[ \t]*\n)*#\s*@package\s+(\S+)")
-"""In the comments that a file begins with, as Hydra has it."""
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -73,7 +68,7 @@ def default_options(command: str) -> dict[str, str | None]:
 
 
 def follows(command: str, group: str) -> bool:
-    """Whether options of the group follow from others in a command."""
+    """Whether the option of a group follows from other groups in a command."""
     return f"optional {group}" in _defaults(command)
 
 
@@ -135,107 +130,3 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
     return raw
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One file of a composition, in the order of reading: later ones win."""
-
-    file: Path
-    name: str
-    """Its path in its folder."""
-    package: str
-    """Dotted name that its keys lie below; empty: they are whole."""
-    body: Mapping[Any, Any]
-
-
-def compose_files(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> list[Part]:
-    """Find the files that a root file and the choices of groups stand for.
-
-    A file is read after those of its `defaults`, or where these say `_self_`. Their entries are `_self_`, `file`,
-    `group: option`, `optional group: option` (`${group}` is what was chosen there) and `override /group: option`,
-    as in Hydra. Names are relative to the file's folder, or begin with /.
-
-    Args:
-        root: name of the file to begin with.
-        groups: typed choices; they win over those of files.
-        folders: where files are looked up, the first that has one counts.
-
-    Raises:
-        ConfigError: a file or group that is not there, an entry of another form.
-    """
-    choices = _Choices(dict(groups), folders)
-    for _ in range(_MOST_ROUNDS):  # a file may choose other files, which may choose again
-        before = dict(choices.chosen)
-        choices.groups = {}
-        parts = list(choices.read(root, ""))
-        if choices.chosen == before and choices.resolved == choices.groups:
-            break
-        choices.resolved = choices.groups
-    else:
-        raise ConfigError(f"{root}.yaml: its groups choose each other in a circle (`${{group}}` in defaults).")
-    if unused := [group for group in choices.chosen if group not in choices.groups]:
-        raise ConfigError(
-            f"{unused[0]}={choices.chosen[unused[0]]}: no such group.{closest(unused[0], choices.groups)}"
-        )
-    return parts
-
-
-@dataclass(slots=True)
-class _Choices:
-    """Options that were typed or are overridden, and those of the groups met while reading."""
-
-    chosen: dict[str, str]
-    folders: Sequence[Path]
-    groups: dict[str, str | None] = field(default_factory=dict)
-    resolved: dict[str, str | None] = field(default_factory=dict)
-
-    def read(self, name: str, package: str, above: tuple[str, ...] = ()) -> Iterator[Part]:
-        file = next((file for folder in self.folders if (file := folder / f"{name}.yaml").is_file()), None)
-        if file is None:
-            raise ConfigError(f"{above[-1] if above else name}: there is no {name}.yaml.")
-        if name in above:
-            raise ConfigError(f"{name}.yaml is among its own defaults.")
-        raw = read_plain_yaml(file)
-        if match := _PACKAGE.match(file.read_text(encoding="utf-8")):
-            package = "" if match[1] == "_global_" else match[1]
-        part = Part(file, name, package, {key: value for key, value in raw.items() if key != "defaults"})
-        entries = raw.get("defaults") or []
-        if not isinstance(entries, list):
-            raise ConfigError(f"{file}: defaults must be a list.")
-        # What a file overrides wins over what the files it builds on override: it is noted before they are read.
-        entries = sorted(entries, key=lambda entry: not str(entry).startswith("{'override "))
-        for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-            if entry == "_self_":
-                yield part
-            else:
-                yield from self._follow(entry, file, (*above, name))
-
-    def _follow(self, entry: Any, file: Path, above: tuple[str, ...]) -> Iterator[Part]:
-        here = above[-1].rpartition("/")[0]
-        if isinstance(entry, str):
-            name = _absolute(entry, here)
-            yield from self.read(name, name.rpartition("/")[0].replace("/", "."), above)
-            return
-        said, option = next(iter(entry.items())) if isinstance(entry, dict) and len(entry) == 1 else ("", entry)
-        *marks, group = str(said).split() or [""]
-        if marks not in ([], ["optional"], ["override"]) or "@" in group or not isinstance(option, str | None):
-            raise ConfigError(
-                f"{file}: cannot read '{entry}' in defaults; write `group: option` or `override /group: option`."
-            )
-        group = _absolute(group, here)
-        if marks == ["override"]:
-            self.chosen.setdefault(group, option or "null")
-            return
-        option = re.sub(r"\$\{([\w/]+)\}", lambda match: self.resolved.get(match[1]) or "", option or "") or None
-        option = self.chosen.get(group, option)
-        self.groups[group] = option
-        if option in (None, "null") or (
-            marks and not any((d / group / f"{option}.yaml").is_file() for d in self.folders)
-        ):
-            return
-        yield from self.read(f"{group}/{option}", group.replace("/", "."), above)
-
-
-def _absolute(name: str, here: str) -> str:
-    return name[1:] if name.startswith("/") else f"{here}/{name}".lstrip("/")

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from embodyrl.config import tree
 from embodyrl.config.check import inert
 from embodyrl.config.paths import HUB_NAME, resolve_run
 from embodyrl.config.settings import flat, leaves, nodes, plain
@@ -128,10 +129,13 @@ def load_config(
     problems: list[str] = []
     groups, typed = split_words(command, words, config_dirs, problems)
     problems += _unread_groups(command, groups)
-    chosen = compose_groups(command, groups, config_dirs, problems)
+    based = base is not None and groups.get("experiment", "null") == "null"  # an experiment chooses everything
+    # What suits an environment and a shipped model does not suit the weights of a run.
+    alone = {"start": "none"} if based and "model" not in groups and tree.follows(command, "start") else {}
+    chosen = compose_groups(command, {**groups, **alone}, config_dirs, problems)
     if not chosen:
         raise ConfigError(problems)
-    if base is not None and groups.get("experiment", "null") == "null":  # an experiment chooses everything
+    if based and base is not None:
         saved = _base_settings(base, command, groups, chosen, problems)
         _trust(saved, typed, base, problems)
         sections = {setting.key.partition(".")[0] for setting in saved}

@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError, create_model
 
 from embodyrl.config import tree as groups_of
+from embodyrl.config.compose import compose
 from embodyrl.config.settings import (
     Key,
     Settings,
@@ -42,19 +43,6 @@ if TYPE_CHECKING:
 
 _LONGEST_WORD = 4000
 """Characters of one override; numbers of more digits than Python reads lie beyond."""
-_PLAIN_WORD = re.compile(
-    r"([a-zA-Z_]\w*(?:\.[a-zA-Z_]\w*)*|[a-zA-Z_]\w*(?:/[a-zA-Z_]\w*)+)=([\w/+.%*@?|:-]+)", re.ASCII
-)
-"""Most words have no quotes, brackets, blanks or `${...}`. To start the whole parser takes a quarter of a second."""
-_INT = r"(?:0|[1-9](?:_?\d)*)"
-_POINT = rf"(?:{_INT}\.|{_INT}?\.\d(?:_?\d)*)"
-_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
-    (re.compile(rf"[+-]?{_INT}", re.ASCII), int),
-    (re.compile(rf"[+-]?(?:{_POINT}|(?:{_INT}|{_POINT})[eE][+-]?\d(?:_?\d)*|(?i:inf|nan))", re.ASCII), float),
-    (re.compile("(?i:true|false)"), lambda text: text.lower() == "true"),
-    (re.compile("(?i:null)"), lambda text: None),
-)
-"""What Hydra's grammar reads as something else than text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +104,6 @@ def parse_word(text: str) -> tuple[str, Any]:
     Raises:
         ConfigError: it is no such word, or one that adds, removes or sweeps.
     """
-    # Hydra's grammar is slow to import, and nearly every word is a plain one.
-    if len(text) <= _LONGEST_WORD and (plain_word := _PLAIN_WORD.fullmatch(text)):
-        name, value = plain_word.groups()
-        return name, next((read(value) for pattern, read in _SCALARS if pattern.fullmatch(value)), value)
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -185,21 +169,17 @@ def compose_groups(
     """Return what the files of the chosen options say, untyped and unresolved; later ones win."""
     folders = tuple(groups_of.search_path(config_dirs))
     # What ships does not change while the program runs.
-    compose = _compose if len(folders) > 1 else _compose_shipped
+    composed = _compose if len(folders) > 1 else _compose_shipped
     try:
-        return list(compose(groups_of.root_file(command), tuple(groups.items()), folders))
+        return list(composed(groups_of.root_file(command), tuple(groups.items()), folders))
     except ConfigError as error:
         problems.append(f"Cannot compose {', '.join(f'{g}={o}' for g, o in groups.items()) or command}: {error}")
         return []
 
 
 def _compose(root: str, groups: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
-    found: list[Setting] = []
-    for part in groups_of.compose_files(root, dict(groups), folders):
-        prefix = f"{part.package}." if part.package else ""
-        source = f"{folders[0].name}/{part.name}.yaml" if part.file.is_relative_to(folders[0]) else str(part.file)
-        found += [Setting(key, value, source) for key, value in flat(part.body, prefix).items()]
-    return tuple(found)
+    found = compose(root, dict(groups), folders)
+    return tuple(Setting(key, value, source) for key, (value, source) in found.items())
 
 
 _compose_shipped = functools.cache(_compose)

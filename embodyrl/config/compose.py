@@ -1,0 +1,86 @@
+"""Compose the YAML files of conf/ and of `--config-dir` by Hydra."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodyrl.config.settings import flat
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.errors import ConfigError
+
+_PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
+
+
+def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> dict[str, tuple[Any, str]]:
+    """Return the leaves that a root file and options of groups set, unresolved, each with the file that set it last.
+
+    Args:
+        root: name of the file with the defaults list.
+        groups: typed options; they win over those of files.
+        folders: where files are looked up, the first one that has a file wins.
+
+    Raises:
+        ConfigError: no such file or group, or a defaults list that Hydra cannot read.
+    """
+    from hydra import compose as compose_by_hydra
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    shipped, *more = (str(folder) for folder in folders)
+    # Hydra cannot override an option by none; null is the default of the groups that take it.
+    words = [f"{group}={option}" for group, option in groups.items() if option != "null"]
+    words += [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in more])}"] * bool(more)
+    try:
+        with _own_hydra(), initialize_config_dir(shipped, version_base="1.3"):
+            cfg = compose_by_hydra(root, overrides=words, return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+    choices = dict(cfg.hydra.runtime.choices)
+    if wrong := next((group for group, option in groups.items() if option == "null" and choices.get(group)), None):
+        raise ConfigError(f"{wrong}=null: another option chooses {wrong}={choices[wrong]}; choose a different one.")
+    with open_dict(cfg):
+        del cfg.hydra
+    values: Any = OmegaConf.to_container(cfg, resolve=False)
+    files = dict(_keys_of(root, folders))
+    for entry in read_plain_yaml(folders[0] / f"{root}.yaml")["defaults"]:
+        group = next(iter(entry)).removeprefix("optional ") if isinstance(entry, dict) else ""
+        if choices.get(group) is not None:
+            files |= dict(_keys_of(f"{group}/{choices[group]}", folders))
+    return {key: (value, files.get(key, f"{folders[0].name}/{root}.yaml")) for key, value in flat(values).items()}
+
+
+@contextmanager
+def _own_hydra() -> Iterator[None]:
+    """Leave an application of Hydra that this process belongs to as it is."""
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.singleton import Singleton
+
+    state = Singleton.get_state()
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        Singleton.set_state(state)
+
+
+def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    """Yield the keys that a file and the files of its defaults set, each with the name of the file."""
+    folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    if folder is None:
+        return
+    file, group = folder / f"{name}.yaml", name.rpartition("/")[0]
+    body = read_plain_yaml(file)
+    for entry in body.pop("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            yield from _keys_of(f"{group}/{entry}" if group else entry, folders)
+    match = _PACKAGE.match(file.read_text(encoding="utf-8"))
+    package = group.replace("/", ".") if match is None else match[1].removeprefix("_global_")
+    source = f"{folder.name}/{name}.yaml" if folder == folders[0] else str(file)
+    yield from ((key, source) for key in flat(body, f"{package}." if package else ""))

@@ -1,0 +1,81 @@
+"""Composition of YAML files by Hydra."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose as compose_by_hydra
+from hydra import initialize_config_dir
+
+from embodyrl.config.compose import compose
+from embodyrl.errors import ConfigError
+
+FILES = {
+    "root": "defaults: [_self_, {env: a}, {model: m}, {optional start: '${env}-${model}'}, {extra: null}]\nseed: 1",
+    "env/a": "x: 1",
+    "env/b": "# @package _global_\nenv: {x: 2}",
+    "env/deep/c": "x: 3",
+    "model/m": "y: 1",
+    "start/b-m": "# @package _global_\nmodel: {y: 2}",
+    "extra/choose": "# @package _global_\ndefaults: [{override /env: b}]\nseed: 2",
+    "extra/child": "# @package _global_\ndefaults: [choose, _self_]\nseed: 3",
+    "extra/late": "# @package _global_\ndefaults: [_self_, choose]\nseed: 4",
+    "extra/other": "# @package _global_\ndefaults: [choose, {override /env: deep/c}]",
+    "extra/nowhere": "defaults: [{override /envv: b}]",
+    "extra/missing": "defaults: [gone]",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("groups", "values"),
+    [
+        ({}, {"seed": 1, "env.x": 1, "model.y": 1}),
+        ({"env": "deep/c"}, {"seed": 1, "env.x": 3, "model.y": 1}),
+        ({"env": "b"}, {"seed": 1, "env.x": 2, "model.y": 2}),
+        ({"extra": "choose"}, {"seed": 2, "env.x": 2, "model.y": 2}),
+        ({"extra": "choose", "env": "a"}, {"seed": 2, "env.x": 1, "model.y": 1}),
+        ({"extra": "child"}, {"seed": 3, "env.x": 2, "model.y": 2}),
+        ({"extra": "late"}, {"seed": 2, "env.x": 2, "model.y": 2}),
+    ],
+)
+def test_later_files_win_and_typed_options_win_over_those_of_files(
+    folder: Path, groups: dict[str, str], values: dict[str, int]
+) -> None:
+    found = {key: value for key, (value, _) in compose("root", groups, [folder]).items()}
+    assert {key.replace("env.deep.", "env."): value for key, value in found.items()} == values
+
+
+def test_each_value_names_the_file_that_set_it(folder: Path, tmp_path: Path) -> None:
+    more = tmp_path / "more"
+    (more / "extra").mkdir(parents=True)
+    (more / "extra" / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /env: b}]\nz: 9\n")
+    files = {key: file for key, (_, file) in compose("root", {"extra": "mine"}, [folder, more]).items()}
+    assert files == {
+        "seed": f"{folder.name}/root.yaml",
+        "env.x": f"{folder.name}/env/b.yaml",
+        "model.y": f"{folder.name}/start/b-m.yaml",
+        "z": str(more / "extra" / "mine.yaml"),
+    }
+    files = {key: file for key, (_, file) in compose("root", {"extra": "child"}, [folder]).items()}
+    assert files["seed"] == f"{folder.name}/extra/child.yaml"
+
+
+@pytest.mark.parametrize(
+    ("option", "fragment"), [("nowhere", "envv"), ("missing", "extra/gone"), ("none", "extra/none")]
+)
+def test_what_cannot_be_composed_is_an_error(folder: Path, option: str, fragment: str) -> None:
+    with pytest.raises(ConfigError, match=fragment):
+        compose("root", {"extra": option}, [folder])
+
+
+def test_an_application_of_hydra_in_this_process_stays_as_it_is(folder: Path) -> None:
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        assert compose("root", {"env": "b"}, [folder])["env.x"][0] == 2
+        assert compose_by_hydra("root").seed == 1

@@ -1,0 +1,31 @@
+"""Stored runs of version 0.1 load with the values that they were started with."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from embodyrl.config.settings import plain
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.plan.config import load_saved_config
+
+RUNS = sorted((Path(__file__).parent / "runs_0_1").iterdir())
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_stored_run_loads_with_its_values(run: Path) -> None:
+    stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
+    found = dict(_leaves(plain(load_saved_config(run, [], command=run.name.partition("_")[0]))))
+    # Which keys of data there are depends on its path: version 0.1 also wrote those of other paths.
+    missing = [key for key in stored.keys() - found.keys() if not key.startswith("data.")]
+    assert missing == []
+    assert {key: value for key, value in found.items() if stored.get(key, value) != value} == {}
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
