@@ -124,7 +124,7 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
         )
 
 
-def _limit(env: EnvSpec, split: PlayedSplit) -> str:
+def _limit(env: EnvSpec, split: EnvSplit) -> str:
     """Return the time limit that ends an episode first."""
     if env.may_truncate and env.max_episode_steps < split.max_episode_steps:
         return f"{env.max_episode_steps} steps/episode (the environment's own limit)"

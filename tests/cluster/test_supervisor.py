@@ -47,7 +47,7 @@ def test_the_same_error_after_a_restart_ends_the_run():
     unused: Any = None
     said: list[str] = []
     launcher = InlineLauncher(Path())
-    one = supervisor.Supervisor(launcher, ActingFaults(max_restarts_per_worker=7), said.append, timeline=unused)
+    one = supervisor.Supervisor(launcher, FaultSettings(max_restarts_per_worker=7), said.append, timeline=unused)
     one._specs["env_0"] = WorkerSpec(name="env_0", entry="", init=unused, component="env")
     for step in (3, 4):
         one._on_worker_death("env_0", WorkerDied(reason=f"raised x, step {step}", log="", traceback="Traceback"))

@@ -15,7 +15,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
-from embodyrl.envs.video import FilmSettings
+from embodyrl.envs.video import VideoSettings
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
@@ -69,7 +69,7 @@ def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]
                 env_worker.EnvWorkerInit(
                     env=blueprint.cfg.env,
                     context=blueprint.context,
-                    video=FilmSettings(),
+                    video=VideoSettings(),
                     arena=arena.handle,
                     shared_arena=arena,
                     **init,
