@@ -47,7 +47,8 @@ class _Root(nn.Module):
             return ()
         scores = compute()
         # Copies, because FSDP hangs its hooks on these tensors and cannot on views.
-        return type(scores), {f.name: getattr(scores, f.name).clone() for f in fields(scores)}
+        given = {f.name: value for f in fields(scores) if (value := getattr(scores, f.name)) is not None}
+        return type(scores), {name: value.clone() for name, value in given.items()}
 
 
 class ShardedRanks:

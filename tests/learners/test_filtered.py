@@ -148,14 +148,24 @@ def planned(words: list[str]) -> None:
         (("model=flow_small", "model.likelihood=dsrl"), "freezes it"),
         (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "actions of robots"),
         (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
-        (("algorithm.demonstration_share=0.2",), "there are no demonstrations"),
-        (("algorithm.kl_beta=0.1",), "has an update of its own"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, words, said):
     words = ["algorithm=filtered_bc", *words, f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=said):
         planned(words)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("algorithm.demonstration_share=0.2", "without algorithm.demonstrations"),
+        ("algorithm.kl_beta=0.1", "this algorithm has its own update"),
+    ],
+)
+def test_keys_without_effect_warn(word, reason):
+    (line,) = load_config("train", ["algorithm=filtered_bc", word]).warnings
+    assert reason in line
 
 
 @pytest.mark.integration
