@@ -82,8 +82,8 @@ BUGS = {
     "a wait in every micro-batch": Bug(
         "waits",
         "embodyrl.learners.training",
-        "losses.append(share.value)",
-        "losses.append(share.value); share.value.item()",
+        "losses.append(share.detach())",
+        "losses.append(share.detach()); share.item()",
     ),
     "a copy waits for all that was asked before": Bug(
         "waits", "embodyrl.policies.tensors", "host.pin_memory().to(device, non_blocking=True)", "host.to(device)"
