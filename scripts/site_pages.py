@@ -38,7 +38,7 @@ def configuration() -> str:
     lines += ["typed. This page has those of all parts that come with the package.", "", "## Options", ""]
     for group in tree.default_options("train"):
         lines += [f"### {group}=", ""]
-        lines += [f"`{name}`\n:   {tree.one_line(file)}\n" for name, file in tree.options(group).items()]
+        lines += [f"`{name}`\n:   {tree.about(group, name, file)}\n" for name, file in tree.options(group).items()]
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         sections.setdefault(key.name.split(".")[0] if "." in key.name else "top level", []).append(key)

@@ -75,7 +75,7 @@ def _groups_and_keys() -> str:
         width = max(map(len, found))
         for option, file in found.items():
             mark = "*" if option == default else " "
-            text = textwrap.shorten(tree.one_line(file), max(30, columns - width - 6), placeholder="...")
+            text = textwrap.shorten(tree.about(group, option, file), max(30, columns - width - 6), placeholder="...")
             lines.append(f"   {mark} {option:<{width}}  {text}")
     lines += ["", "common keys (key=value):"]
     for name in _SURFACE["common_keys"]:

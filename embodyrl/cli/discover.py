@@ -31,7 +31,7 @@ def list_things(args: argparse.Namespace) -> int:
         raise ConfigError(f"embodyrl list {what} takes no further words; leave out '{overrides[0]}'.")
     else:
         found = tree.options(groups[what], args.config_dir)
-        rows = [{"name": name, "about": tree.one_line(file)} for name, file in found.items()]
+        rows = [{"name": name, "about": tree.about(groups[what], name, file)} for name, file in found.items()]
         width = max(map(len, found))
         lines = [f"{row['name']:<{width}}  {row['about']}" for row in rows]
     show_result(args, rows, lines)

@@ -1,5 +1,6 @@
 """Compose the YAML files of conf/ and of `--config-dir` by Hydra."""
 
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from embodyrl.config.paths import conf_dir
 from embodyrl.config.settings import flat
-from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.tree import read_plain_yaml, variants
 from embodyrl.errors import ConfigError
 
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
@@ -35,6 +37,7 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
 
     shipped, *more = (str(folder) for folder in folders)
     # Hydra cannot override an option by none; null is the default of the groups that take it.
+    _store_variants()
     words = [f"{group}={option}" for group, option in groups.items() if option != "null"]
     words += [f"hydra.searchpath={json.dumps([f'file://{folder}' for folder in more])}"] * bool(more)
     try:
@@ -56,6 +59,17 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
     return {key: (value, files.get(key, f"{folders[0].name}/{root}.yaml")) for key, value in flat(values).items()}
 
 
+@functools.cache
+def _store_variants() -> None:
+    """Register the options without files."""
+    from hydra.core.config_store import ConfigStore
+
+    for group in read_plain_yaml(conf_dir() / "variants.yaml"):
+        for name, variant in variants(group).items():
+            node = {"defaults": [variant.base, "_self_"], **variant.values}
+            ConfigStore.instance().store(name=name, node=node, group=group, provider="embodyrl")
+
+
 @contextmanager
 def _own_hydra() -> Iterator[None]:
     """Leave an application of Hydra that this process belongs to as it is."""
@@ -73,9 +87,13 @@ def _own_hydra() -> Iterator[None]:
 def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """Yield the keys that a file and the files of its defaults set, each with the name of the file."""
     folder = next((folder for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    group, _, option = name.rpartition("/")
     if folder is None:
+        if variant := variants(group).get(option):
+            yield from _keys_of(f"{group}/{variant.base}", folders)
+            yield from ((f"{group}.{key}", f"{folders[0].name}/{name}") for key in variant.values)
         return
-    file, group = folder / f"{name}.yaml", name.rpartition("/")[0]
+    file = folder / f"{name}.yaml"
     body = read_plain_yaml(file)
     for entry in body.pop("defaults", []):
         if isinstance(entry, str) and entry != "_self_":

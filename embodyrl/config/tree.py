@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,39 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
         base = folder / group
         for file in sorted(base.rglob("*.yaml")):
             found.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
+    for name, variant in variants(group).items():
+        found.setdefault(name, conf_dir() / group / f"{variant.base}.yaml")
     return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """An option without a file: a base option with one key changed."""
+
+    base: str
+    about: str
+    values: dict[str, str]
+
+
+@functools.cache
+def variants(group: str) -> dict[str, Variant]:
+    """Return the options of a group that follow from others by their names (`conf/variants.yaml`).
+
+    For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
+    """
+    found: dict[str, Variant] = {}
+    for family, of in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
+        for base in of["bases"]:
+            for axis, about in of["axes"].items():
+                name = f"{family}_{base.partition('_')[2]}_{axis}"
+                found[name] = Variant(base, f"{of['title']}: {base}, {about}", {of["key"]: f"{base}_{axis}"})
+    return found
+
+
+def about(group: str, option: str, file: Path) -> str:
+    """Return the line of help of an option."""
+    variant = variants(group).get(option)
+    return one_line(file) if variant is None else variant.about
 
 
 def one_line(file: Path) -> str:

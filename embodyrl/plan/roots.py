@@ -111,8 +111,8 @@ class ActingConfig(RunConfig):
     """A command in which a policy plays episodes."""
 
     ckpt: Path | None = None
-    """Weights to start from: a run, a checkpoint folder, or assets/<name>. Its model and environment hold too,
-    unless others are typed."""
+    """Weights to start from: a run, a checkpoint folder, or assets/<name>. The config of a run is the base of this one,
+    below typed groups and keys."""
     env: EnvSettings
     algorithm: ActingAlgorithm = ActingAlgorithm()
     rollout: RolloutSettings = RolloutSettings()

@@ -6,6 +6,7 @@ import pytest
 
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config, save_config
 
 
 def test_yaml_of_settings(tmp_path: Path) -> None:
@@ -23,3 +24,20 @@ def test_yaml_of_settings(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=fragment):
             tree.read_plain_yaml(file)
+
+
+def test_perturbed_suites_follow_from_their_names() -> None:
+    found = tree.options("env")
+    names = [name for name in found if name.startswith(("libero_pro_", "libero_plus_"))]
+    assert len(names) == 32
+    assert tree.about("env", "libero_pro_goal_swap", found["libero_pro_goal_swap"]).startswith(
+        "LIBERO-PRO: libero_goal"
+    )
+    env = load_config("eval", ["env=libero_plus_object_robot"]).env
+    assert (env.task_suite_name, env.eval.max_episode_steps) == ("libero_object_robot", 240)
+
+
+def test_a_perturbed_suite_may_follow_the_weights_of_a_run(tmp_path: Path) -> None:
+    save_config(load_config("train", ["env=libero_object"]), tmp_path / "config.yaml")
+    env = load_config("eval", ["env=libero_pro_object_swap"], base=tmp_path / "config.yaml").env
+    assert (env.task_suite_name, env.eval.state_ids) == ("libero_object_swap", [0, 9])
