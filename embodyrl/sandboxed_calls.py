@@ -61,10 +61,12 @@ class Link:
         self.deeds = {"call": lambda function, *args, **named: function(*args, **named)}
 
     def send(self, message):
+        """Write one message as a line of JSON."""
         self._out.write(json.dumps(message).encode("ascii") + b"\n")
         self._out.flush()
 
     def read(self):
+        """Read the next message; EOFError: the other end closed, or the line is too long."""
         line = self._in.readline(LONGEST)
         if not line.endswith(b"\n"):
             raise EOFError("the other side ended, or sent too much")
@@ -198,6 +200,7 @@ class Foreign:
 
     @classmethod
     def of(cls, name, shown):
+        """Return the class for exceptions of this name, derived from the built-in `shown`."""
         base = next((base for base in _SHOWN if base.__name__ == shown), Exception)
         return cls.known.setdefault(name, type(str(name), (base,), {}))
 

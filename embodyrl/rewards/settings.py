@@ -13,7 +13,7 @@ class JudgeSettings(Settings):
     needs = {"overlong_buffer": "overlong_penalty"}
 
     name: str | None = None
-    """Reward of a text answer that also decides success (at least 1); docs/howto/text.md lists them."""
+    """Reward of a text answer that also decides success (at least 1); docs/reference/text.md lists them."""
     path: Path | None = None
     """Another reward, or the only one: package.module:function of (prompt, response, reference) -> number or named
     numbers, an http address that is asked, or the folder of a reward model."""
