@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import sys
+import threading
 import webbrowser
 from collections.abc import Callable, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from concurrent.futures import Future
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
 from typing import Any
 
 from embodyrl.errors import ConfigError, EmbodyError
@@ -16,10 +20,16 @@ Answer = tuple[str, bytes]
 """Content type and body."""
 _LONGEST = 1 << 16
 """Bytes of a request."""
+_MOST_CLIENTS = 64
+"""Open connections; further ones are closed."""
+_REQUEST_S = 10.0
+"""How long a client may take to send its request."""
 
 
-class Loopback(HTTPServer):
-    """Answers GET and POST requests one after the other, in the thread that calls `serve_forever`.
+class Loopback(ThreadingHTTPServer):
+    """Read requests in a thread each; answer them one after the other, in the thread that calls `answer_forever`.
+
+    A window of OpenGL belongs to one thread, and environments allow one call at a time.
 
     Other pages in the same browser could send requests here too: those by another name of this machine than the page's
     own are refused (DNS rebinding), and POST wants the page's `token` (cross-site requests).
@@ -34,6 +44,8 @@ class Loopback(HTTPServer):
             ConfigError: the port is taken.
         """
         self.gets, self.posts, self.token = gets, posts, secrets.token_urlsafe(16)
+        self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
+        self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
@@ -50,9 +62,42 @@ class Loopback(HTTPServer):
         try:
             if open_page:
                 webbrowser.open(self.url)
-            self.serve_forever()
+            self.answer_forever()
         finally:
             self.server_close()
+
+    def answer_forever(self) -> None:
+        """Accept connections and answer requests until an exception, such as Ctrl-C, ends it."""
+        threading.Thread(target=self.serve_forever, name="loopback", daemon=True).start()
+        try:
+            while True:
+                future, act = self._calls.get()
+                try:
+                    future.set_result(act())
+                except Exception as error:
+                    future.set_exception(error)
+        finally:
+            self.shutdown()
+
+    def call(self, act: Callable[[], Answer]) -> Answer:
+        """Run in the answering thread; raise what it raises."""
+        future: Future[Answer] = Future()
+        self._calls.put((future, act))
+        return future.result()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, if there is a place left."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Handle one connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a browser that left before its answer was there."""
@@ -62,8 +107,25 @@ class Loopback(HTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Loopback
-    timeout = 10.0
-    """Seconds that a client may be silent; the server has one thread."""
+    timeout = _REQUEST_S
+    """Longest wait for one packet, and for the client to take its answer."""
+
+    def setup(self) -> None:
+        super().setup()
+        # The time-out begins anew with each byte: this one does not.
+        self._late = threading.Timer(_REQUEST_S, self._hang_up)
+        self._late.daemon = True
+        self._late.start()
+
+    def finish(self) -> None:
+        self._late.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        try:
+            self.connection.shutdown(socket.SHUT_RD)
+        except OSError:
+            pass  # it has ended in this moment
 
     def do_GET(self) -> None:
         name = self.path.partition("?")[0]
@@ -81,14 +143,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif act is None or not 0 <= size <= _LONGEST:
             self._reply(404, "text/plain", b"no such action")
         else:
-            body = self.rfile.read(size) or b"{}"
-            self._answer(lambda: act(json.loads(body)))
+            body = self.rfile.read(size)
+            self._answer(lambda: act(_object_of(body or b"{}")))
 
     def _answer(self, act: Callable[[], Answer]) -> None:
+        self._late.cancel()
         try:
-            found = act()
-        except (EmbodyError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-            self._reply(400, "text/plain", str(error).encode())
+            found = self.server.call(act)
+        except (EmbodyError, OSError, ValueError) as error:
+            self._reply(400, "text/plain", _plain(error))
+        except Exception as error:
+            self._reply(500, "text/plain", _plain(error))
+            raise
         else:
             self._reply(200, *found)
 
@@ -107,3 +173,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the terminal belongs to the command."""
+
+
+def _object_of(body: bytes) -> dict[str, Any]:
+    """Return the JSON object of a body; raises ValueError."""
+    try:
+        found = json.loads(body)
+    except RecursionError as error:
+        raise ValueError("the body is nested too deeply") from error
+    if not isinstance(found, dict):
+        raise ValueError("the body is not a JSON object")
+    return found
+
+
+def _plain(error: Exception) -> bytes:
+    return str(error).encode(errors="backslashreplace")

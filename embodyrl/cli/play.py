@@ -74,7 +74,9 @@ class Scene:
 
     def reset(self, wanted: dict[str, Any]) -> Answer:
         """Begin anew; `task`: which one, -1: any."""
-        task = int(wanted.get("task", -1))
+        task = wanted.get("task", -1)
+        if type(task) is not int:
+            raise ValueError("'task' is to be an integer")
         self._seen, told = self.env.reset(seed=self._seed, options={"task": task} if task >= 0 else None)
         self._seed += 1
         self.task, self.said = told["task"], ""
@@ -84,7 +86,10 @@ class Scene:
 
     def say(self, wanted: dict[str, Any]) -> Answer:
         """Give the policy another instruction, from its next action on; empty: the task's own."""
-        self.said = " ".join(str(wanted["instruction"]).split())[:200]
+        said = wanted.get("instruction")
+        if not isinstance(said, str) or any("\ud800" <= letter <= "\udfff" for letter in said):
+            raise ValueError("'instruction' is to be a text without lone surrogates")
+        self.said = " ".join(said.split())[:200]
         self._plan.clear()
         return self.state()
 
