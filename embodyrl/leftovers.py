@@ -1,6 +1,7 @@
 """What foreign code leaves running: threads and child processes that would keep a process alive, or outlive it."""
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,15 @@ from pathlib import Path
 
 _PATIENCE_S = 5.0
 """For threads and processes that end by themselves."""
+_NAMED = 3
+"""Leftovers that a message names."""
+_PR_SET_PDEATHSIG = 1
 _OURS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+
+
+def signal_at_parents_end(signum: int) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends, however that comes about."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
@@ -36,6 +45,23 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
     return found
 
 
+def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
+    """Return which threads and child processes still run after some time, other than those given; empty: none."""
+    ends = time.monotonic() + seconds
+    while left := [
+        *(f"thread {name}" for name in threads_left(threads)),
+        *(f"process {pid} ({command})" for pid, command in children_left(children).items()),
+    ]:
+        if time.monotonic() >= ends:
+            break
+        time.sleep(0.02)
+    return _listed(left)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
 def end_children() -> None:
     """Kill the children of this process, and wait for them."""
     for pid in children_left():
@@ -54,7 +80,7 @@ def exit_in_spite_of_leftovers(code: int) -> None:
                 processes = [f"process {one.name}" for one in multiprocessing.active_children()]
                 for one in multiprocessing.active_children():
                     one.kill()
-                left = ", ".join([*(f"thread {name}" for name in threads), *processes])
+                left = _listed([*(f"thread {name}" for name in threads), *processes])
                 sys.stderr.write(
                     f"embodyrl: warning: {left} did not end and would keep this process alive; exiting now. Likely an "
                     "environment's close() does not end them: fix it there.\n"

@@ -128,7 +128,7 @@ class _Running:
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code."""
-        from embodyrl.workers.lifecycle import signal_at_parents_end
+        from embodyrl.leftovers import signal_at_parents_end
 
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, STARTER_LEAVES))
         if self.stopped:  # in the moment before

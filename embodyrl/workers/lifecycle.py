@@ -24,11 +24,10 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import STARTER_LEAVES, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
 from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
-from embodyrl.leftovers import end_children
+from embodyrl.leftovers import end_children, signal_at_parents_end
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGE_BYTES = 2**27, 2**25
@@ -199,11 +198,6 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     signal_at_parents_end(signal.SIGKILL)
     keep_freed_memory()
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
-
-
-def signal_at_parents_end(signum: int) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends, however that comes about."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
 def keep_freed_memory() -> None:

@@ -332,7 +332,7 @@ def test_threads_of_an_environment_are_named_and_do_not_keep_the_command_alive(t
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "thread motor did not end" in done.stderr
+    assert "thread motor did not end" in done.stdout
     assert "9 steps/episode (the environment's own limit)" in done.stdout
 
 

@@ -18,8 +18,7 @@ from embodyrl.commands.check_env.harness import CHECKS, Check, Harness, Violatio
 from embodyrl.envs.protocol import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import end_children
-from embodyrl.workers.lifecycle import signal_at_parents_end
+from embodyrl.leftovers import end_children, signal_at_parents_end
 
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from embodyrl.commands.check_env.harness import CHUNK, Harness, check, seen_difference
 from embodyrl.errors import EnvError
-from embodyrl.leftovers import children_left, threads_left
+from embodyrl.leftovers import left_after
 
 MEASURED_STEPS = 64
 CLOSE_SECONDS = 1.0
@@ -70,12 +70,5 @@ def close(h: Harness) -> None:
     """`close` may be called twice, and ends threads and child processes."""
     h.env.close()
     h.env.close()
-    ends = time.perf_counter() + CLOSE_SECONDS
-    while (left := _left(h)) and time.perf_counter() < ends:
-        time.sleep(0.02)
-    h.prefer(not left, "close", "no threads (other than daemons) and child processes left", ", ".join(left))
-
-
-def _left(h: Harness) -> list[str]:
-    processes = (f"process {pid} ({command})" for pid, command in children_left(h.children).items())
-    return [*(f"thread {name}" for name in threads_left(h.threads)), *processes]
+    left = left_after(CLOSE_SECONDS, h.threads, h.children)
+    h.prefer(not left, "close", "no threads (other than daemons) and child processes left", left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import traceback
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.utils import seeding
 from gymnasium.vector import VectorEnv
 
 from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
@@ -89,6 +91,18 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
         cure = "Fix: where there is nothing to tell, info is {}." if pair else _OLD
         raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {cure}")
     return result
+
+
+def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple[Any, dict[str, Any]]:
+    """Begin the episode of a seed; returns (observation, info).
+
+    Raises:
+        EnvError: as `reset_env`.
+    """
+    with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
+        # Some wrappers draw (a task, a start) before they hand the seed on.
+        env.unwrapped.np_random = seeding.np_random(seed)[0]
+    return reset_env(env_id, env, seed=seed)
 
 
 def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.gym.settings import GymSettings
+from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import Simulators
+from embodyrl.errors import EnvError
+from embodyrl.leftovers import left_after
 from embodyrl.types import EnvSpec
 
 if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
 
+_CLOSE_S = 1.0
+"""For threads and child processes to end after `close`."""
 SEEDS = 100_000
 """Reset ids; each one is the seed of an episode."""
 
@@ -43,16 +51,23 @@ class GymFactory(SimFactory[GymSettings]):
                 )
 
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment; its spaces are only known once it is built, so one is built and closed again.
+        """Describe the environment: build one, step it and close it, in a process of its own.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
             MissingDependencyError: the environment needs a package that is not installed.
             ConfigError: the constructor refuses `env.kwargs`, or a space is of a kind that cannot be used.
+            EnvError: its first steps break Gymnasium's interface, crash or hang.
         """
-        from embodyrl.envs.gym.probe import probe
-
-        return _spec(cfg, probe(cfg, pictures=context.pictures))
+        if _is_loaded(cfg):
+            return _describe(cfg, context.pictures)
+        try:
+            return call_isolated(_describe_alone, cfg, context.pictures, kind=EnvSpec)
+        except NoAnswerError as error:
+            raise EnvError(
+                f"env.id={cfg.id}: the process that builds, resets and steps it once failed: {error}. Fix the "
+                "environment; --traceback shows the log of the process."
+            ) from error
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
         """Make an environment for each slot at its first reset, or a vector environment for all."""
@@ -72,6 +87,28 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.goals import GymGoals
 
         return GymGoals(str(cfg.id), create(cfg, dict(cfg.kwargs)))
+
+
+def _is_loaded(cfg: GymSettings) -> bool:
+    """Return whether this process runs the environment's code: a worker, or a caller from Python that imported it."""
+    module, _, name = str(cfg.id).rpartition(":")
+    if multiprocessing.parent_process() is not None or module in sys.modules:
+        return True
+    return not module and "gymnasium" in sys.modules and name in sys.modules["gymnasium"].registry
+
+
+def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
+    from embodyrl.envs.gym.probe import probe
+
+    return _spec(cfg, probe(cfg, pictures=pictures))
+
+
+def _describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
+    """Describe the environment, and warn of what still runs; the process is about to end."""
+    spec = _describe(cfg, pictures)
+    left = left_after(_CLOSE_S)
+    doubt = f"{left} did not end with the environment's close(); fix: end threads and processes there"
+    return replace(spec, doubts=(*spec.doubts, doubt)) if left else spec
 
 
 def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:

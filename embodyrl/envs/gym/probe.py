@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from embodyrl.envs.gym.api import flag, line, require_step, reset_env
+from embodyrl.envs.gym.api import begin_episode, flag, line, require_step, reset_env
 from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, draw_without_display, is_vector, takes_render_mode
 from embodyrl.envs.gym.doubts import doubts, has_frame_stack
 from embodyrl.envs.gym.goals import has_goals
@@ -116,7 +116,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
 def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     """Reset and step; return what a `Probe` says of that."""
     env_id, keys = str(cfg.id), success_key(cfg)
-    first, begun = reset_env(env_id, env, seed=0)
+    first, begun = begin_episode(env_id, env, 0)
     seen = [copy.deepcopy(first)]
     env.action_space.seed(0)
     last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))

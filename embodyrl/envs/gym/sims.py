@@ -1,6 +1,5 @@
 """Gymnasium environments as simulators: one instance per slot, or one vector environment for all slots."""
 
-import contextlib
 import copy
 import re
 from abc import abstractmethod
@@ -9,11 +8,10 @@ from typing import Any
 
 import numpy as np
 from gymnasium.error import Error as GymnasiumError
-from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from embodyrl.envs.gym.api import flag, line, number, require_step, reset_env
+from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.probe import Probe, slot_info
 from embodyrl.envs.gym.said import instruction_of, succeeded, success_key
@@ -92,10 +90,7 @@ class GymSims(_Slots, PerSlot):
         if slot not in self._envs:
             self._envs[slot] = self._create()
         env = self._envs[slot]
-        with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
-            # Some wrappers draw (a task, a start) before they hand the seed on.
-            env.unwrapped.np_random = seeding.np_random(reset_id)[0]
-        self._observations[slot], self._infos[slot] = reset_env(self.spec.name, env, seed=reset_id)
+        self._observations[slot], self._infos[slot] = begin_episode(self.spec.name, env, reset_id)
         self._read_instruction(slot, self._infos[slot], env)
         reached = succeeded(self._infos[slot], self._success_keys)
         self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))

@@ -1,0 +1,135 @@
+"""Run foreign code in a process of its own, which ends with all that it started."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter
+
+from embodyrl import errors
+from embodyrl.errors import EmbodyError
+from embodyrl.leftovers import end_children, signal_at_parents_end
+
+T = TypeVar("T")
+
+_TIMEOUT_S = 180.0
+_LOG_BYTES = 65536
+"""The end of a log is read."""
+_CALL = """
+import pickle, sys
+sys.path[:] = pickle.load(sys.stdin.buffer)
+from embodyrl.envs.isolated import answer
+answer()
+"""
+
+
+class NoAnswerError(Exception):
+    """The process crashed, exited or did not answer in time; the message says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a process ended."""
+
+    code: int | None
+    """Exit code, negative for a signal; None: the deadline passed."""
+    timeout_s: float
+    output: str
+    log: str
+    """The end of standard error."""
+
+    @property
+    def reason(self) -> str:
+        """Return why there is no result: the deadline, the signal, or the last line of the log."""
+        lines = self.log.strip().splitlines()
+        if self.code is None:
+            return f"no answer within {self.timeout_s:g} s"
+        if self.code < 0:
+            return f"killed by {signal.Signals(-self.code).name}"
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+def run_isolated(
+    code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
+) -> Ended:
+    """Run Python code in a process of its own, and kill the children that it leaves."""
+    # Files instead of pipes: a child of the process may keep a pipe open.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
+        stdin.write(given)
+        stdin.seek(0)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=stdin,
+            stdout=output,
+            stderr=log,
+            start_new_session=True,
+        )
+        ended = None
+        try:
+            ended = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+        text, end = output.read().decode(), log.read().decode(errors="replace")
+        return Ended(code=ended, timeout_s=timeout_s, output=text, log=end)
+
+
+def call_isolated(function: Callable[..., T], *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
+    """Call a function of a module, which returns the dataclass `kind`, in a process of its own.
+
+    Raises:
+        EmbodyError: as the function.
+        NoAnswerError: the process crashed, exited or did not answer in time.
+    """
+    given = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
+    ended = run_isolated(_CALL, given, timeout_s=timeout_s)
+    if ended.code != 0:
+        failure: Exception = NoAnswerError(ended.reason)
+    else:
+        answered = json.loads(ended.output)
+        if "found" in answered:
+            return TypeAdapter(kind).validate_python(answered["found"])
+        # Errors travel by class name and text: both processes have the same classes.
+        failure = getattr(errors, answered["error"])(answered["text"])
+    failure.add_note(f"Log of the process:\n{ended.log}")
+    raise failure
+
+
+def answer() -> None:
+    """Call the function that standard input names, and write its result to standard output."""
+    signal_at_parents_end(signal.SIGKILL)
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # also what C code prints
+    sys.stdout = sys.stderr
+    code = 1
+    try:
+        function, arguments = pickle.load(sys.stdin.buffer)
+        try:
+            text = json.dumps({"found": dataclasses.asdict(function(*arguments))})
+        except EmbodyError as error:
+            traceback.print_exc()
+            text = json.dumps({"error": type(error).__name__, "text": str(error)})
+        reply.write(text)
+        reply.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        end_children()
+        os._exit(code)  # threads of foreign code would keep the process alive

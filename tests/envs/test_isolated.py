@@ -1,0 +1,134 @@
+"""Foreign code in a process of its own."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import gymnasium
+import pytest
+from settings import env_of
+
+from embodyrl.envs import ENVS
+from embodyrl.envs.isolated import NoAnswerError, call_isolated
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import EnvError, MissingDependencyError
+
+ENV = """
+import os, signal, subprocess, threading, time
+import gymnasium, numpy as np
+
+class Plain(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gymnasium.spaces.Box(np.float32([-1, 0]), np.float32([1, np.inf]))
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(3, np.float32), {}
+    def step(self, action):
+        return np.ones(3, np.float32), 1.0, False, False, {}
+
+class Threads(Plain):
+    def __init__(self):
+        threading.Thread(target=threading.Event().wait, name="endless").start()
+
+class Crash(Plain):
+    def step(self, action):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+class Leaves(Plain):
+    def reset(self, *, seed=None, options=None):
+        raise SystemExit("no display")
+
+gymnasium.register("Named-v0", Plain, max_episode_steps=7)
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+
+
+def start_child(file: str, crash: bool) -> Answer:
+    child = subprocess.Popen(["sleep", "600"])
+    Path(file).write_text(str(child.pid))
+    if crash:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Answer(child.pid)
+
+
+def fail(text: str) -> Answer:
+    raise MissingDependencyError(text)
+
+
+def hang() -> Answer:
+    threading.Event().wait()
+    raise AssertionError
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_children_of_the_process_end_with_it(crash, tmp_path):
+    file = tmp_path / "pid"
+    if crash:
+        with pytest.raises(NoAnswerError, match="killed by SIGKILL"):
+            call_isolated(start_child, str(file), True, kind=Answer)
+    else:
+        assert call_isolated(start_child, str(file), False, kind=Answer).number == int(file.read_text())
+    while is_running(int(file.read_text())):  # the signal is sent, and the kernel delivers it
+        time.sleep(0.01)
+
+
+def test_an_error_keeps_its_class_and_text():
+    with pytest.raises(MissingDependencyError, match="pip install it") as found:
+        call_isolated(fail, "pip install it", kind=Answer)
+    assert str(found.value) == "pip install it"
+    assert "in fail" in "".join(found.value.__notes__)
+
+
+def test_a_process_that_hangs_is_ended():
+    with pytest.raises(NoAnswerError, match="no answer within"):
+        call_isolated(hang, kind=Answer, timeout_s=0.5)
+
+
+def described(tmp_path: Path, name: str, monkeypatch, module: str = "isolated_env"):
+    (tmp_path / f"{module}.py").write_text(ENV)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return ENVS.get("gym").spec(env_of(env_type="gym", id=f"{module}:{name}"), EnvContext())
+
+
+def test_gymnasium_environments_are_described_outside_of_the_driver(tmp_path, monkeypatch):
+    found = described(tmp_path, "Plain", monkeypatch)
+    assert "isolated_env" not in sys.modules
+    named = described(tmp_path, "Named-v0", monkeypatch)
+    assert named == replace(found, name="isolated_env:Named-v0", tasks=("isolated_env:Named-v0",), max_episode_steps=7)
+
+    threads = {*threading.enumerate()}
+    assert "thread endless did not end" in described(tmp_path, "Threads", monkeypatch).doubts[-1]
+    assert {*threading.enumerate()} <= threads
+
+    assert found.action_space.high == (1.0, float("inf"))
+
+
+def test_an_environment_that_the_caller_imported_is_described_there(tmp_path, monkeypatch):
+    found = described(tmp_path, "Plain", monkeypatch, "loaded_env")
+    loaded = importlib.import_module("loaded_env")
+    monkeypatch.setattr(loaded.Plain, "observation_space", gymnasium.spaces.Box(-1, 1, (4,)))
+    here = described(tmp_path, "Plain", monkeypatch, "loaded_env")
+    assert (found.state_dim, here.state_dim) == (3, 4)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("Crash", "killed by SIGSEGV"), ("Leaves", "SystemExit: no display")])
+def test_a_crash_of_an_environment_is_an_error_of_the_driver(name, reason, tmp_path, monkeypatch):
+    with pytest.raises(EnvError, match=f"env.id=isolated_env:{name}: .*{reason}"):
+        described(tmp_path, name, monkeypatch)
