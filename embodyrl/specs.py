@@ -3,7 +3,7 @@
 Their sizes (bytes, FLOPs and seconds) are what a run's memory and rates are planned from.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -136,7 +136,8 @@ class EnvSpec(EnvFootprint):
     """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps them all at once."""
-    doubts: tuple[str, ...] = ()  # what works, but is hardly meant, a line each; the banner says it
+    doubts: tuple[str, ...] = field(default=(), compare=False)
+    """Warnings of the banner, a line each; they may quote observations, so that two equal specs have different ones."""
     roles: tuple[tuple[str, ...], ...] = ()  # sequences of roles that the conversations of a run have
     draws: bool = True  # there are pictures for people: recordings, `embodyrl play`
     on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one

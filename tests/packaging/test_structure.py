@@ -134,7 +134,8 @@ def test_nothing_that_is_loaded_can_run_code():
     """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`.
 
     Behind the limits of `sandboxed.py` and `sandboxed_calls.py` runs what a language model wrote, and nothing that is
-    loaded; `channel.py` reads what the run's own processes send each other, as `multiprocessing` would.
+    loaded; `channel.py` reads what the run's own processes send each other, as `multiprocessing` would, and
+    `isolated.py` what its parent sends.
     """
     dangerous = {"pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
     found = []
@@ -148,6 +149,7 @@ def test_nothing_that_is_loaded_can_run_code():
                 ("embodyrl/sandboxed.py", "exec"),
                 ("embodyrl/sandboxed_calls.py", "exec"),
                 ("embodyrl/channels/channel.py", "pickle.loads"),
+                ("embodyrl/envs/isolated.py", "pickle.load"),
             )
             if (name in dangerous and not boxed) or (name == "torch.load" and not safe):
                 found.append(f"{path}:{node.lineno} {name}")
