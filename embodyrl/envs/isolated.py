@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,8 +90,8 @@ def run_isolated(
         return Ended(code=ended, timeout_s=timeout_s, output=text, log=end)
 
 
-def call_isolated(function: Callable[..., T], *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
-    """Call a function of a module, which returns the dataclass `kind`, in a process of its own.
+def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
+    """Call `package.module:function`, which returns the dataclass `kind`, in a process of its own.
 
     Raises:
         EmbodyError: as the function.
@@ -118,7 +119,9 @@ def answer() -> None:
     sys.stdout = sys.stderr
     code = 1
     try:
-        function, arguments = pickle.load(sys.stdin.buffer)
+        name, arguments = pickle.load(sys.stdin.buffer)
+        module, _, attribute = name.partition(":")
+        function = getattr(importlib.import_module(module), attribute)
         try:
             text = json.dumps({"found": dataclasses.asdict(function(*arguments))})
         except EmbodyError as error:

@@ -82,23 +82,23 @@ def test_children_of_the_process_end_with_it(crash, tmp_path):
     file = tmp_path / "pid"
     if crash:
         with pytest.raises(NoAnswerError, match="killed by SIGKILL"):
-            call_isolated(start_child, str(file), True, kind=Answer)
+            call_isolated(f"{__name__}:start_child", str(file), True, kind=Answer)
     else:
-        assert call_isolated(start_child, str(file), False, kind=Answer).number == int(file.read_text())
+        assert call_isolated(f"{__name__}:start_child", str(file), False, kind=Answer).number == int(file.read_text())
     while is_running(int(file.read_text())):  # the signal is sent, and the kernel delivers it
         time.sleep(0.01)
 
 
 def test_an_error_keeps_its_class_and_text():
     with pytest.raises(MissingDependencyError, match="pip install it") as found:
-        call_isolated(fail, "pip install it", kind=Answer)
+        call_isolated(f"{__name__}:fail", "pip install it", kind=Answer)
     assert str(found.value) == "pip install it"
     assert "in fail" in "".join(found.value.__notes__)
 
 
 def test_a_process_that_hangs_is_ended():
     with pytest.raises(NoAnswerError, match="no answer within"):
-        call_isolated(hang, kind=Answer, timeout_s=0.5)
+        call_isolated(f"{__name__}:hang", kind=Answer, timeout_s=0.5)
 
 
 def described(tmp_path: Path, name: str, monkeypatch, module: str = "isolated_env"):

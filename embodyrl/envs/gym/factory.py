@@ -62,7 +62,7 @@ class GymFactory(SimFactory[GymSettings]):
         if _is_loaded(cfg):
             return _describe(cfg, context.pictures)
         try:
-            return call_isolated(_describe_alone, cfg, context.pictures, kind=EnvSpec)
+            return call_isolated(f"{__name__}:describe_alone", cfg, context.pictures, kind=EnvSpec)
         except NoAnswerError as error:
             raise EnvError(
                 f"env.id={cfg.id}: the process that builds, resets and steps it once failed: {error}. Fix the "
@@ -103,7 +103,7 @@ def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
     return _spec(cfg, probe(cfg, pictures=pictures))
 
 
-def _describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
+def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
     """Describe the environment, and warn of what still runs; the process is about to end."""
     spec = _describe(cfg, pictures)
     left = left_after(_CLOSE_S)

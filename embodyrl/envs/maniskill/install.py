@@ -99,14 +99,9 @@ def describe_apart(cfg: ManiSkillSettings) -> Description:
 @functools.lru_cache(maxsize=8)
 def _described(cfg: str) -> Description:
     try:
-        return call_isolated(_describe, cfg, kind=Description)
+        given = ManiSkillSettings.model_validate_json(cfg)
+        return call_isolated("embodyrl.envs.maniskill.simulator:describe", given, kind=Description)
     except NoAnswerError as error:
         raise MissingDependencyError(
             f"ManiSkill failed to build its task: {error}. Fix: {INSTALL}; {VULKAN_FIX}"
         ) from error
-
-
-def _describe(cfg: str) -> Description:
-    from embodyrl.envs.maniskill.simulator import describe
-
-    return describe(ManiSkillSettings.model_validate_json(cfg))
