@@ -68,6 +68,7 @@ SIMULATED = ("libero", "maniskill")
 OTHER = {
     "bash scripts/quickstart.sh": "minutes of LIBERO; what it trains is planned below",
     "bash scripts/test.sh": "runs these tests",
+    "bash scripts/setup.sh": "installs packages",
     "python -m pytest": "runs these tests",
     "python benchmarks/": "tests/benchmarks runs them with small sizes",
     "python tests/faults/": "minutes of killing workers",
