@@ -35,7 +35,7 @@ from embodyrl.config.settings import (
 )
 from embodyrl.errors import ConfigError, hide
 from embodyrl.plan import keys
-from embodyrl.plan.roots import COMMAND_LINE, Root
+from embodyrl.plan.roots import COMMAND_LINE, ROOTS, PolicyConfig, Root
 from embodyrl.registry import closest
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
         problems: what was found before; grows.
 
     Returns:
-        The settings, where each value came from (absent: the default), and a line for each typed key that has no
+        The settings, where each value came from (absent: the default), and a warning of the typed keys that have no
         effect because the command or the chosen parts do not read it.
 
     Raises:
@@ -224,7 +224,7 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
     # Typed, it leaves out what files say below it, where names are the user's own.
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
-    unread: list[str] = []
+    unread: dict[str, list[str]] = {}
     for name, value in values.items():
         key = find_key(root, name)
         if key is not None and key.name in emptied and not last[name].typed:
@@ -238,6 +238,8 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
             continue
         elif not keys.is_known(name) or name in branches_of(root):
             problems += _refuse_key(root, last[name])
+        elif last[name].typed and _is_for_a_policy(command, name):
+            unread.setdefault(f"`embodyrl {command}`", []).append(name)
         elif last[name].typed:
             _report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
     # Checked as JSON, strictly: no text becomes a number, no number a truth value.
@@ -245,7 +247,21 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
     problems += wrong_values(root, text, last)
     if problems:
         raise ConfigError(problems)
-    return root.model_validate_json(text, strict=True), {name: last[name].source for name in read}, unread
+    return (
+        root.model_validate_json(text, strict=True),
+        {name: last[name].source for name in read},
+        _unread_lines(unread),
+    )
+
+
+def _unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
+    """Return a warning for each reader, with the keys that it does not read."""
+    return [
+        f"{_short(names[0])} has no effect: {reader} does not read {_short(names[0])}."
+        if len(names) == 1
+        else f"{', '.join(map(_short, names))} have no effect: {reader} does not read them."
+        for reader, names in unread.items()
+    ]
 
 
 def _covers(name: str, other: str) -> bool:
@@ -307,7 +323,16 @@ def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
     return [f"{setting.where}unknown key '{_short(name)}'.{hint}"]
 
 
-def _report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: list[str]) -> None:
+def _is_for_a_policy(command: str, name: str) -> bool:
+    """Return whether a command without a policy is given a group, the weights or the reward of `embodyrl train`."""
+    group = name.partition(".")[0]
+    given = name in groups_of.default_options("train") or group in ("ckpt", "reward", "data")
+    return given and not issubclass(ROOTS[command], PolicyConfig)
+
+
+def _report_unread(
+    setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]
+) -> None:
     """Note that a known key has no effect here; refuse a key of another environment or model, and a wrong value."""
     name = setting.key
     if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
@@ -320,7 +345,7 @@ def _report_unread(setting: Setting, value: Any, reader: str, problems: list[str
     elif found == name and (wrong := _wrong_value(known[name], value)):
         problems += wrong
     elif value != plain(known[found].default):
-        unread.append(f"{_short(name)} has no effect: {reader} does not read {_short(name)}.")
+        unread.setdefault(reader, []).append(name)
 
 
 def _wrong_value(key: Key, value: Any) -> list[str]:

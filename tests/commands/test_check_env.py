@@ -155,7 +155,7 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
     ("word", "said"),
     [
         ("env=tabletopp", "Did you mean 'tabletop'?"),
-        ("model=random", "`embodyrl check-env` does not read model"),
+        ("experiment=x", "unknown key 'experiment'"),
         ("env.id=x", "env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
@@ -163,6 +163,15 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
 def test_wrong_words_are_refused_before_anything_is_built(word, said, capsys):
     assert main(["check-env", word]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_arguments_of_a_training_are_accepted_with_one_warning(caplog):
+    words = ["model=mlp", "launcher=inline", "algorithm=ppo", "reward.path=a:b", "runner.max_steps=1", "ckpt=runs/a"]
+    cfg = load_config("check-env", ["env=tabletop", "env.train.total_num_envs=4", "env.reward_coef=2", *words])
+    (line,) = (record.getMessage() for record in caplog.records)
+    names = ", ".join(word.partition("=")[0] for word in words)
+    assert line == f"warning: {names} have no effect: `embodyrl check-env` does not read them."
+    assert cfg.env.reward_coef == 2
 
 
 @pytest.mark.sim

@@ -171,11 +171,11 @@ def test_nothing_typed_is_ignored(words, said):
 
 
 def test_commands_without_a_reward_do_not_take_its_path(caplog):
-    with pytest.raises(ConfigError, match=r"does not read reward\.path"):
-        load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
+    load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
-    (line,) = (record.getMessage() for record in caplog.records)
-    assert "does not read reward.path" in line
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 2
+    assert all("does not read reward.path" in line for line in lines)
     assert reward_problems(StepRewardSettings()) == []
 
 
