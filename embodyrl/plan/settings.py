@@ -241,3 +241,5 @@ class ServeSettings(ConversationSettings):
     """How long a client may say nothing, or not read its answer, before its connection is closed."""
     max_message_mib: Count = 64
     """Largest message of a client, MiB."""
+    max_clients: Count = 64
+    """Clients that may be connected at a time."""

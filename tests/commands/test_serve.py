@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -172,6 +173,42 @@ def test_errors_are_answered_and_the_connection_goes_on(openpi):
             assert says in answer
         socket.send(pack(observation(), bytes_keyed))
         assert unpack(socket.recv(timeout=20))["actions"].shape == (4, 7)
+
+
+def test_any_message_is_answered_and_the_server_goes_on(openpi):
+    rng, valid = random.Random(0), pack(observation(size=8), bytes_keyed)
+    many = [
+        b"\xdd\x00\x10\x00\x00" + b"\x90" * (1 << 20),
+        b"",
+        b"\x90",
+        b"\x07",
+        b"\xc0",
+        b"\xc1",
+        pack({}, bytes_keyed),
+    ]
+    for _ in range(300):
+        body = bytearray(valid)
+        for _ in range(rng.randrange(1, 5)):
+            body[rng.randrange(min(len(body), 90))] = rng.randrange(256)
+        many.append(bytes(body))
+    with client.connect(openpi, compression=None, proxy=None) as socket:
+        socket.recv(timeout=20)
+        for body in many:
+            socket.send(body)
+            assert socket.recv(timeout=60)
+        socket.send(valid)
+        assert unpack(socket.recv(timeout=20))["actions"].shape == (4, 7)
+
+
+def test_clients_beyond_the_limit_are_refused(run, tmp_path):
+    with (
+        serving(run, tmp_path, "serve.max_clients=1") as url,
+        client.connect(url, compression=None, proxy=None) as first,
+    ):
+        first.recv(timeout=20)
+        with pytest.raises(InvalidStatus, match="503"):
+            client.connect(url, compression=None, proxy=None)
+        assert "serve.max_clients" in (tmp_path / "stderr.txt").read_text()
 
 
 def test_pages_in_a_browser_get_nothing(openpi):

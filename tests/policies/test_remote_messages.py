@@ -48,6 +48,38 @@ def test_pictures_may_be_compressed():
         assert np.array_equal(found, PICTURE)
 
 
+def _png(width: int, height: int) -> dict[str, object]:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("1", (width, height)).save(buffer, "PNG")
+    return {"__image__": True, "format": "png", "data": buffer.getvalue()}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda: b"\xdd" + (1 << 20).to_bytes(4, "big") + b"\x90" * (1 << 20),
+        lambda: msgpack.packb([[[]] * 1000] * 1000),
+        lambda: msgpack.packb([{str(number): 0 for number in range(1000)}] * 1000),
+        lambda: msgpack.packb([[0] * 10_000] * 10),
+        lambda: msgpack.packb({"prompt": "x" * (1 << 17)}),
+        lambda: msgpack.packb([_png(5000, 5000)] * 3),
+        lambda: b"\x91" * 100_000,
+    ],
+    ids=["long", "nested", "maps", "numbers", "text", "pictures", "deep"],
+)
+def test_small_messages_with_many_parts_are_refused(message):
+    with pytest.raises(MessageError):
+        unpack(message())
+
+
+def test_long_states_and_many_pictures_are_read():
+    found = unpack(msgpack.packb({"state": [0.5] * 5000, "images": [_png(640, 480)] * 8, "prompt": "x" * 5000}))
+    assert len(found["state"]) == 5000
+    assert found["images"][7].shape == (480, 640)
+
+
 class Bomb:
     def __reduce__(self):
         return (Path.touch, (Path("exploded"),))

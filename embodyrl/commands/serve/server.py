@@ -91,6 +91,8 @@ class PolicyThread:
 
 _CLOSING_S = 5.0
 """How long clients have to leave politely when the server ends."""
+_FIRST_S = 300.0
+"""How long a client may send nothing before its first message, if `serve.idle_timeout_s` is longer."""
 _UNFIT = "does not fit what the policy was built for"
 
 
@@ -100,7 +102,7 @@ class PolicyServer:
     def __init__(self, answering: Answering, cfg: ServeSettings, say: Callable[[str], None]) -> None:
         self._answering, self._cfg, self._say = answering, cfg, say
         self._thread = PolicyThread()
-        self._clients = 0
+        self._clients = self._open = 0
 
     async def run(self, ready: Callable[[str], None]) -> None:
         """Listen until SIGINT, SIGTERM or SIGHUP.
@@ -131,8 +133,9 @@ class PolicyServer:
                 origins=[None],
                 compression=None,
                 max_size=cfg.max_message_mib * 2**20,
+                max_queue=1,  # messages that are read before they are asked for
                 ping_interval=None,  # a client that simulates may not answer them
-                process_request=_health,
+                process_request=self._admit,
                 logger=_silent(),
             )
         except OSError as error:
@@ -147,8 +150,24 @@ class PolicyServer:
             await asyncio.wait_for(server.wait_closed(), _CLOSING_S)
         raise Interrupted(signum)
 
+    def _admit(self, connection: Any, request: Any) -> Any:
+        """Answer probes (openpi: /healthz, vla-eval: /health) without a websocket; limit the clients."""
+        if request.path in ("/healthz", "/health"):
+            return connection.respond(200, "OK\n")
+        if self._open < self._cfg.max_clients:
+            return None
+        self._say(f"a client was refused: {self._open} are connected (serve.max_clients)")
+        return connection.respond(503, f"{self._open} clients are connected (serve.max_clients)\n")
+
     async def _meet(self, socket: Any) -> None:
         """One client, from its first to its last message."""
+        self._open += 1
+        try:
+            await self._talk(socket)
+        finally:
+            self._open -= 1
+
+    async def _talk(self, socket: Any) -> None:
         closed = need("websockets.exceptions").ConnectionClosed
         self._clients += 1
         number, answered = self._clients, 0
@@ -164,7 +183,7 @@ class PolicyServer:
         except closed as error:
             ending = "left" if error.rcvd else f"is gone ({error})"
         except TimeoutError:
-            ending = f"said nothing for {self._cfg.idle_timeout_s:g} s (serve.idle_timeout_s)"
+            ending = f"said nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
         self._say(f"client {number} {ending} after {answered} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
@@ -174,7 +193,7 @@ class PolicyServer:
             data = await client.receive()
             started = time.perf_counter()
             try:
-                actions = await self._ask(unpack(data))
+                actions = await self._ask(await _unpacked(data))
             except EmbodyError as error:
                 await client.send(str(error))
                 yield error
@@ -189,7 +208,7 @@ class PolicyServer:
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
             try:
-                said = _envelope(unpack(await client.receive()))
+                said = _envelope(await _unpacked(await client.receive()))
                 kind, payload, sequence = said["type"], said["payload"], said["seq"]
                 if kind == "observation":
                     chunk = chunk or list(await self._ask(payload))
@@ -241,15 +260,24 @@ class _Client:
     """A connection on which every wait has a deadline."""
 
     def __init__(self, socket: Any, limit_s: float) -> None:
-        self._socket, self._limit_s = socket, limit_s
+        self._socket, self._idle_s = socket, limit_s
+        self.limit_s = min(limit_s, _FIRST_S)
+        """Seconds for the next message."""
 
     async def receive(self) -> bytes | str:
         """The next message; raises TimeoutError."""
-        return await asyncio.wait_for(self._socket.recv(), self._limit_s)
+        data = await asyncio.wait_for(self._socket.recv(), self.limit_s)
+        self.limit_s = self._idle_s
+        return data
 
     async def send(self, data: bytes | str) -> None:
         """Send a message; raises TimeoutError where nobody reads."""
-        await asyncio.wait_for(self._socket.send(data), self._limit_s)
+        await asyncio.wait_for(self._socket.send(data), self.limit_s)
+
+
+async def _unpacked(data: bytes | str) -> Any:
+    """Decode a message in another thread, as pictures take their time."""
+    return await asyncio.to_thread(unpack, data)
 
 
 def _envelope(said: Any) -> dict[str, Any]:
@@ -261,11 +289,6 @@ def _envelope(said: Any) -> dict[str, Any]:
 
 def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
     return pack({"type": kind, "payload": payload, "seq": sequence, "timestamp": time.time()}, text_keyed)
-
-
-def _health(connection: Any, request: Any) -> Any:
-    """Answer probes (openpi: /healthz, vla-eval: /health) without a websocket."""
-    return connection.respond(200, "OK\n") if request.path in ("/healthz", "/health") else None
 
 
 def _silent() -> logging.Logger:

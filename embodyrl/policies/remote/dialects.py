@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -18,6 +18,10 @@ from embodyrl.types import ByteArray, FloatArray
 _KINDS = "biuf"
 """Booleans and numbers; objects would be pickled, and nothing here needs text."""
 _MOST_PIXELS = 1 << 26
+"""Of all pictures of a message."""
+_MOST_PARTS = 1 << 16
+"""Entries of all lists and mappings of a message; arrays count as one."""
+_LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
 
 
 class MessageError(EmbodyError, ValueError):
@@ -66,30 +70,64 @@ def unpack(data: bytes | str) -> Any:
     """Decode a message of either protocol.
 
     Raises:
-        MessageError: it is no msgpack, or holds an array of another kind or size than it says.
+        MessageError: it is no msgpack, has too many or too large parts, or an array of another kind or size than it
+            says.
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
         raise MessageError(f"wanted bytes and got the text {data[:2000]!r}.")
+    read = _Reader()
+    limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
     try:
-        return msgpack.unpackb(data, object_hook=_read_arrays, raw=False)
+        return msgpack.unpackb(data, object_hook=read.mapping, list_hook=read.list, raw=False, max_ext_len=16, **limits)
     except MessageError:
         raise
     except Exception as error:  # msgpack has a dozen kinds, some of which are bare ValueErrors and stack overflows
         raise MessageError(f"{len(data)} bytes that are no msgpack: {error}.") from error
 
 
-def _read_arrays(found: dict[Any, Any]) -> Any:
-    if "__image__" in found and found.get("format") != "raw":
-        return _picture(found)
-    if "__image__" in found or "__ndarray__" in found or b"__ndarray__" in found:
-        return _array(found)
-    if b"__npgeneric__" not in found:
+class _Reader:
+    """Build the parts of one message and count them: a byte of it may be an object of a hundred bytes."""
+
+    def __init__(self) -> None:
+        self._parts = self._pixels = 0
+
+    def list(self, found: list[Any]) -> list[Any]:
+        """Count a list."""
+        self._count(found)
         return found
-    value = _field(found, "data")
-    if not isinstance(value, int | float):
-        raise MessageError(f"a number that is {type(value).__name__}.")
-    return value
+
+    def mapping(self, found: dict[Any, Any]) -> Any:
+        """Count a mapping and return what it stands for."""
+        self._count(found)
+        if "__image__" in found and found.get("format") != "raw":
+            return self._picture(found)
+        if "__image__" in found or "__ndarray__" in found or b"__ndarray__" in found:
+            return _array(found)
+        if b"__npgeneric__" not in found:
+            return found
+        value = _field(found, "data")
+        if not isinstance(value, int | float):
+            raise MessageError(f"a number that is {type(value).__name__}.")
+        return value
+
+    def _count(self, found: Sized) -> None:
+        self._parts += 1 + len(found)
+        if self._parts > _MOST_PARTS:
+            raise MessageError(f"more than {_MOST_PARTS} parts; send arrays as arrays.")
+
+    def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
+        """Read a PNG or JPEG; its size is checked before it is decoded."""
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(_field(found, "data")), formats=("PNG", "JPEG")) as image:
+                self._pixels += math.prod(image.size)
+                if self._pixels > _MOST_PIXELS:
+                    raise MessageError(f"images of more than {_MOST_PIXELS} pixels, the last of {image.size}.")
+                return np.asarray(image)
+        except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise MessageError(f"an image that is neither PNG nor JPEG: {error}.") from error
 
 
 def _array(found: Mapping[Any, Any]) -> np.ndarray:
@@ -104,19 +142,6 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise MessageError(f"an array of shape {shape} and type {dtype} whose data do not have that size.")
     return np.frombuffer(data, dtype).reshape(shape)
-
-
-def _picture(found: Mapping[Any, Any]) -> np.ndarray:
-    """PNG or JPEG; its size is looked at before it is decoded."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(_field(found, "data")), formats=("PNG", "JPEG")) as image:
-            if math.prod(image.size) > _MOST_PIXELS:
-                raise MessageError(f"an image of {image.size} pixels.")
-            return np.asarray(image)
-    except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MessageError(f"an image that is neither PNG nor JPEG: {error}.") from error
 
 
 def _field(found: Mapping[Any, Any], name: str) -> Any:
