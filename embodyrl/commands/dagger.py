@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.collect import collect
+from embodyrl.commands.collect import collect, draw_collection
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.commands.sft import sft
+from embodyrl.commands.sft_setup import check_demonstrations
 from embodyrl.errors import Interrupted
 from embodyrl.plan.roots import DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
@@ -33,6 +34,7 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
+    check_rounds(cfg)
     out = Path(str(cfg.collect.out))
     name = cfg.runner.experiment_name or out.resolve().name
     runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
@@ -55,6 +57,16 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 raise
         cfg = cfg.updated({"ckpt": str(run)})
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def check_rounds(cfg: DaggerConfig) -> None:
+    """Check before the first round what the last step of a round needs.
+
+    Raises:
+        EmbodyError: the expert cannot label, or the data do not fit the environment.
+    """
+    acting = cfg.updated({"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all})
+    check_demonstrations(cfg, draw_collection(acting).env)
 
 
 def _is_over(run: Path, steps: int) -> bool:

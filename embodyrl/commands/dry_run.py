@@ -4,7 +4,7 @@ from embodyrl.commands.facts import facts, training_facts
 from embodyrl.commands.run_folder import first_weights, resolve_weights, weight_facts
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.held_out import evaluation_facts
-from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import CollectConfig, DaggerConfig, EvalConfig, Root, ServeConfig, SftConfig, TrainConfig
 
 
 def describe(cfg: Root) -> str:
@@ -17,6 +17,11 @@ def describe(cfg: Root) -> str:
         blueprint = draw_collection(cfg)
         lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
         lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
+        if isinstance(cfg, DaggerConfig):
+            from embodyrl.commands.dagger import check_rounds
+
+            check_rounds(cfg)
+            lines.append(("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}"))
         return _layout(lines)
     if isinstance(cfg, SftConfig):
         from embodyrl.commands.sft_setup import sft_facts

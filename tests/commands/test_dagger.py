@@ -10,10 +10,11 @@ from toy_runs import TOY_COLLECT
 
 from embodyrl.commands.collect import collect
 from embodyrl.commands.dagger import dagger
+from embodyrl.commands.dry_run import describe
 from embodyrl.commands.export import export
 from embodyrl.datasets.reader import load_demonstrations
 from embodyrl.datasets.writer import read_episodes
-from embodyrl.errors import Interrupted
+from embodyrl.errors import ConfigError, Interrupted
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
@@ -37,6 +38,28 @@ def test_the_policy_acts_and_the_expert_labels(tmp_path: Path) -> None:
         np.testing.assert_array_equal(demos.action[start:stop, 0], 0.5 * sign)
         # The expert would have moved by the same amount in every step.
         assert np.ptp(np.diff(demos.state[start:stop, 0])) > 0.1
+
+
+@pytest.mark.parametrize("place", ["data.path", "data.more", "data.val_path"])
+def test_data_that_do_not_fit_the_environment_are_refused_before_the_first_round(tmp_path: Path, place: str) -> None:
+    for name in ("demos", "other"):
+        collect(configure("collect", tmp_path, f"collect.out={tmp_path}/{name}", "collect.episodes=4"))
+    card = tmp_path / "other" / "meta" / "embodyrl.json"
+    card.write_text(card.read_text().replace('"image_rotation_deg": 0', '"image_rotation_deg": 180'))
+    other = f"[{tmp_path}/other]" if place == "data.more" else f"{tmp_path}/other"
+    words = (f"{place}={other}",)
+    cfg = learning(tmp_path, *words)
+    for act in (dagger, describe):
+        with pytest.raises(ConfigError, match=r"other d.*image_rotation_deg \(180 and 0\)"):
+            act(cfg)
+    assert not (tmp_path / "rounds").exists()
+
+
+def test_dry_run_describes_the_rounds(tmp_path: Path) -> None:
+    collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
+    assert "rounds" in describe(learning(tmp_path, "dagger.rounds=2"))
+    with pytest.raises(ConfigError, match="is no folder"):
+        describe(learning(tmp_path, f"data.path={tmp_path}/nowhere"))
 
 
 INTERRUPTING = """
