@@ -63,6 +63,10 @@ class WorkerError(EmbodyError):
     exit_code = 4
 
 
+class ClusterLost(WorkerError):
+    """No worker can be started any more; the running ones may still answer, so state is saved before exit."""
+
+
 class ChannelClosed(EmbodyError):
     """The other side of a channel is gone."""
 

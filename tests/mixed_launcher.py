@@ -20,6 +20,7 @@ class MixedLauncher:
     section = None
     in_process = False
     host = "127.0.0.1"
+    where = lost = ""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)

@@ -93,6 +93,7 @@ class InlineLauncher:
     section = None
     in_process = True
     host = "127.0.0.1"
+    where = lost = ""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         keep_freed_memory()

@@ -109,6 +109,10 @@ class Launcher(Protocol):
 
     host: str
     """Address at which workers reach the driver."""
+    where: str
+    """The hosts of the workers, for people; empty: this one."""
+    lost: str
+    """Why workers can no longer be started, though the running ones may answer; empty: they can."""
 
     settings: ClassVar[type[LauncherSettings]]
     """Its keys below `launcher`."""
@@ -237,6 +241,7 @@ class OpenRequests(Generic[H]):
 
     settings = ProcessSettings
     in_process = False
+    where = lost = ""
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir

@@ -1,12 +1,15 @@
 """The same workers as Ray actors, on the hosts of a cluster."""
 
+import faulthandler
 import os
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,19 @@ from embodyrl.cluster.protocol import (
     parse_placement,
     place_rank,
 )
+from embodyrl.cluster.ray_nodes import (
+    Node,
+    NodeWatch,
+    connect,
+    describe,
+    head,
+    in_order,
+    in_thread,
+    living,
+    ray,
+)
 from embodyrl.devices import visible_gpus
-from embodyrl.errors import ConfigError, WorkerError
+from embodyrl.errors import WorkerError
 from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
@@ -75,15 +89,8 @@ def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] =
     return Rows(use.pool, records, {name: arena[name][records] for name in (*names, *header)})
 
 
-try:
-    import ray  # pyright: ignore[reportMissingImports]
-    from ray import exceptions  # pyright: ignore[reportMissingImports]
-    from ray.util import scheduling_strategies  # pyright: ignore[reportMissingImports]
-except ModuleNotFoundError as error:
-    raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
-
 _GET_S = 60.0
-_LOOK_S = 5.0
+_STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +110,24 @@ class RemoteWorker:
         if spec.component == "env":
             gpus = () if spec.gpu == "" else visible_gpus()
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
-        self._log = tempfile.TemporaryFile()
+        # Beside Ray's own logs of this node, where the last words of a worker that dies can be found.
+        own = os.path.realpath("/proc/self/fd/1")
+        folder = os.path.dirname(own) if os.path.isfile(own) else tempfile.gettempdir()
+        job = ray.get_runtime_context().get_job_id()
+        self._log = open(os.path.join(folder, f"embodyrl-{job}-{spec.name}.log"), "ab+")
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(self._log.fileno(), stream.fileno())
-        self._told = 0
+        faulthandler.enable(self._log)
+        self._told = self._log.seek(0, os.SEEK_END)
         self._spec = spec
         self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
         self._pools: Pools | None = None
         self._worker: Worker | None = None
+
+    def log(self) -> tuple[str, int]:
+        """Return the path of the worker's output on its host, and the size of what earlier workers wrote there."""
+        return self._log.name, self._told
 
     def start(self) -> _Answer:
         """Build the worker."""
@@ -148,46 +164,51 @@ class RemoteWorker:
 @dataclass(kw_only=True)
 class _Handle(Handle):
     actor: Any
-    node: str
+    node: Node
     pools: Pools
     beside_driver: bool
     open: deque[Any] = field(default_factory=deque)
     """References of unanswered requests, oldest first."""
+    output: Any
+    """Reference of the path and first size of the worker's output on its host."""
+    received: int = 0
+    """Bytes of it that have arrived."""
 
 
 class RayLauncher(OpenRequests[_Handle]):
-    """Joins the running cluster (RAY_ADDRESS, or one on this host) or starts one here; implements `Launcher`."""
+    """Join the cluster at RAY_ADDRESS or start one on this host; implement `Launcher`."""
 
     section = ClusterSection
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
-        self._ours = not ray.is_initialized()
-        if self._ours:
-            ray.init(log_to_driver=False, configure_logging=False)
+        self._ours = connect()
         self._driver_node = ray.get_runtime_context().get_node_id()
-        self._nodes = self._find_nodes(cluster.num_nodes)
+        self._living = living()
+        self._nodes = self._choose(cluster.num_nodes)
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
-        self._look_at = 0.0
+        self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self._watch = NodeWatch()
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
+        self.where = describe(self._nodes)
 
-    def _find_nodes(self, count: int) -> list[str]:
-        """Ids of the hosts, that of the driver first."""
-        alive = sorted(_living())
-        alive.sort(key=lambda node: node != self._driver_node)
-        if len(alive) < count:
+    def _choose(self, count: int) -> list[Node]:
+        """Return the hosts of the run by their numbers."""
+        nodes = in_order(self._living.values(), self._driver_node)
+        if len(nodes) < count:
             raise WorkerError(
-                f"cluster.num_nodes={count}, but the Ray cluster has {len(alive)} living nodes; `ray status` shows "
-                "them. Start the others with `ray start --address=HEAD:PORT`, or lower cluster.num_nodes."
+                f"cluster.num_nodes={count}, but the Ray cluster at {head()} has {len(nodes)} living nodes: "
+                f"{', '.join(map(str, nodes))}. Start the others with `ray start --address=HEAD:PORT`, or lower "
+                "cluster.num_nodes."
             )
-        return alive[:count]
+        return nodes[:count]
 
     @property
     def host(self) -> str:
         """Address at which workers reach the driver; loopback while all actors run beside it."""
-        apart = {self._nodes[i] for i in self._placement["actor"]} - {self._driver_node}
+        apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
@@ -195,22 +216,26 @@ class RayLauncher(OpenRequests[_Handle]):
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
         chosen = self._placement[spec.component]
-        living = _living() - self._lost
-        candidates = [self._nodes[i] for i in chosen if self._nodes[i] in living] or [self._driver_node]
+        self._note_living()
+        if self.lost:
+            return
+        usable = self._living.keys() - self._lost
+        candidates = [self._nodes[i] for i in chosen if self._nodes[i].id in usable] or self._nodes[:1]
         if spec.component == "actor" and isinstance(spec.init, PolicyHostInit):
             node = place_rank(number, spec.init.rank_info.world, candidates)
         else:
             node = candidates[number % len(candidates)]
-        gpus = 1 if spec.component != "env" and ray.cluster_resources().get("GPU", 0) else 0
+        gpus = 1 if spec.component != "env" and self._has_gpus else 0
         environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         if spec.component == "env":
             # Ray would hide all GPUs from who reserves none; simulators share those of their host with the policy.
             environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {
             "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
             "max_restarts": 0,
-            "scheduling_strategy": scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False),
+            "scheduling_strategy": affinity,
             "runtime_env": {"env_vars": environ},
         }
         remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
@@ -223,7 +248,8 @@ class RayLauncher(OpenRequests[_Handle]):
             actor=actor,
             node=node,
             pools=_open_pools(spec, mirror=False),
-            beside_driver=node == self._driver_node,
+            beside_driver=node.id == self._driver_node,
+            output=actor.log.remote(),
             log=self._log_dir / f"{spec.name}.log",
             since=self._clock.now(),
             limits=deque([timeout_s]),
@@ -251,41 +277,58 @@ class RayLauncher(OpenRequests[_Handle]):
             time.sleep(min(timeout_s, 0.01))
         self._look_at_nodes()
         for name in self._late():
-            self._reap(name, f"gave no answer for {self._handles[name].limits[0]:g} s")
+            late = self._handles[name]
+            self._reap(name, f"gave no answer for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
         return self._take_events()
 
     def _look_at_nodes(self) -> None:
-        """Reap the workers of lost hosts, of which Ray does not always tell those who wait for them."""
-        if time.monotonic() < self._look_at:
+        """Reap the workers of lost hosts, whose loss Ray does not always report to those who wait for an answer."""
+        if self.lost:
             return
-        self._look_at = time.monotonic() + _LOOK_S
-        living = _living()
-        for name in [name for name, handle in self._handles.items() if handle.node not in living]:
-            self._lost.add(self._handles[name].node)
-            self._reap(name, f"is gone with its host (Ray node {self._handles[name].node[:8]})")
+        try:
+            found = self._watch.poll()
+        except WorkerError as error:
+            self.lost = str(error)
+            return
+        if found is None:
+            return
+        self._living = found
+        for name in [name for name, handle in self._handles.items() if handle.node.id not in found]:
+            self._reap_with_host(name)
+
+    def _note_living(self) -> None:
+        """List the living nodes before a worker is placed."""
+        try:
+            self._living = self._living if self.lost else living()
+        except WorkerError as error:
+            self.lost = str(error)
+
+    def _reap_with_host(self, name: str, log: str = "") -> None:
+        node = self._handles[name].node
+        self._lost.add(node.id)
+        self._reap(name, f"is gone with its host {node}", log=log)
 
     def _take(self, name: str, reference: Any) -> None:
         handle = self._handles[name]
         try:
             answer: _Answer = ray.get(reference, timeout=_GET_S)
-        except exceptions.RayTaskError as error:
+        except ray.exceptions.RayTaskError as error:
             self._reap(name, f"raised {error.cause!r}", traceback=str(error))
             return
-        except exceptions.ActorUnavailableError as error:
+        except ray.exceptions.ActorUnavailableError as error:
             # The cluster itself notices a lost host only many seconds later, and would place the successor there.
-            self._lost.add(handle.node)
-            self._reap(name, f"is gone with its host (Ray node {handle.node[:8]})", traceback=str(error))
+            self._reap_with_host(name, log=str(error))
             return
-        except exceptions.RayError as error:  # it died, or its answer is lost or does not come
-            self._reap(name, "died" if isinstance(error, exceptions.RayActorError) else "lost", traceback=str(error))
+        except ray.exceptions.RayError as error:  # it died, or its answer is lost or does not come
+            how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its answer"
+            self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
         # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
         handle.open.popleft()
         self._answered(handle)
         if answer.log:
-            with open(handle.log, "ab") as file:
-                file.write(answer.log)
-            cap_log(handle.log)
+            handle.received += len(answer.log)
+            _append(handle.log, answer.log)
         paste(handle.pools, answer.rows)
         for reply in answer.replies:
             if isinstance(reply, WorkerFailed):
@@ -293,21 +336,49 @@ class RayLauncher(OpenRequests[_Handle]):
                 return
             self._events.append(Event(worker=name, message=reply))
 
-    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
+    def _last_output(self, handle: _Handle) -> str:
+        """Fetch what a worker on this host wrote before it died; return the name of the file for a message."""
+        try:
+            path, size = ray.get(handle.output, timeout=1.0)
+        except ray.exceptions.RayError:
+            return ""
+        if handle.beside_driver and os.path.exists(path):
+            with open(path, "rb") as file:
+                file.seek(size + handle.received)
+                _append(handle.log, file.read())
+        return f"; its output there: {path}"
+
+    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
+        """End a worker and report its death; `log`: what Ray says about it."""
         handle = self._handles.pop(name)
         _close(handle.pools)
-        ray.kill(handle.actor, no_restart=True)
+        in_thread(partial(ray.kill, handle.actor, no_restart=True))
         self._bury(name, handle, reason, traceback, exit_code)
+        _append(handle.log, log.encode())
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """See `Launcher.stop`."""
+        actors = [handle.actor for handle in self._handles.values()]
         for handle in self._handles.values():
-            ray.kill(handle.actor, no_restart=True)
             _close(handle.pools)
         self._handles.clear()
         self._events.clear()
-        if self._ours and ray.is_initialized():
-            ray.shutdown()
+
+        def end() -> None:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if self._ours and ray.is_initialized():
+                ray.shutdown()
+
+        with suppress(TimeoutError):  # without its head Ray may wait for a minute
+            in_thread(end).result(_STOP_S) if self.lost else end()
+
+
+def _append(log: Path, text: bytes) -> None:
+    if text:
+        with open(log, "ab") as file:
+            file.write(text)
+        cap_log(log)
 
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
@@ -319,7 +390,3 @@ def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
 def _close(pools: Pools) -> None:
     for pool in pools:
         pool.close()
-
-
-def _living() -> set[str]:
-    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}

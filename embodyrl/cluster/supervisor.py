@@ -8,7 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from embodyrl.channels.messages import Request, WorkerReady
 from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
-from embodyrl.errors import STARTER_LEAVES, EmbodyError, Interrupted, NonFiniteError, StoppedAtOnce, WorkerError
+from embodyrl.errors import (
+    STARTER_LEAVES,
+    ClusterLost,
+    EmbodyError,
+    Interrupted,
+    NonFiniteError,
+    StoppedAtOnce,
+    WorkerError,
+)
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -97,6 +105,8 @@ class Supervisor:
         """How each worker ended last."""
         self._stop = StopRequest()
         self._shielded = False
+        if launcher.where:
+            say(launcher.where)
 
     @property
     def restarts(self) -> int:
@@ -149,6 +159,8 @@ class Supervisor:
     def _check_stop(self) -> None:
         if not self._shielded:
             self._stop.check()
+            if self._launcher.lost:
+                raise ClusterLost(self._launcher.lost)
 
     def _on_worker_death(self, name: str, died: WorkerDied) -> None:
         """Plan a restart, or raise what ends the run."""

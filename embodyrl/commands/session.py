@@ -18,7 +18,7 @@ from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
 from embodyrl.commands.run_folder import RunFolder
 from embodyrl.config.trust import trust_words
-from embodyrl.errors import CheckpointError, Interrupted, masked
+from embodyrl.errors import CheckpointError, ClusterLost, Interrupted, WorkerError, masked
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
@@ -183,6 +183,13 @@ class Session:
             yield
         except Interrupted as interruption:
             raise self.stop_message(interruption, save()) from None
+        except WorkerError as error:
+            saved = save() if isinstance(error, ClusterLost) else None
+            if saved:
+                self.wait_for_save()
+            if saved or self._store.latest():
+                error.args = (f"{error}\n{f'saved {saved}; ' if saved else ''}{self._resume_line()}",)
+            raise
         except Exception as error:
             # A fault of the caller's own: what was learned is whole.
             if self._telling and self.step:
@@ -262,12 +269,15 @@ class Session:
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
         """Say where the run stopped and how to go on, once the checkpoint is complete; None: workers were starting."""
         self.wait_for_save()
-        again = ["embodyrl", self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "
-            f"{f'saved {saved}; ' if saved else ''}go on with: {shlex.join(again)}",
+            f"{f'saved {saved}; ' if saved else ''}{self._resume_line()}",
         )
         return interruption
+
+    def _resume_line(self) -> str:
+        again = ["embodyrl", self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
+        return f"go on with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
         """Say where everything lies, and what can be done with it: the words of a command each."""

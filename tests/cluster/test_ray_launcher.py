@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import tempfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from gates import gain, learn, train_gate
 from light_worker import Word
-from processes import wait_until
-from toy_runs import comparable, rows, toy_config, train_toy, weights
+from processes import listening, marked_processes, start_cli, wait_until
+from toy_runs import comparable, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.scheduler.start import env_spec, plan_hosts
+from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
@@ -86,6 +94,69 @@ def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
     assert [row["step"] for row in logged] == [1, 2]
     assert logged[-1]["env/restarts"] == 1
     assert logged[0]["env/dropped_episodes"] == 0
+
+
+def test_the_output_of_a_worker_that_dies_is_kept_and_named(tmp_path, two_nodes):
+    from embodyrl.cluster.ray_launcher import RayLauncher
+
+    launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2))
+    assert launcher.where.count(f"{socket.gethostname()} (") == 2
+    arena = Arena.create(draw_blueprint(toy_config(tmp_path), training=True).layout, 1)
+    init = WorkerInit(arena=arena.handle)
+    for number in range(2):
+        spec = WorkerSpec(name=f"env_{number}", entry="light_worker:LightWorker", init=init, component="env")
+        launcher.start(spec, timeout_s=200)
+        launcher.send(spec.name, Word("abort"), timeout_s=200)
+    deaths: dict[str, WorkerDied] = {}
+
+    def both_died() -> bool:
+        news = {event.worker: event.message for event in launcher.wait(1.0)}
+        deaths.update({name: message for name, message in news.items() if isinstance(message, WorkerDied)})
+        return len(deaths) == 2
+
+    assert wait_until(both_died, 200)
+    launcher.stop()
+    arena.close()
+    for name, died in deaths.items():
+        reason, _, path = died.reason.partition("; its output there: ")
+        assert reason.startswith(f"died on {socket.gethostname()} (")
+        assert Path(path).name.endswith(f"-{name}.log")
+        assert "Fatal Python error: Aborted" in Path(path).read_text()
+    assert "Fatal Python error: Aborted" in Path(deaths["env_0"].log).read_text(), "fetched on the driver's host"
+
+
+def test_a_run_starts_a_cluster_of_its_own_and_survives_its_head(tmp_path):
+    """Loopback interface, a token, one line about it; without its head the run is saved."""
+    gate = tmp_path / "gate"
+    held = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
+    session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")  # names of sockets must be short
+    environ = {"RAY_ADDRESS": "", "RAY_worker_niceness": "0", "RAY_TMPDIR": session.name}
+    command = start_cli("train", *toy_words(tmp_path, *WORDS, *held, "launcher.name=ray"), cwd=tmp_path, env=environ)
+    try:
+        command.wait_for(gate, deadline_s=300)
+        started = [int(line.split()[0]) for line in marked_processes()]
+        assert {address.removeprefix("::ffff:") for address in listening(started)} == {"127.0.0.1"}
+        names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in started}
+        head = next(pid for pid, name in names.items() if name == "gcs_server")
+        assert b"RAY_AUTH_MODE=token" in Path(f"/proc/{head}/environ").read_bytes()
+        assert f"node 0 {socket.gethostname()} (127.0.0.1)" in command.printed
+        os.kill(head, signal.SIGKILL)
+        assert command.wait(200) == 4, command.printed
+    finally:
+        command.stop()
+        session.cleanup()
+    assert "the Ray head at 127.0.0.1:" in command.printed
+    assert command.printed.rstrip().endswith(f"go on with: embodyrl train --resume {tmp_path}/run trust=true")
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    store.verify(store.path(store.steps()[-1]))
+    assert wait_until(lambda: not marked_processes(), 60), "agents of a node look for it every few seconds"
+
+
+def test_nodes_are_numbered_by_address():
+    from embodyrl.cluster.ray_nodes import Node, in_order
+
+    nodes = [Node(f"id{n}", address, f"h{n}") for n, address in enumerate(("10.0.0.9", "10.0.0.10", "10.0.0.2", "::1"))]
+    assert [node.id for node in in_order(nodes, "id1")] == ["id1", "id2", "id0", "id3"]
 
 
 @pytest.mark.slow

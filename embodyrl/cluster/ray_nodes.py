@@ -1,0 +1,164 @@
+"""The Ray cluster of a run: join the one at RAY_ADDRESS or start one for this host alone; list and watch its nodes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from embodyrl.errors import ConfigError, WorkerError, one_line
+
+_OWN = "local"
+
+
+def _address() -> str:
+    return os.environ.get("RAY_ADDRESS", "") or _OWN
+
+
+if "ray" not in sys.modules:  # Ray reads these when it is imported
+    if _address() == _OWN:
+        if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token":
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        # Off, all services of Ray listen on the loopback interface, on Linux as well.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    else:
+        # Without its head Ray ends a driver after a minute, which may be shorter than a checkpoint takes.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+
+try:
+    import ray.exceptions  # pyright: ignore[reportMissingImports]
+    import ray.util.scheduling_strategies  # pyright: ignore[reportMissingImports]
+except ModuleNotFoundError as error:
+    raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
+
+_HEAD_S = 15.0
+"""How long the head may take to list its nodes."""
+_LOOK_S = 5.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node of the cluster."""
+
+    id: str
+    address: str
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address})"
+
+    @property
+    def order(self) -> tuple[int, int, str, str]:
+        """Sort key: by address, as numbers."""
+        try:
+            parsed = ipaddress.ip_address(self.address)
+        except ValueError:
+            return 9, 0, self.address, self.id
+        return parsed.version, int(parsed), "", self.id
+
+
+def connect() -> bool:
+    """Connect to the cluster unless this process is connected; return whether the connection is ours to close.
+
+    Raises:
+        WorkerError: there is no cluster at RAY_ADDRESS, it rejects the token, or none can be started.
+    """
+    if ray.is_initialized():
+        return False
+    address = _address()
+    options = {"include_dashboard": False} if address == _OWN else {}
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        if address == _OWN:
+            raise WorkerError(f"launcher=ray: no cluster could be started on this host: {one_line(error)}") from error
+        raise WorkerError(
+            f"RAY_ADDRESS={address}: the Ray cluster cannot be joined: {one_line(error)} Check it with `ray status`, "
+            "and export the same RAY_AUTH_MODE and token on all hosts."
+        ) from error
+    return True
+
+
+def head() -> str:
+    """Return the address of the head."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+def living() -> dict[str, Node]:
+    """Return the living nodes by id.
+
+    Raises:
+        WorkerError: the head does not answer.
+    """
+    try:
+        return _living(in_thread(ray.nodes).result(_HEAD_S))
+    except TimeoutError:
+        raise WorkerError(_silent()) from None
+
+
+def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
+    """Return the nodes by their numbers: the driver's first, the others by address."""
+    return sorted(nodes, key=lambda node: (node.id != driver, node.order))
+
+
+def describe(nodes: Iterable[Node]) -> str:
+    """Return a line with the cluster and the number of each node."""
+    return f"Ray cluster at {head()}: " + ", ".join(f"node {number} {node}" for number, node in enumerate(nodes))
+
+
+class NodeWatch:
+    """List the nodes every few seconds without waiting for the answer."""
+
+    def __init__(self) -> None:
+        self._look: Future[Any] | None = None
+        self._at = time.monotonic()
+
+    def poll(self) -> dict[str, Node] | None:
+        """Return the living nodes if a new list has arrived.
+
+        Raises:
+            WorkerError: the head does not answer.
+        """
+        now = time.monotonic()
+        if self._look is None:
+            if now >= self._at + _LOOK_S:
+                self._look, self._at = in_thread(ray.nodes), now
+            return None
+        if not self._look.done():
+            if now < self._at + _HEAD_S:
+                return None
+            raise WorkerError(_silent())
+        look, self._look = self._look, None
+        return _living(look.result())
+
+
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """Run a call in a thread that does not keep the process from ending."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ray", daemon=True).start()
+    return future
+
+
+def _silent() -> str:
+    return f"the Ray head at {head()} gave no answer for {_HEAD_S:g} s. Check that host, and start the cluster again."
+
+
+def _living(nodes: list[dict[str, Any]]) -> dict[str, Node]:
+    found = (Node(n["NodeID"], n["NodeManagerAddress"], n["NodeManagerHostname"]) for n in nodes if n["Alive"])
+    return {node.id: node for node in found}
