@@ -8,10 +8,13 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.collect import collect, draw_collection
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.commands.sft import sft
-from embodyrl.commands.sft_setup import check_demonstrations
-from embodyrl.errors import Interrupted
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.cards import read_card, reading_of
+from embodyrl.datasets.checks import check_layout, differences
+from embodyrl.errors import ConfigError, Interrupted
 from embodyrl.plan.roots import DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
+from embodyrl.types import EnvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,31 @@ def check_rounds(cfg: DaggerConfig) -> None:
         EmbodyError: the expert cannot label, or the data do not fit the environment.
     """
     acting = cfg.updated({"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all})
-    check_demonstrations(cfg, draw_collection(acting).env)
+    _check_demonstrations(cfg, draw_collection(acting).env)
+
+
+def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
+    """Check that the demonstrations can be trained on together with episodes of an environment.
+
+    Raises:
+        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
+    """
+    reading, first = reading_of(cfg.data), cfg.data.path
+    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
+    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
+    problems = [
+        f"The demonstrations in {folder} differ from those of data.path in {differs}."
+        for folder, card in zip(folders, cards, strict=True)
+        if (differs := differences(card, cards[0]))
+    ]
+    if differs := differences(cards[0], played):
+        problems.append(
+            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
+            "the cameras that they were collected with, or other data."
+        )
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _is_over(run: Path, steps: int) -> bool:

@@ -16,7 +16,7 @@ from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import TextRow, join_messages, join_pair
 from embodyrl.datasets.cards import Reading, read_card, reading_of
-from embodyrl.datasets.checks import check_layout
+from embodyrl.datasets.checks import check_layout, differences
 from embodyrl.datasets.layout import INFO_PATH
 from embodyrl.datasets.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
@@ -203,42 +203,9 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
 def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
     """Load demonstrations beside those of `data.path`, which are of `env`; `alike`: what else must be the same."""
     other = read_card(resolve_asset(folder), reading).env
-    if differs := _differences(other, env, *alike):
+    if differs := differences(other, env, *alike):
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
     return load_demonstrations(resolve_asset(folder), reading)
-
-
-_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
-
-
-def _differences(other: EnvSpec, env: EnvSpec, *alike: str) -> str:
-    names = [name for name in (*alike, *_SHAPE) if getattr(other, name) != getattr(env, name)]
-    return ", ".join(f"{name} ({getattr(other, name)} and {getattr(env, name)})" for name in names)
-
-
-def check_demonstrations(cfg: SftConfig, played: EnvSpec) -> None:
-    """Check that the demonstrations can be trained on together with episodes of an environment.
-
-    Raises:
-        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
-    """
-    assert isinstance(cfg.data, DemonstrationSettings)
-    reading, first = reading_of(cfg.data), cfg.data.path
-    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
-    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
-    problems = [
-        f"The demonstrations in {folder} differ from those of data.path in {differs}."
-        for folder, card in zip(folders, cards, strict=True)
-        if (differs := _differences(card, cards[0]))
-    ]
-    if differs := _differences(cards[0], played):
-        problems.append(
-            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
-            "the cameras that they were collected with, or other data."
-        )
-    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, ranked: bool) -> Samples:

@@ -17,7 +17,9 @@ from embodyrl.datasets.layout import Card
 from embodyrl.datasets.rows import Rows, find_rows
 from embodyrl.datasets.writer import paths_of, read_episodes
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.types import EnvSpec
 
+_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
 _TOLERANCE_S = 1e-4
 """Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
 
@@ -50,6 +52,12 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
         except (OSError, pa.ArrowException, TypeError, ValueError) as error:
             problems.append(f"{root}: {name} cannot be read: {error!r}.")
     return problems
+
+
+def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
+    """Describe in which fields two environments of demonstrations differ; `alike`: further ones to compare."""
+    names = [name for name in (*alike, *_SHAPE) if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name} ({getattr(one, name)} and {getattr(other, name)})" for name in names)
 
 
 def _task_names(rows: _Episodes) -> list[str]:
