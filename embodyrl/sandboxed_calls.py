@@ -17,6 +17,7 @@ import json
 import os
 import sys
 from types import ModuleType
+from typing import Any
 
 LONGEST = 16 << 20
 """Bytes of a message."""
@@ -39,6 +40,8 @@ _BY_ITEMS = {
     "Counter": collections.Counter,
     "defaultdict": lambda items: collections.defaultdict(None, items),
 }
+_PLAIN: tuple[Any, ...] = (bool, int, float, str)
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, collections.deque)
 _SHOWN = (
     ArithmeticError,
     AssertionError,
@@ -58,7 +61,7 @@ class Link:
     def __init__(self, incoming, outgoing):
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
         self._kept, self._numbers = [], {}
-        self.deeds = {"call": lambda function, *args, **named: function(*args, **named)}
+        self.deeds: dict[str, Any] = {"call": lambda function, *args, **named: function(*args, **named)}
 
     def send(self, message):
         """Write one message as a line of JSON."""
@@ -80,11 +83,11 @@ class Link:
 
     def pack(self, value):
         """Return a value as JSON: plain data by value, of their subclasses the plain part; all else by number."""
-        if value is None or type(value) in (bool, int, float, str):
+        if value is None or type(value) in _PLAIN:
             return value
         if isinstance(value, Remote):
             return ["there", value._number]
-        for kind in (bool, int, float, str):
+        for kind in _PLAIN:
             if isinstance(value, kind):
                 return kind.__str__(value) if kind is str else kind.__add__(value, kind())
         if isinstance(value, bytes | bytearray):
@@ -102,7 +105,7 @@ class Link:
         for name, kind in (("Counter", collections.Counter), ("OrderedDict", collections.OrderedDict), ("dict", dict)):
             if isinstance(value, kind):
                 return [name, [[self.pack(k), self.pack(v)] for k, v in dict.items(value)]]
-        for kind in (list, tuple, set, frozenset, collections.deque):
+        for kind in _SEQUENCES:
             if isinstance(value, kind):
                 return [kind.__name__, [self.pack(item) for item in kind.__iter__(value)]]
         if type(value).__module__ == "numpy" and hasattr(value, "tolist"):

@@ -128,13 +128,13 @@ def frame_times(
     """
     part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
     names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")
-    chunk, file, *edges = (episode.get(f"videos/{column}/{name}") for name in names)
-    if None in (chunk, file, *edges):
+    values: list[Any] = [episode.get(f"videos/{column}/{name}") for name in names]
+    if None in values:
         raise EmbodyError(
             f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Fetch the "
             "data set again, or leave this camera out with data.cameras."
         )
-    begin, end = map(float, edges)
+    begin, end = map(float, values[2:])
     times = begin + rows.counters["timestamp"][part].astype(np.float64)
     outside = np.flatnonzero((times < begin - 0.5 / fps) | (times > end - 0.5 / fps))
     if len(outside):
@@ -142,7 +142,7 @@ def frame_times(
             f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
             f"outside of the episode's part {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
         )
-    return (chunk, file), times
+    return (int(values[0]), int(values[1])), times
 
 
 def non_finite(

@@ -96,7 +96,7 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
         raise CheckpointError(f"{where} has numbers of different length: {lengths}. {cure}")
     # Equal ends state that the data are constant; without them, or with others, nothing could be scaled.
     ends = [rows[name] for name in ("min", "max") if name in rows]
-    varies = varies and not (len(ends) == 2 and np.array_equal(*ends))
+    varies = varies and not (len(ends) == 2 and np.array_equal(ends[0], ends[1]))
     pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]
     spreads = {f"{low} and {high}": rows[high] - rows[low] for low, high in pairs}
     spreads |= {"std": rows["std"]} if "std" in rows else {}
