@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
             continue
         pid = int(stat.parent.name)
         if int(parent) == os.getpid() and state != "Z" and pid not in before and not any(o in command for o in _OURS):
-            found[pid] = command.replace(b"\0", b" ").decode(errors="replace").strip()[:80]
+            found[pid] = " ".join(command.replace(b"\0", b" ").decode(errors="replace").split())[:80]
     return found
 
 
@@ -59,7 +60,8 @@ def left_after(seconds: float, threads: Collection[threading.Thread] = (), child
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(names).items()]
+    return ", ".join(counted[:_NAMED]) + (f" and {len(counted) - _NAMED} more" if len(counted) > _NAMED else "")
 
 
 def end_children() -> None:

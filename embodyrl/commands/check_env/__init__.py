@@ -108,7 +108,8 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env")
+    # As a worker, which cannot start processes by `multiprocessing` either.
+    child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env", daemon=True)
     child.start()
     theirs.close()
     broken = ""

@@ -21,6 +21,8 @@ from embodyrl.types import EnvSpec
 if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
 
+_BUILD_S = 600.0
+"""For one environment to be built and tried out; simulators that load assets take minutes."""
 _CLOSE_S = 1.0
 """For threads and child processes to end after `close`."""
 SEEDS = 100_000
@@ -62,7 +64,7 @@ class GymFactory(SimFactory[GymSettings]):
         if _is_loaded(cfg):
             return _describe(cfg, context.pictures)
         try:
-            return call_isolated(f"{__name__}:describe_alone", cfg, context.pictures, kind=EnvSpec)
+            return call_isolated(f"{__name__}:describe_alone", cfg, context.pictures, kind=EnvSpec, timeout_s=_BUILD_S)
         except NoAnswerError as error:
             raise EnvError(
                 f"env.id={cfg.id}: the process that builds, resets and steps it once failed: {error}. Fix the "

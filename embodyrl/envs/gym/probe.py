@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector import VectorEnv
 
-from embodyrl.envs.gym.api import begin_episode, flag, line, require_step, reset_env
+from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step, reset_env
 from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, draw_without_display, is_vector, takes_render_mode
 from embodyrl.envs.gym.doubts import doubts, has_frame_stack
 from embodyrl.envs.gym.goals import has_goals
@@ -120,6 +120,9 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     seen = [copy.deepcopy(first)]
     env.action_space.seed(0)
     last, reward, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
+    number(env_id, reward)
+    for name, end in zip(("terminated", "truncated"), ends, strict=True):
+        flag(env_id, name, end)
     goals = has_goals(env, last, reward)
     names, reports = dict.fromkeys(names_of(info)), says_success(info, keys)
     started, steps = time.perf_counter(), 1
