@@ -25,6 +25,10 @@ class MixedLauncher:
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         self._local, self._inline = LocalLauncher(log_dir, cluster), InlineLauncher(log_dir, cluster)
 
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        return ""
+
     def _of(self, worker: str) -> Any:
         return self._local if worker.startswith("env_") else self._inline
 

@@ -103,6 +103,11 @@ class InlineLauncher:
         self._events: deque[Event] = deque()
         self._deadline = Deadline()
 
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        """See `Launcher.preview`."""
+        return ""
+
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """See `Launcher.start`."""
         for key, value in spec.environ.items():

@@ -70,7 +70,7 @@ class ClusterSettings(Settings):
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Hosts."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
-    """Nodes of each component with launcher=ray, for example {env:1-3,rollout:0,actor:0}; 0: the driver's."""
+    """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's."""
 
 
 class ClusterSection(Settings):
@@ -123,6 +123,11 @@ class Launcher(Protocol):
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
 
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        """Describe the hosts of a run that is not started; empty: this one."""
+        ...
+
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
         ...
@@ -146,14 +151,12 @@ class Launcher(Protocol):
         ...
 
 
+_NEEDED = ("settings", "section", "in_process", "where", "lost", "preview", "start", "send", "wait", "stop")
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
-    wants="a class with settings, section, in_process, start, send, wait and stop",
-    fits=lambda found: (
-        isinstance(found, type)
-        and all(hasattr(found, n) for n in ("settings", "section", "in_process", "start", "send", "wait", "stop"))
-    ),
+    wants=f"a class with {', '.join(_NEEDED)}",
+    fits=lambda found: isinstance(found, type) and all(hasattr(found, name) for name in _NEEDED),
 )
 
 
@@ -162,18 +165,31 @@ COMPONENTS = ("env", "rollout", "actor")
 
 
 def parse_placement(
-    placement: Mapping[str, str | int], num_nodes: int, *, apart: bool = True
+    placement: Mapping[str, str | int],
+    num_nodes: int,
+    *,
+    apart: bool = True,
+    hosts: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
     """Turn {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
 
     Of two entries for one component the later counts. Unless they are `apart`, rollout and actor need the same nodes.
 
+    Args:
+        placement: nodes of each component, as numbers or as names or addresses of hosts.
+        num_nodes: number of nodes of the run.
+        apart: rollout and actor may have different nodes.
+        hosts: number of each host; None: before the cluster is reached names get the highest numbers.
+
     Raises:
         ConfigError: an unknown or missing component, or a node that does not exist.
     """
+    if hosts is None:
+        named = dict.fromkeys(part for text in placement.values() for part in _parts(text) if _HOST.fullmatch(part))
+        hosts = {name: max(0, num_nodes - 1 - place) for place, name in enumerate(named)}
     found: dict[str, tuple[int, ...]] = {}
     for names, text in placement.items():
-        nodes = _nodes(names, text, num_nodes)
+        nodes = _nodes(names, text, num_nodes, hosts)
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 raise ConfigError(
@@ -196,18 +212,34 @@ def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
     return nodes[number * len(nodes) // world]
 
 
-def _nodes(names: str, text: str | int, num_nodes: int) -> tuple[int, ...]:
+_HOST = re.compile(r"(?!all$)(?:[A-Za-z][\w.-]*|\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)")
+"""A name or an address."""
+
+
+def _parts(text: str | int) -> list[str]:
+    return [part.strip() for part in str(text).split(",")]
+
+
+def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]) -> tuple[int, ...]:
     text = str(text).strip()
     if text == "all":
         return tuple(range(num_nodes))
     nodes: list[int] = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
-        if match is None:
+    for part in _parts(text):
+        match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
+        if match is not None:
+            nodes += range(int(match[1]), int(match[2] or match[1]) + 1)
+        elif part in hosts:
+            nodes.append(hosts[part])
+        elif _HOST.fullmatch(part):
             raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': must be all, or node numbers such as 0-3,5."
+                f"cluster.component_placement.{names}='{text}': no node of the run is named '{part}'; there are "
+                f"{', '.join(hosts)}."
             )
-        nodes += range(int(match[1]), int(match[2] or match[1]) + 1)
+        else:
+            raise ConfigError(
+                f"cluster.component_placement.{names}='{text}': must be all, or node numbers such as 0-3,5, or hosts."
+            )
     if not nodes or max(nodes) >= num_nodes:
         raise ConfigError(
             f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
@@ -248,6 +280,11 @@ class OpenRequests(Generic[H]):
         self._clock = RunClock()
         self._handles: dict[str, H] = {}
         self._events: deque[Event] = deque()
+
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        """See `Launcher.preview`."""
+        return ""
 
     def _ask(self, worker: str, timeout_s: float) -> H:
         """Note one more open request of a worker.

@@ -19,6 +19,7 @@ from embodyrl.channels.arena import Arena, RecordState, records_of
 from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
 from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
+from embodyrl.cluster import ray_nodes
 from embodyrl.cluster.protocol import (
     ClusterSection,
     ClusterSettings,
@@ -28,17 +29,7 @@ from embodyrl.cluster.protocol import (
     parse_placement,
     place_rank,
 )
-from embodyrl.cluster.ray_nodes import (
-    Node,
-    NodeWatch,
-    connect,
-    describe,
-    head,
-    in_order,
-    in_thread,
-    living,
-    ray,
-)
+from embodyrl.cluster.ray_nodes import Node, ray
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import WorkerError
 from embodyrl.files import cap_log
@@ -183,23 +174,33 @@ class RayLauncher(OpenRequests[_Handle]):
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)
         cluster = cluster or ClusterSettings()
-        self._ours = connect()
+        self._ours = ray_nodes.connect()
         self._driver_node = ray.get_runtime_context().get_node_id()
-        self._living = living()
+        self._living = ray_nodes.living()
         self._nodes = self._choose(cluster.num_nodes)
-        self._placement = parse_placement(cluster.component_placement, cluster.num_nodes)
+        hosts = {name: n for n, node in reversed([*enumerate(self._nodes)]) for name in (node.host, node.address)}
+        self._placement = parse_placement(cluster.component_placement, cluster.num_nodes, hosts=hosts)
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        self._watch = NodeWatch()
+        self._watch = ray_nodes.NodeWatch()
         self._lost: set[str] = set()
         """Nodes that could not be reached; they are not used again."""
-        self.where = describe(self._nodes)
+        self.where = ray_nodes.describe(self._nodes)
+
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        """See `Launcher.preview`."""
+        if ray_nodes.starts_own():
+            return "this one, with a Ray cluster of the run alone (RAY_ADDRESS is not set)"
+        launcher = cls(Path(), cluster)
+        launcher.stop()
+        return launcher.where
 
     def _choose(self, count: int) -> list[Node]:
         """Return the hosts of the run by their numbers."""
-        nodes = in_order(self._living.values(), self._driver_node)
+        nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
         if len(nodes) < count:
             raise WorkerError(
-                f"cluster.num_nodes={count}, but the Ray cluster at {head()} has {len(nodes)} living nodes: "
+                f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} living nodes: "
                 f"{', '.join(map(str, nodes))}. Start the others with `ray start --address=HEAD:PORT`, or lower "
                 "cluster.num_nodes."
             )
@@ -299,7 +300,7 @@ class RayLauncher(OpenRequests[_Handle]):
     def _note_living(self) -> None:
         """List the living nodes before a worker is placed."""
         try:
-            self._living = self._living if self.lost else living()
+            self._living = self._living if self.lost else ray_nodes.living()
         except WorkerError as error:
             self.lost = str(error)
 
@@ -352,7 +353,7 @@ class RayLauncher(OpenRequests[_Handle]):
         """End a worker and report its death; `log`: what Ray says about it."""
         handle = self._handles.pop(name)
         _close(handle.pools)
-        in_thread(partial(ray.kill, handle.actor, no_restart=True))
+        ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))
         self._bury(name, handle, reason, traceback, exit_code)
         _append(handle.log, log.encode())
 
@@ -371,7 +372,7 @@ class RayLauncher(OpenRequests[_Handle]):
                 ray.shutdown()
 
         with suppress(TimeoutError):  # without its head Ray may wait for a minute
-            in_thread(end).result(_STOP_S) if self.lost else end()
+            ray_nodes.in_thread(end).result(_STOP_S) if self.lost else end()
 
 
 def _append(log: Path, text: bytes) -> None:

@@ -66,6 +66,11 @@ class Node:
         return parsed.version, int(parsed), "", self.id
 
 
+def starts_own() -> bool:
+    """Return whether a run starts a cluster of its own."""
+    return not ray.is_initialized() and _address() == _OWN
+
+
 def connect() -> bool:
     """Connect to the cluster unless this process is connected; return whether the connection is ours to close.
 

@@ -168,13 +168,18 @@ def load_saved_config(
     saved = read_saved(file)
     command = command or _command_of(saved)
     groups, typed = split_words(command, words, (), problems)
-    problems += [
-        f"{group}: a saved run has no groups to choose from; override single keys, for example env.reward_coef=2."
-        for group in groups
-    ]
+    problems += [_no_group(command, group, option) for group, option in groups.items()]
     looked_up = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unread)]
     _trust(looked_up, typed, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
+
+
+def _no_group(command: str, group: str, option: str) -> str:
+    """Report an option of a group where a saved run decides, and name the key that means the same if there is one."""
+    key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
+    if any((s.key, s.value) == (key, option) for s in compose_groups(command, {group: option}, (), [])):
+        example = f"{key}={option}"
+    return f"{group}={option}: a saved run has no groups to choose from; override single keys, for example {example}."
 
 
 def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:

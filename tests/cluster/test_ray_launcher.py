@@ -99,7 +99,9 @@ def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
 def test_the_output_of_a_worker_that_dies_is_kept_and_named(tmp_path, two_nodes):
     from embodyrl.cluster.ray_launcher import RayLauncher
 
-    launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2))
+    assert RayLauncher.preview(ClusterSettings(num_nodes=2)).count(f"{socket.gethostname()} (") == 2
+    named = dict.fromkeys(("rollout", "actor"), 0) | {"env": f"{socket.gethostname()},1"}
+    launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2, component_placement=named))
     assert launcher.where.count(f"{socket.gethostname()} (") == 2
     arena = Arena.create(draw_blueprint(toy_config(tmp_path), training=True).layout, 1)
     init = WorkerInit(arena=arena.handle)

@@ -15,6 +15,16 @@ def test_components_get_their_nodes():
     assert parse_placement({"env,rollout,actor": "all"}, 2)["env"] == (0, 1)
 
 
+def test_hosts_may_be_named():
+    hosts = {"head": 0, "10.0.0.1": 0, "sim-1": 1, "10.0.0.2": 1, "fe80::2": 2}
+    named = {"env": "sim-1, fe80::2", "rollout": "10.0.0.2", "actor": "head"}
+    assert parse_placement(named, 3, hosts=hosts) == {"env": (1, 2), "rollout": (1,), "actor": (0,)}
+    planned = parse_placement(named, 4)
+    assert len({*planned["env"], *planned["rollout"], *planned["actor"]}) == 4
+    with pytest.raises(ConfigError, match=r"no node of the run is named 'gone'; there are head, 10\.0\.0\.1"):
+        parse_placement({"env,rollout,actor": "gone"}, 3, hosts=hosts)
+
+
 def test_an_override_replaces_the_default_of_its_component():
     pytest.importorskip("ray")
     words = ["launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1}"]

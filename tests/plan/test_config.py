@@ -55,6 +55,8 @@ def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
     assert found("eval", "experiment=null", base=run)["eval.protocol.name"] == "tabletop_axes"
     with pytest.raises(ConfigError, match="a saved run has no groups"):
         load_saved_config(run, ["eval=null"])
+    with pytest.raises(ConfigError, match=r"launcher=inline: .*, for example launcher\.name=inline\."):
+        load_saved_config(run, ["launcher=inline"])
 
 
 def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() -> None:
