@@ -14,6 +14,9 @@ from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
+from embodyrl.config.paths import resolve_asset
+from embodyrl.datasets.cards import read_card, reading_of
+from embodyrl.datasets.checks import check_layout, differences
 from embodyrl.datasets.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.datasets.writer import DatasetWriter
 from embodyrl.envs.reward import changed_reward
@@ -24,11 +27,11 @@ from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, dr
 from embodyrl.plan.config import dump_config
 from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
 from embodyrl.plan.load import write_word
-from embodyrl.plan.roots import CollectConfig
+from embodyrl.plan.roots import CollectConfig, DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import Episode
+from embodyrl.types import EnvSpec, Episode
 
 _HOPELESS = 20
 """Trials per wanted episode of a task after which collecting gives up."""
@@ -72,10 +75,11 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
 
     Raises:
         ConfigError: parts that do not fit together, or a task that the expert does not know.
+        EmbodyError: data that rounds of DAgger go on from are damaged.
     """
     base = draw_blueprint(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
-    labelled = cfg.collect.labels is Labels.expert
+    labelled = cfg.collect.labels is Labels.expert or isinstance(cfg, DaggerConfig)
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
         known = ",".join(map(str, base.env.expert_tasks))
         raise ConfigError(
@@ -87,6 +91,8 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
             "the actions, so it cannot label them. Let it play: embodyrl collect model=scripted (model.expert_noise "
             "shows how it recovers), and embodyrl sft with data.more."
         )
+    if isinstance(cfg, DaggerConfig):
+        _check_demonstrations(cfg, base.env)
     slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
         base,
@@ -96,6 +102,30 @@ def draw_collection(cfg: CollectConfig) -> Blueprint:
         single_step=True,
         labelled=labelled,
     )
+
+
+def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
+    """Check that the demonstrations can be trained on together with episodes of an environment.
+
+    Raises:
+        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
+    """
+    reading, first = reading_of(cfg.data), cfg.data.path
+    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
+    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
+    problems = [
+        f"The demonstrations in {folder} differ from those of data.path in {differs}."
+        for folder, card in zip(folders, cards, strict=True)
+        if (differs := differences(card, cards[0]))
+    ]
+    if differs := differences(cards[0], played):
+        problems.append(
+            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
+            "the cameras that they were collected with, or other data."
+        )
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def write_environment(cfg: CollectConfig, folder: Path) -> None:

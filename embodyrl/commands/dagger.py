@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.collect import collect, draw_collection
+from embodyrl.commands.collect import collect
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.commands.sft import sft
-from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.cards import read_card, reading_of
-from embodyrl.datasets.checks import check_layout, differences
-from embodyrl.errors import ConfigError, Interrupted
+from embodyrl.errors import Interrupted
 from embodyrl.plan.roots import DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
-from embodyrl.types import EnvSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +33,6 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    check_rounds(cfg)
     out = Path(str(cfg.collect.out))
     name = cfg.runner.experiment_name or out.resolve().name
     runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
@@ -60,40 +55,6 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 raise
         cfg = cfg.updated({"ckpt": str(run)})
     return DaggerResult(run=runs[-1], data=tuple(data))
-
-
-def check_rounds(cfg: DaggerConfig) -> None:
-    """Check before the first round what the last step of a round needs.
-
-    Raises:
-        EmbodyError: the expert cannot label, or the data do not fit the environment.
-    """
-    acting = cfg.updated({"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all})
-    _check_demonstrations(cfg, draw_collection(acting).env)
-
-
-def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
-    """Check that the demonstrations can be trained on together with episodes of an environment.
-
-    Raises:
-        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
-    """
-    reading, first = reading_of(cfg.data), cfg.data.path
-    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
-    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
-    problems = [
-        f"The demonstrations in {folder} differ from those of data.path in {differs}."
-        for folder, card in zip(folders, cards, strict=True)
-        if (differs := differences(card, cards[0]))
-    ]
-    if differs := differences(cards[0], played):
-        problems.append(
-            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
-            "the cameras that they were collected with, or other data."
-        )
-    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _is_over(run: Path, steps: int) -> bool:

@@ -27,9 +27,6 @@ def _lines(cfg: Root) -> list[tuple[str, str]]:
         lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
         lines.append(("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}"))
         if isinstance(cfg, DaggerConfig):
-            from embodyrl.commands.dagger import check_rounds
-
-            check_rounds(cfg)
             lines.append(("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}"))
         return lines
     if isinstance(cfg, SftConfig):
