@@ -23,7 +23,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import NEEDS, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, selected
+from embodyrl.plan.roots import COMMAND_LINE, NEEDS, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, selected
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -128,7 +128,7 @@ def load_config(
     """
     problems: list[str] = []
     groups, typed = split_words(command, words, config_dirs, problems)
-    problems += _unread_groups(command, groups)
+    typed += _unread_groups(command, groups)
     based = base is not None and groups.get("experiment", "null") == "null"  # an experiment chooses everything
     # What suits an environment and a shipped model does not suit the weights of a run.
     alone = {"start": "none"} if based and "model" not in groups and tree.follows(command, "start") else {}
@@ -282,13 +282,10 @@ def _trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, probl
         raise ConfigError([*problems, *found])
 
 
-def _unread_groups(command: str, groups: dict[str, str]) -> list[str]:
-    """Typed options of groups that the command has for the sake of its files only."""
-    return [
-        f"{group}={option}: `embodyrl {command}` does not read this group; leave it out."
-        for group, option in groups.items()
-        if group in SELECTORS and selected(ROOTS[command], group) is None
-    ]
+def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
+    """Remove typed options of groups that the command has for the sake of its files only; return these."""
+    unread = [group for group in groups if group in SELECTORS and selected(ROOTS[command], group) is None]
+    return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
 
 def _command_of(saved: Sequence[Setting]) -> str:

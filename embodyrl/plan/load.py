@@ -236,10 +236,10 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
         elif keys.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
+        elif _is_for_others(command, last[name]):
+            unread.setdefault(f"`embodyrl {command}`", []).append(name)
         elif not keys.is_known(name) or name in branches_of(root):
             problems += _refuse_key(root, last[name])
-        elif last[name].typed and _is_for_a_policy(command, name):
-            unread.setdefault(f"`embodyrl {command}`", []).append(name)
         elif last[name].typed:
             _report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
     # Checked as JSON, strictly: no text becomes a number, no number a truth value.
@@ -323,11 +323,14 @@ def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
     return [f"{setting.where}unknown key '{_short(name)}'.{hint}"]
 
 
-def _is_for_a_policy(command: str, name: str) -> bool:
-    """Return whether a command without a policy is given a group, the weights or the reward of `embodyrl train`."""
-    group = name.partition(".")[0]
-    given = name in groups_of.default_options("train") or group in ("ckpt", "reward", "data")
-    return given and not issubclass(ROOTS[command], PolicyConfig)
+def _is_for_others(command: str, setting: Setting) -> bool:
+    """Return whether a typed word is a group of `embodyrl train`, which may lead a line of arguments for all commands;
+    for a command without a policy, also weights, reward or data.
+    """
+    name = setting.key
+    group = name in groups_of.default_options("train") and name != "experiment" and isinstance(setting.value, str)
+    with_policy = issubclass(ROOTS[command], PolicyConfig)
+    return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 
 
 def _report_unread(

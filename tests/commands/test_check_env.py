@@ -174,6 +174,23 @@ def test_arguments_of_a_training_are_accepted_with_one_warning(caplog):
     assert cfg.env.reward_coef == 2
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "unread"),
+    [
+        ("eval", ["model=mlp"], "algorithm has no effect"),
+        ("collect", ["model=mlp"], "algorithm has no effect"),
+        ("dagger", ["model=mlp"], "algorithm has no effect"),
+        ("serve", ["model=mlp", "launcher=inline"], "algorithm, launcher have no effect"),
+    ],
+)
+def test_the_group_of_a_training_that_a_command_does_not_read_is_a_warning(command, words, unread, caplog):
+    load_config(command, ["env=gym", "env.id=CartPole-v1", *sorted([*words, "algorithm=ppo"])])
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line for line in lines if "has no" in line or "have no" in line] == [
+        f"warning: {unread}: `embodyrl {command}` does not read {'them' if ', ' in unread else 'algorithm'}."
+    ]
+
+
 @pytest.mark.sim
 def test_real_libero_passes():
     words = ["env=libero_object", "env.render_profile=lean", "env.train.task_ids=[0]"]
