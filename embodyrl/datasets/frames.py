@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import imageio.v3 as iio
+import imageio_ffmpeg
 import numpy as np
 from PIL import Image
 
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
+"""Pillow reads others with further programs."""
 
 
 def encode_png(frame: ByteArray) -> bytes:
@@ -20,20 +24,23 @@ def encode_png(frame: ByteArray) -> bytes:
 
 
 def decode_png(content: bytes, out: ByteArray) -> None:
-    """Decode any image file into `out` [H, W, 3].
+    """Decode an image file into `out` [H, W, 3].
 
     Raises:
-        EmbodyError: it is no image, or has another size.
+        EmbodyError: it is no image, or has another size, which is checked before it is decoded.
     """
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            found, declared = (image.height, image.width), out.shape[:2]
+            if found != declared:
+                raise EmbodyError(
+                    f"A frame is {found[0]}x{found[1]}, the data set declares {declared[0]}x{declared[1]}."
+                )
             if image.mode.startswith(("I", "F")):
                 raise EmbodyError(f"A frame has the mode {image.mode}, as depth maps do; choose color cameras.")
             pixels = np.asarray(image.convert("RGB"))
-    except OSError as error:
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"A frame cannot be decoded: {error}. The data set is damaged; collect it again.") from error
-    if pixels.shape != out.shape:
-        raise EmbodyError(f"A frame has shape {pixels.shape}, the data set declares {out.shape}.")
     out[...] = pixels
 
 
@@ -58,16 +65,21 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
         raise EmbodyError(f"Cannot encode {path}: {error}. Use collect.images=png.") from error
 
 
-def frame_rate(path: Path, expected: float) -> float:
+def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
     """Return the frames per second of a file; `expected` where its container gives the same number, rounded.
 
     Raises:
-        EmbodyError: the file is missing or unreadable.
+        EmbodyError: the file is missing or unreadable, or its frames are not of `size` (height, width).
     """
     try:
-        found = float(iio.immeta(path, plugin="FFMPEG")["fps"])
+        # The first item describes the file; no frame is decoded for it.
+        meta = next(frames := imageio_ffmpeg.read_frames(str(path)))
+        frames.close()
+        found, (width, height) = float(meta["fps"]), meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+    if (height, width) != size:
+        raise EmbodyError(f"{path} has frames of {height}x{width}, the data set declares {size[0]}x{size[1]}.")
     return expected if abs(found - expected) < 0.01 else found
 
 

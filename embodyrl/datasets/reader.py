@@ -214,7 +214,7 @@ def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column
     for (chunk, file), parts in wanted.items():
         path = root / layout.VIDEO_PATH.format(video_key=column, chunk_index=chunk, file_index=file)
         where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-        numbers = np.rint(times * frame_rate(path, card.fps)).astype(np.int64)
+        numbers = np.rint(times * frame_rate(path, card.fps, card.env.image_size)).astype(np.int64)
         order = np.argsort(numbers, kind="stable")
         decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=layout.is_ours(root))
 
