@@ -50,6 +50,13 @@ class CollectResult:
     wall_s: float
 
 
+def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
+    """Describe a collection before it starts."""
+    blueprint = draw_collection(cfg)
+    lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
+    return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
+
+
 def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Fill `collect.out` up to `collect.episodes` kept episodes, as many of each task.
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.collect import collect
+from embodyrl.commands.collect import collect, collection_facts
 from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.commands.sft import sft
 from embodyrl.errors import Interrupted
@@ -55,6 +55,11 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 raise
         cfg = cfg.updated({"ckpt": str(run)})
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def dagger_facts(cfg: DaggerConfig) -> list[tuple[str, str]]:
+    """Describe the rounds before they start."""
+    return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
 
 
 def _is_over(run: Path, steps: int) -> bool:

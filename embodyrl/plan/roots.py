@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import PrivateAttr
 
@@ -46,6 +46,9 @@ COMMAND_LINE = "command line"
 
 class Root(Settings):
     """What every command has."""
+
+    dry_run: ClassVar[str] = ""
+    """`module:function` that returns the lines of `--dry-run` from the config."""
 
     seed: Index = 0
     """The one seed; every random stream is derived from it."""
@@ -140,11 +143,15 @@ class ActingConfig(RunConfig):
 class CollectConfig(ActingConfig):
     """`embodyrl collect`."""
 
+    dry_run = "embodyrl.commands.collect:collection_facts"
+
     collect: CollectSettings = CollectSettings()
 
 
 class EvalConfig(ActingConfig):
     """`embodyrl eval`."""
+
+    dry_run = "embodyrl.commands.dry_run:run_facts"
 
     video: VideoChoice = "none"
     """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
@@ -193,6 +200,8 @@ class TrainConfig(EvalConfig):
 class SftConfig(RunConfig):
     """`embodyrl sft`."""
 
+    dry_run = "embodyrl.commands.sft_setup:sft_facts"
+
     data: DataSettings = DataSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -210,6 +219,8 @@ class SftConfig(RunConfig):
 class ServeConfig(PolicyConfig):
     """`embodyrl serve`."""
 
+    dry_run = "embodyrl.commands.serve:server_facts"
+
     ckpt: Path | None = None
     """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
     env: EnvSettings
@@ -218,6 +229,8 @@ class ServeConfig(PolicyConfig):
 
 class DaggerConfig(CollectConfig, SftConfig):
     """`embodyrl dagger`: what collecting and supervised training read."""
+
+    dry_run = "embodyrl.commands.dagger:dagger_facts"
 
     data: DemonstrationSettings = DemonstrationSettings()
     dagger: DaggerSettings = DaggerSettings()

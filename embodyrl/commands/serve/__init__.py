@@ -73,6 +73,13 @@ def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
     return env, spec
 
 
+def server_facts(cfg: ServeConfig) -> list[tuple[str, str]]:
+    """Describe a server before it starts."""
+    env, spec = describe(cfg)
+    weights = first_weights(cfg, env)
+    return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
+
+
 def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     names = names_of(cfg.serve)
