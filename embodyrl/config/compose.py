@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
         folders: where files are looked up, the first one that has a file wins.
 
     Raises:
-        ConfigError: no such file or group, or a defaults list that Hydra cannot read.
+        ConfigError: no such file or group, a file that is no plain YAML, or a defaults list that Hydra cannot read.
     """
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir
@@ -36,6 +37,12 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
     from omegaconf.errors import OmegaConfBaseException
 
     shipped, *more = (str(folder) for folder in folders)
+    # Before Hydra reads them: it expands aliases and knows no limit.
+    for group, option in groups.items() if more else ():
+        try:
+            deque(_keys_of(f"{group}/{option}", folders), maxlen=0)
+        except RecursionError:
+            raise ConfigError(f"the defaults of {group}={option} lead back to it.") from None
     # Hydra cannot override an option by none; null is the default of the groups that take it.
     _store_variants()
     words = [f"{group}={option}" for group, option in groups.items() if option != "null"]
@@ -95,7 +102,10 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
         return
     file = folder / f"{name}.yaml"
     body = read_plain_yaml(file)
-    for entry in body.pop("defaults", []):
+    defaults = body.pop("defaults", [])
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{file}: defaults must be a list.")
+    for entry in defaults:
         if isinstance(entry, str) and entry != "_self_":
             yield from _keys_of(f"{group}/{entry}" if group else entry, folders)
     match = _PACKAGE.match(file.read_text(encoding="utf-8"))

@@ -8,6 +8,7 @@ from hydra import initialize_config_dir
 
 from embodyrl.config.compose import compose
 from embodyrl.errors import ConfigError
+from embodyrl.plan.config import load_config
 
 FILES = {
     "root": "defaults: [_self_, {env: a}, {model: m}, {optional start: '${env}-${model}'}, {extra: null}]\nseed: 1",
@@ -79,3 +80,33 @@ def test_an_application_of_hydra_in_this_process_stays_as_it_is(folder: Path) ->
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         assert compose("root", {"env": "b"}, [folder])["env.x"][0] == 2
         assert compose_by_hydra("root").seed == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"a: &a [x, x]\nb: [*a, *a]\n", "aliases are refused"),
+        (b"defaults: [other]\n", "aliases are refused"),
+        (b"defaults: [mine]\n", "lead back to it"),
+        (b"defaults: 5\n", "must be a list"),
+        (b"[" * 100_000, "levels"),
+        (b"env_type: \xff\xfe\n", "broken YAML"),
+        (b"env_type: !!python/name:os.system\n", "is refused"),
+        (b"- 1\n", "expected `key: value`"),
+    ],
+    ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "tag", "list"],
+)
+def test_files_of_a_config_dir_are_plain_yaml(tmp_path, text: bytes, says: str) -> None:
+    folder = tmp_path / "env"
+    folder.mkdir()
+    (folder / "other.yaml").write_bytes(b"a: &a [x]\nb: *a\n")
+    (folder / "mine.yaml").write_bytes(text)
+    with pytest.raises(ConfigError, match=says):
+        load_config("train", ["env=mine"], config_dirs=[tmp_path])
+
+
+def test_a_good_file_of_a_config_dir_is_taken(tmp_path) -> None:
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "mine.yaml").write_text("defaults: [gym, _self_]\nid: CartPole-v1\n")
+    cfg = load_config("train", ["env=mine", "model=mlp"], config_dirs=[tmp_path])
+    assert cfg.env.id == "CartPole-v1"
