@@ -228,12 +228,16 @@ QUIET = (
         (["model.num_action_chunks=2"], "model.num_action_chunks=1"),
         (["env.use_rel_reward=true"], "env.use_rel_reward=false"),
         (["reward.path=goal_env:careful"], "leave one of both"),
-        (["algorithm=ppo"], "hindsight_goals"),
     ],
 )
 def test_what_has_no_other_goals_is_refused(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
+
+
+def test_hindsight_goals_warn_with_an_algorithm_that_ignores_them():
+    (line,) = load_config("train", [*SMALL, "algorithm=ppo"]).warnings
+    assert line.startswith("algorithm.hindsight_goals has no effect")
 
 
 def transitions(run: Path, step: int) -> dict[str, np.ndarray]:

@@ -288,8 +288,6 @@ def test_what_a_server_cannot_do_is_refused() -> None:
         load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
     with pytest.raises(ConfigError, match=r"algorithm\.reference_url: is for text"):
         draw_blueprint(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
-    with pytest.raises(ConfigError, match=r"rollout\.logprobs: is for text"):
-        draw_blueprint(load_config("train", ["rollout.logprobs=2"]), training=True)
     warm = load_config("train", [*words[:2], "rollout.backend=vllm", "rollout.logprobs=2"]).updated(
         {"algorithm.sampling_params.temperature": 0.5}
     )

@@ -89,13 +89,14 @@ def test_ppo_trains_both_and_the_checkpoint_holds_both_and_a_reference_without_t
     assert not (folder.parent / "reference" / "critic").exists(), "a reference values nothing"
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["algorithm=grpo"], "asks for no values"),
-        (["algorithm=ppo", "runner.deterministic=true"], "without runner.deterministic"),
-    ],
-)
-def test_what_a_critic_apart_cannot_do_is_refused(words: list[str], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        load_config("train", ["env=text/copy", "model=causal_lm_tiny", "critic.path=c", *words])
+CRITIC = ("env=text/copy", "model=causal_lm_tiny", "critic.path=c")
+
+
+def test_a_separate_critic_rejects_deterministic_mode() -> None:
+    with pytest.raises(ConfigError, match=r"without runner\.deterministic"):
+        load_config("train", [*CRITIC, "algorithm=ppo", "runner.deterministic=true"])
+
+
+def test_a_separate_critic_warns_where_no_values_are_needed() -> None:
+    (line,) = load_config("train", [*CRITIC, "algorithm=grpo"]).warnings
+    assert line.startswith("critic.path has no effect")
