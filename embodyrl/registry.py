@@ -160,6 +160,13 @@ class Registry(Generic[T]):
             raise UnknownNameError(
                 f"Cannot import '{module_name}' for {self.kind} '{target}': {error}.{hint}"
             ) from error
+        except (SystemExit, Exception) as error:
+            if isinstance(error, ImportError):
+                raise
+            raise UnknownNameError(
+                f"Cannot import '{module_name}' for {self.kind} '{target}': {type(error).__name__}: {error}. Repair or "
+                "remove the package; --traceback shows the line."
+            ) from error
         for part in attribute.split("."):
             if not hasattr(found, part):
                 raise UnknownNameError(
