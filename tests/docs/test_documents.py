@@ -32,6 +32,7 @@ GENERATED = ("configuration", "commands", "api", "zoo")
 """Pages of the reference that are written while the site is built."""
 
 COMPOSED = {
+    "model.path=/data": "download of a 7B checkpoint",
     "model=openvla_oft_simplevla": "download of a 7B checkpoint",
     "model=openvla_oft_official": "download of a 7B checkpoint",
     "model=openvla_oft ": "download of a 7B checkpoint",
