@@ -33,7 +33,7 @@ from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankI
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
 from embodyrl.learners.ranks import OneRank
-from embodyrl.learners.settings import ValueOptimSettings
+from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
@@ -156,7 +156,7 @@ def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
     """One optimizer step on `--global-batch` samples: the policy gradient of random advantages."""
     parts = [observe(args.micro_batch)] * (args.global_batch // args.micro_batch)
     tokens = [policy.act(part, noise=None).tokens for part in parts]
-    optimization = Optimization(policy.module, ValueOptimSettings(), total_steps=1)
+    optimization = Optimization(policy.module, OptimSettings(), total_steps=1)
     advantage = torch.linspace(-1.0, 1.0, args.micro_batch, device=args.device)[:, None]
 
     def step() -> None:

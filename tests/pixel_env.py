@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -66,15 +67,22 @@ class Dial(PixelEnv):
 
 
 class DiesOnce(gymnasium.Wrapper):
-    """Its process is killed at the given step; the marker says that it has happened."""
+    """Kills its env worker at the given step; the marker shows that this has happened.
+
+    The first instance of a process only describes the environment.
+    """
+
+    made = 0
 
     def __init__(self, env: gymnasium.Env, at: int, marker: str) -> None:
         super().__init__(env)
         self._left, self._marker = at, Path(marker)
+        self._acts = DiesOnce.made > 0 and multiprocessing.parent_process() is not None
+        DiesOnce.made += 1
 
     def step(self, action):
         self._left -= 1
-        if not self._left and not self._marker.exists():
+        if not self._left and not self._marker.exists() and self._acts:
             self._marker.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return super().step(action)

@@ -17,10 +17,10 @@ from embodyrl.policies import POLICIES
 from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
 
 MIB, GIB = 2**20, 2**30
-_PROCESS = 380 * MIB
-"""A process with torch and a model library, on the host."""
-_ADAPTERS = 90 * MIB
-"""What the adapter library adds to it."""
+_PROCESS = 290 * MIB
+"""A process with torch and a policy, on the host."""
+_ADAPTERS = 180 * MIB
+"""Added by the adapter library, which imports transformers."""
 _CUDA = 600 * MIB
 """Context and workspaces on a GPU."""
 _ENV_PROCESS = 160 * MIB

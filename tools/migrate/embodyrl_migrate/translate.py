@@ -344,7 +344,9 @@ def _fit(result: Migration) -> None:
         problems = _problems(result)
         if not problems:
             return
-        refused = {match[0]: text for text in problems if (match := re.match(r"[\w.]+(?==|:|\s)", text))}
+        # A warning may name several keys: "a, b have no effect: ...".
+        named = {text: re.match(r"[\w.]+(?:, [\w.]+)*(?==|:|\s)", text) for text in problems}
+        refused = {key: text for text, match in named.items() if match for key in match[0].split(", ")}
         refused = {key: text for key, text in refused.items() if key in result.settings}
         if not refused:
             result.refused += [f"refused by embodyrl: {problem}" for problem in problems]
@@ -362,7 +364,7 @@ def _refused(verdict: Verdict, text: str, entry: Any) -> Verdict:
 
     Where a table says when the key has an effect there, no effect here is a difference.
     """
-    idle = "has no effect" in text or "is for text" in text or "does not read" in text
+    idle = re.search("ha(?:s|ve) no effect", text) is not None or "is for text" in text or "does not read" in text
     rules = entry if isinstance(entry, list) else [entry]
     idle = idle and not ("does not read" in text and any(isinstance(rule, dict) and "if" in rule for rule in rules))
     if idle or ("does not read" in text and verdict.value in OFF):
