@@ -318,6 +318,8 @@ def _base_settings(
     left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
     if "eval" in groups:
         left.add("runner.val_suites")
+    if command != "train":
+        left.add("runner.logger")  # a run without a console must not silence its evaluation
     # A task decides how long replies are, an environment of the same kind keeps the images that the weights know.
     kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
     if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):

@@ -10,7 +10,6 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 
 REFUSED = [
-    ("eval", "algorithm=ppo"),
     ("eval", "data.path=x"),
     ("sft", "ckpt=x"),
     ("train", "env.eval.auto_reset=true"),
