@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
-        """Read the template of a tokenizer, or of a processor beside it; None: there is none."""
+        """Read the template of a tokenizer, or of the processor in the same folder; None: there is none."""
         config = _json(folder / "tokenizer_config.json")
         found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():

@@ -101,7 +101,7 @@ class RemoteWorker:
         if spec.component == "env":
             gpus = () if spec.gpu == "" else visible_gpus()
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
-        # Beside Ray's own logs of this node, where the last words of a worker that dies can be found.
+        # In the folder of Ray's own logs of this node: the last output of a worker that dies.
         own = os.path.realpath("/proc/self/fd/1")
         folder = os.path.dirname(own) if os.path.isfile(own) else tempfile.gettempdir()
         job = ray.get_runtime_context().get_job_id()

@@ -160,9 +160,9 @@ def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int,
             f"episode {number}: step {uneven[0] + 1} comes {gaps[uneven[0]]:.4f} s after the step before, fps "
             f"{card.fps:g} means {1 / card.fps:.4f} s."
         )
-    told = {task or "" for task in row.get("tasks") or ()}
+    listed = {task or "" for task in row.get("tasks") or ()}
     for task in np.unique(own["task_index"]).tolist():
         if task not in names:
             yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
-        elif told and names[task] not in told:
-            yield f"episode {number}: task_index {task} is '{names[task]}', the table of episodes has {sorted(told)}."
+        elif listed and names[task] not in listed:
+            yield f"episode {number}: task_index {task} is '{names[task]}', the table of episodes has {sorted(listed)}."
