@@ -1,1 +1,1 @@
-"""Algorithms: advantage estimators and policy losses, each one file and one registry line. Needs no torch."""
+"""Advantage estimators and policy losses. Each is one file and one registry line; none imports torch."""

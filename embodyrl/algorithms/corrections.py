@@ -1,7 +1,7 @@
-"""Corrections for older data: pure functions without gradient on units [B, ...].
+"""Off-policy corrections: pure functions without gradient on units [B, ...].
 
-log w = log pi_proximal - log pi_behaviour, the policy at the start of the update against the one that acted. What they
-remove stays in the denominator of the loss.
+log w = log pi_proximal - log pi_behaviour, where pi_proximal is the policy at the start of the update and pi_behaviour
+the policy that acted. Removed units still count in the denominator of the loss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
     """
     moment, order = log_weight.square()[valid].sort(descending=True, stable=True)
     count = len(moment)
-    # rest[i]: mean of moment[i] and all smaller ones. It falls with i, so the units to drop come first.
+    # rest[i]: mean of moment[i] and all smaller moments. It falls with i, so the units to drop come first.
     rest = moment.flip(0).cumsum(0).flip(0) / moment.new_ones(count).cumsum(0).flip(0)
     dropped = int((rest >= threshold).sum().clamp(max=count - 1))
     kept = valid.new_ones(count)
@@ -59,10 +59,12 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
 
 
 def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
-    """Keep a unit unless A < 0 and its sequence's mean of log pi_behaviour - log pi exceeds delta.
+    """Return a mask without off-policy samples of negative advantage.
 
-    The paper (arXiv 2512.02556, 3.1) takes the probabilities of the engine that sampled, so that what differs between
-    engine and trainer counts as off-policy too; recomputed ones would hide it.
+    A unit is dropped where A < 0 and the mean of log pi_behaviour - log pi over its sequence exceeds delta.
+
+    The paper (arXiv 2512.02556, 3.1) uses the probabilities of the sampling engine, so the mismatch between engine and
+    trainer counts as off-policy too. Recomputed probabilities would hide that mismatch.
 
     Args:
         log_ratio_mean: [B, 1, 1] mean of log pi_behaviour - log pi over the sequence.

@@ -1,4 +1,4 @@
-"""Advantages with a credit for each chunk or action (`reward_type`): formulas in float64, and what `adv_type` names."""
+"""Advantage estimators (`adv_type`) with a credit for each chunk or action (`reward_type`), computed in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from embodyrl.types import BoolArray, DoubleArray, Episode, FloatArray
 
 
 def discounted(reward: npt.ArrayLike, valid: npt.ArrayLike, *, gamma: float) -> DoubleArray:
-    """Return-to-go sum over s >= t of gamma^(s-t) r_s of one episode [T]; steps that are not valid are skipped."""
+    """Return the discounted return-to-go of one episode [T]: sum over s >= t of gamma^(s-t) r_s.
+
+    Invalid steps are skipped.
+    """
     reward = np.asarray(reward, dtype=np.float64)
     return gae(reward, np.zeros_like(reward), 0.0, valid, gamma=gamma, lam=1.0)[0]
 
@@ -41,9 +44,9 @@ def gae(
     lam: float,
     ends: npt.ArrayLike | None = None,
 ) -> tuple[DoubleArray, DoubleArray]:
-    """Generalised advantage estimation of episodes (arXiv 1506.02438); entries that are not valid are skipped.
+    """Compute generalised advantage estimates (arXiv 1506.02438); invalid entries are skipped.
 
-    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V.
+    delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lam A_{t+1}; returns = A + V.
 
     Args:
         reward: [T] reward of each credited step.
@@ -53,7 +56,7 @@ def gae(
         valid: [T] bool, the step was executed.
         gamma: discount per credited step.
         lam: GAE lambda.
-        ends: [E] where one episode after the other ends; all entries are one episode's without it.
+        ends: [E] end index of each of several concatenated episodes; None: all entries are one episode.
 
     Returns:
         advantages [T] and returns [T]; 0 where not valid.
@@ -61,18 +64,18 @@ def gae(
     reward, value = np.asarray(reward, dtype=np.float64), np.asarray(value, dtype=np.float64)
     valid = np.asarray(valid, dtype=bool)
     steps, stops = np.flatnonzero(valid), np.asarray([len(reward)] if ends is None else ends)
-    # By place among the valid steps; of an episode without any, nothing is left.
+    # Indices count valid steps only. An episode without valid steps is dropped.
     after: list[float | None] = [None] * (len(steps) + 1)
     places = np.concatenate([[0], valid.cumsum()])[stops]
     for place, estimate in zip(places.tolist(), np.ravel(bootstrap).tolist(), strict=True):
-        # Of several episodes that end at one place all but the first are without a valid step.
+        # Where several episodes have the same end index, only the first has valid steps.
         if after[place] is None:
             after[place] = estimate
-    # Plain numbers: numpy's own take ten times longer one by one.
+    # Python floats: indexing numpy scalars is ten times slower.
     found: list[float] = []
     following = running = 0.0
     for r, v, first in zip(reward[steps][::-1].tolist(), value[steps][::-1].tolist(), after[:0:-1], strict=True):
-        # The last step of an episode: what is carried back belongs to the one after it.
+        # Last step of an episode: reset the advantage carried backwards.
         if first is not None:
             following, running = first, 0.0
         running = r + gamma * following - v + gamma * lam * running
@@ -100,14 +103,14 @@ def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) 
 
 
 class GigpoSettings(StdSettings, DiscountSettings):
-    """GiGPO."""
+    """GiGPO: group-in-group policy optimization."""
 
     step_advantage_weight: Positive = 1.0
     """gigpo: weight of a step's advantage among visits of the same state."""
 
 
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
-    """Credit of the episode among its group plus credit of each chunk step among the group's visits of its state."""
+    """Add the episode's group advantage to the advantage of each chunk step among visits of the same state (GiGPO)."""
     groups = [episode.spec.group_id for episode in episodes]
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
     episode_level = grpo(
@@ -118,8 +121,8 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> l
         discounted(np.where(e.valid, e.reward, 0.0).sum(axis=1), own, gamma=cfg.gamma)
         for e, own in zip(episodes, ran, strict=True)
     ]
-    # Visits of one state by one group are compared like the episodes of a group; chunks without an executed action
-    # visited nothing and stay out of the mean.
+    # Visits of one state are compared like the episodes of a group. Chunks without an executed action are excluded from
+    # the mean.
     executed, anchors = np.concatenate(ran), step_groups(scores.states, groups)
     steps = np.zeros(len(executed))
     steps[executed] = grpo(np.concatenate(to_go)[executed], anchors[executed], normalize=normalize, unbiased=unbiased)
@@ -139,7 +142,7 @@ class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
     gae_lambda: Share = 1.0
     """GAE lambda."""
     normalize_per_task: bool = False
-    """Whiten within each task, so that one whose rewards change little is learned from as much as the others."""
+    """Whiten within each task, so that tasks with a small reward variance are weighted like the others."""
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
@@ -147,7 +150,7 @@ class ReturnSettings(CreditSettings, DiscountSettings):
 
 
 class RemaxSettings(CreditSettings):
-    """ReMax."""
+    """ReMax: the baseline is the return of a greedy rollout."""
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
@@ -159,7 +162,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     credited, reward = _credited(valid, cfg), _rewards(valid, reward, cfg)
     assert value.shape == reward.shape, f"value {value.shape} against rewards {reward.shape}"
     ends = np.cumsum([len(episode.valid) for episode in episodes])
-    # With one value per action (V = K) the first one stands for what follows the chunk.
+    # With one value per action (V = K), the first value bootstraps the chunk before.
     bootstrap = [0.0 if episode.terminated else float(episode.bootstrap_value[0]) for episode in episodes]
     advantage, returns = (
         found.reshape(reward.shape)
@@ -170,12 +173,12 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
             credited.ravel(),
             gamma=cfg.gamma,
             lam=cfg.gae_lambda,
-            # `gae` counts credited steps: K of a chunk at action level, else 1.
+            # `gae` takes one entry per credited step: K per chunk at action level, else 1.
             ends=ends * reward.shape[1],
         )
     )
     if cfg.normalize_advantages:
-        # After the value targets are formed: those stay in units of the reward.
+        # Whiten after the value targets are computed: targets keep the scale of the reward.
         tasks = [episode.spec.task_id if cfg.normalize_per_task else 0 for episode in episodes]
         of_rows = np.repeat(tasks, np.diff(ends, prepend=0))
         for task in set(tasks):
@@ -192,9 +195,9 @@ def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSett
 
 
 def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSettings) -> list[Credit]:
-    """Return-to-go minus the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
+    """Subtract the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
 
-    An episode whose greedy one was lost to a crashed env worker has nothing to be compared with: its advantage is 0.
+    The advantage is 0 where the greedy episode was lost to a worker crash.
     """
     return [
         spread(e, 0.0 if greedy is None else _to_go(e, cfg, 1.0) - shape_rewards([greedy], cfg)[0].episode_return)
@@ -203,7 +206,7 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSetting
 
 
 def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
-    """Whiten R - mean_g over all executed actions of the batch: longer episodes weigh more (arXiv 2501.03262)."""
+    """Whiten R - mean_g over all executed actions of the batch (arXiv 2501.03262); longer episodes weigh more."""
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
     centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)
@@ -219,7 +222,7 @@ def _whitened_credits(
 
 
 def _whiten(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
-    """Whiten the entries under the masks over the whole batch, in place."""
+    """Whiten the masked entries over the whole batch, in place."""
     if not parts:
         return
     flat = whiten(np.concatenate([part[m] for part, m in zip(parts, masks, strict=True)]))
@@ -229,7 +232,7 @@ def _whiten(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
 
 
 def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
-    """Each action carries its own reward to the buffer."""
+    """Return the reward of each action as its credit, for the replay buffer."""
     del cfg
     return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
 
@@ -246,7 +249,7 @@ def _rewards(valid: BoolArray, reward: FloatArray, cfg: CreditSettings) -> Doubl
 
 
 def _credited(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
-    """Return the mask of credited steps: chunks that ran at all [T, 1], or executed actions [T, K]."""
+    """Return the mask of credited steps: chunks with an executed action [T, 1], or executed actions [T, K]."""
     if cfg.reward_type == RewardLevel.chunk_level:
         return np.asarray(valid.any(axis=1, keepdims=True))
     return valid

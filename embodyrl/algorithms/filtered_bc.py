@@ -1,7 +1,8 @@
-"""Filtered behaviour cloning: the policy imitates what it did in episodes that earned enough.
+"""Filtered behaviour cloning: train on the actions of episodes with a high return.
 
-Also known as rejection-sampling fine-tuning, or self-imitation; for rewards of 0 and 1 and without the buffer the
-expected update is that of REINFORCE without a baseline. It needs no likelihood, so any policy that imitates learns.
+Also known as rejection-sampling fine-tuning or self-imitation. For rewards of 0 and 1 and without the buffer, the
+expected update is that of REINFORCE without a baseline. No likelihood is needed, so any policy with an SFT loss can be
+trained.
 """
 
 from collections.abc import Sequence
@@ -16,19 +17,19 @@ from embodyrl.types import Episode
 
 
 class FilteredSettings(BufferSettings):
-    """Which episodes are imitated."""
+    """Settings of filtered behaviour cloning."""
 
     imitates = True
     imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
-    """Episodes whose return (after algorithm.reward_scale) is larger are imitated; of success as the reward: the
-    successful ones."""
+    """Train on episodes whose return (after algorithm.reward_scale) is larger than this; with 0/1 success rewards:
+    successful episodes."""
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The policy that acts and is saved is an exponential moving average of the trained weights, of which so much stays
-    at each update: the noise of a learning rate like that of `sft` would cost success. 0: the weights themselves."""
+    """Decay of the exponential moving average (EMA) of the weights; the averaged weights act and are saved. It reduces
+    the noise of SFT learning rates. 0: no averaging."""
 
 
 def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
-    """All actions of an episode that earned enough get 1, of others 0."""
+    """Return credit 1 for all actions of episodes above the return threshold, else 0."""
     return [
         Credit(
             advantage=np.full(e.reward.shape, e.episode_return > cfg.imitate_above, np.float32),

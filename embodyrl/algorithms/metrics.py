@@ -1,4 +1,4 @@
-"""What is reported of a batch before its update, and of the micro-batches of an optimizer step."""
+"""Metrics of a batch before its update, and of the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from embodyrl.types import Episode
 
 WEIGHT_SUM = "weight_sum"
 MEANS = frozenset({"kl", "ref_kl", "entropy", "ratio", "clip_fraction", "logprob_gap"})
-"""Weighted sums that are divided by the summed weights, so that they stay means under every `loss_agg_func`."""
+"""Weighted sums that are divided by the summed weights, so they are means under every `loss_agg_func`."""
 
 
 def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Of a batch before its update: groups that teach nothing, and the advantages; `pairs`: what is trained on."""
+    """Return metrics of a batch before its update: groups without signal, and advantages.
+
+    `pairs` contains the episodes to train on with their credits.
+    """
     groups = {episode.spec.group_id for episode in episodes}
     kept = [episode.spec.group_id for episode, _ in pairs]
     metrics = {"train/groups_without_signal": 1.0, "train/groups_filtered": 1.0 - len({*kept}) / len(groups)}
     if pairs:
-        # All at once: of a thousand short episodes the loops would take as long as a mini-batch.
+        # Vectorised: loops over a thousand short episodes would take as long as a mini-batch.
         valid = np.concatenate([episode.valid for episode, _ in pairs])
         whole = np.concatenate([credit.advantage for _, credit in pairs])
         loud = np.repeat(kept, [len(e.valid) for e, _ in pairs])[((whole != 0) & valid).any(axis=1)]
@@ -36,7 +39,7 @@ def batch_metrics(episodes: Sequence[Episode], pairs: Sequence[tuple[Episode, Cr
 
 
 def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
-    """Return the means of values and targets, and the share of the targets' variance that the values explain."""
+    """Return the means of values and targets, and the explained variance of the values."""
     ran, value, returns = (
         np.concatenate(part) for part in zip(*((e.valid, e.value, c.returns) for e, c in pairs), strict=True)
     )
@@ -51,7 +54,7 @@ def value_metrics(pairs: Sequence[tuple[Episode, Credit]]) -> dict[str, float]:
 
 
 def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
-    """Return the metrics of each micro-batch, computed for all together; `merge_metrics` joins those of a step.
+    """Return the metrics of each micro-batch, computed in one pass; `merge_metrics` joins those of a step.
 
     `kl` is the low-variance estimate of KL(old || policy), `logprob_gap` the mean |new - old| of a token.
     """
@@ -71,7 +74,7 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
     shared[WEIGHT_SUM] = rows["weight"]
     table = torch.stack([*(share.sum(1) for share in shared.values()), rows["ratio"].flatten(1).amax(1)])
     added = torch.stack([number for part in parts for number in part.sums.values()])
-    # One copy from the device: each waits until all that was started there is done.
+    # One copy from the device: each copy synchronises.
     numbers = torch.cat([table.flatten(), added]).double().cpu().numpy()
     table, sums = np.split(numbers, [table.numel()])
     table, sums = table.reshape(len(shared) + 1, -1), sums.reshape(len(parts), -1).tolist()
@@ -85,7 +88,7 @@ def metrics_of(parts: Sequence[Measured]) -> list[dict[str, float]]:
 
 
 def merge_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the shares of all micro-batches (and ranks) of one optimizer step.
+    """Merge the metrics of all micro-batches (and ranks) of one optimizer step.
 
     Names ending in `_max` take the maximum, everything else adds up; the names in `MEANS` are then divided by the
     summed `weight_sum`, which is dropped.

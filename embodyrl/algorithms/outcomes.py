@@ -1,7 +1,7 @@
-"""Advantages of episodes that are compared with their group (one reset id): formulas, and what `adv_type` names.
+"""Outcome advantages: each episode is compared with its group (the episodes of one reset id).
 
-The formulas are pure numpy, computed in float64: R [E] outcome reward of each episode, g [E] its group, mean_g and
-std_g over the group. All actions of an episode are given its advantage.
+The formulas are pure numpy, computed in float64: R [E] is the outcome reward of each episode, g [E] its group, mean_g
+and std_g are taken over the group. All actions of an episode share its advantage.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from embodyrl.types import DoubleArray, Episode
 def _by_group(
     compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
 ) -> DoubleArray:
-    """Apply `compute` to the rewards (and what more there is, all [E]) of one group after the other.
+    """Apply `compute` to the rewards (and further [E] columns) of each group.
 
-    One member alone, or equal rewards, get 0.
+    Groups of one, or with equal rewards, get 0.
     """
     group, columns = np.asarray(group), [np.asarray(column, dtype=np.float64) for column in (reward, *more)]
     assert all(column.shape == group.shape for column in columns)
     out = np.zeros(group.shape)
     for name in np.unique(group):
         member = group == name
-        if np.ptp(columns[0][member]) > 0:  # rounding of the mean must not turn equal rewards into a tiny signal
+        if np.ptp(columns[0][member]) > 0:  # rounding of the mean must not turn equal rewards into a tiny advantage
             out[member] = compute(*(column[member] for column in columns))
     return out
 
@@ -38,7 +38,7 @@ def _by_group(
 def grpo(
     reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, unbiased: bool = True, eps: float = 1e-6
 ) -> DoubleArray:
-    """(R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one, which has nobody to be compared with.
+    """Compute (R - mean_g) / (std_g + eps), arXiv 2402.03300; 0 for a group of one.
 
     Args:
         reward: [E] outcome rewards.
@@ -59,7 +59,7 @@ def grpo(
 
 
 def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
-    """R minus the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
+    """Subtract the mean of the group's other members: n / (n - 1) (R - mean_g), arXiv 2402.14740."""
 
     def leave_one_out(rewards: DoubleArray) -> DoubleArray:
         n = len(rewards)
@@ -69,7 +69,7 @@ def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
-    """R - sum(len R) / sum(len) over the group: the baseline of least variance, arXiv 2505.23585."""
+    """Subtract the baseline of least variance, sum(len R) / sum(len) over the group, arXiv 2505.23585."""
 
     def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
@@ -78,13 +78,13 @@ def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> D
 
 
 def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
-    """Alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
+    """Compute alpha (R - mean_g), alpha = episodes / episodes with a reward other than 0, arXiv 2504.02546."""
     rewarded = max(1, int(np.count_nonzero(reward)))
     return np.size(reward) / rewarded * grpo(reward, group, normalize=False)
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Only the best of a group is credited, with its lead over the second: R1 - R2, arXiv 2503.19595.
+    """Credit only the best episode of a group, by its lead over the second: R1 - R2, arXiv 2503.19595.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
@@ -99,7 +99,9 @@ def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = 
 
 
 def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) -> DoubleArray:
-    """Sum_k w_k grpo(R_k), whitened over the batch: no part of the reward drowns another one (arXiv 2601.05242).
+    """Compute sum_k w_k grpo(R_k), whitened over the batch (arXiv 2601.05242).
+
+    Each part of the reward is normalised separately, so that no part dominates.
 
     Args:
         parts: [E, C] outcome of each part of the reward.
@@ -111,7 +113,7 @@ def gdpo(parts: npt.ArrayLike, group: npt.ArrayLike, weight: Sequence[float]) ->
 
 
 def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
-    """Shift and scale to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
+    """Standardise to mean 0 and variance 1: (x - mean) / sqrt(var + eps), var with ddof 1.
 
     Fewer than two values have no variance and become 0.
     """
@@ -125,15 +127,15 @@ class StdSettings(GroupSettings, NormalizeSettings):
     """An estimator that divides by the standard deviation of a group."""
 
     std_unbiased: bool = True
-    """Standard deviation of a group with n - 1 instead of n in the denominator."""
+    """Use n - 1 instead of n in the denominator of a group's standard deviation."""
 
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
-    """pass@k."""
+    """pass@k: credit the best episode of a group."""
 
 
 class GdpoSettings(GroupSettings):
-    """GDPO."""
+    """GDPO: normalise each part of the reward separately."""
 
     needs = {
         "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "
@@ -141,37 +143,40 @@ class GdpoSettings(GroupSettings):
     }
 
     def problems(self) -> Iterator[str]:
-        """What an episode would have earned is no part of it."""
+        """Yield contradictory settings, one line each."""
         yield from super().problems()
         if self.truncated_episodes is TruncatedEpisodes.zero_reward:
             yield (
-                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward by itself, "
-                "and those stay; use mask."
+                "algorithm.truncated_episodes=zero_reward: adv_type 'gdpo' credits each part of the reward "
+                "separately, so the outcome cannot be set to 0; use mask."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What an outcome estimator compares."""
+    """Inputs of an outcome estimator."""
 
     episodes: Sequence[Episode]
     scores: Scores
 
     @property
     def returns(self) -> list[float]:
-        """[E] undiscounted return of each episode."""
+        """Undiscounted return of each episode, [E]."""
         return [episode.episode_return for episode in self.episodes]
 
     @property
     def groups(self) -> list[int]:
-        """[E] group of each episode."""
+        """Group of each episode, [E]."""
         return [episode.spec.group_id for episode in self.episodes]
 
 
 def outcome_estimator(
     compute: Callable[[Outcomes, Any], DoubleArray], settings: type[GroupSettings] = GroupSettings
 ) -> AdvantageEstimator:
-    """Spread the advantage [E] of each episode over all its actions; it is 0 where the rest of the group is missing."""
+    """Build an estimator that assigns each episode's advantage [E] to all its actions.
+
+    The advantage is 0 where the group is incomplete.
+    """
 
     def credits(episodes: Sequence[Episode], scores: Scores, cfg: GroupSettings) -> list[Credit]:
         advantage = compute(Outcomes(episodes=episodes, scores=scores), cfg)
@@ -181,13 +186,13 @@ def outcome_estimator(
 
 
 def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
-    """Give an advantage, one number, [T, 1] or [T, K], to all executed actions of an episode without value targets."""
+    """Assign an advantage (a number, [T, 1] or [T, K]) to all executed actions of an episode, without value targets."""
     given = np.where(episode.valid, advantage, 0.0).astype(np.float32)
     return Credit(advantage=given, returns=np.zeros((len(given), 0), np.float32))
 
 
 def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
-    """Where the reward has no parts, the return is the only one."""
+    """Compute `gdpo` from the parts of the reward; without parts, the return is the only part."""
     weights = outcomes.scores.part_weights
     if not weights:
         return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])

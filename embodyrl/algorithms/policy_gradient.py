@@ -1,4 +1,4 @@
-"""An advantage estimator and a policy loss bound to one config: every policy-gradient method."""
+"""Policy-gradient algorithm: an advantage estimator and a policy loss with one config."""
 
 from __future__ import annotations
 
@@ -46,31 +46,32 @@ _NO_SCORES = Scores()
 
 
 class Algorithm:
-    """Loss = policy loss + value_coef * value loss + kl_beta * KL(policy || reference) - entropy_bonus * entropy.
+    """Policy-gradient algorithm with a fixed config.
 
-    Policy loss, KL and entropy share the weights of `loss_agg_func`; the value loss is a mean over value targets.
+    Loss = policy loss + value_coef * value loss + kl_beta * KL(policy || reference) - entropy_bonus * entropy. Policy
+    loss, KL and entropy share the weights of `loss_agg_func`; the value loss is a mean over value targets.
     `positive_nll_coef` adds the mean of -log pi over actions with a positive advantage (arXiv 2504.05118).
     """
 
     def __init__(self, cfg: AlgorithmSettings, longest_episode: int = 1, scored: int = 0) -> None:
-        """Bind the config.
+        """Look up the estimator and the loss.
 
         Args:
             cfg: the keys below `algorithm`.
-            longest_episode: chunks of an episode that its time limit ends; for `weights`.
+            longest_episode: chunks of an episode at its time limit; for `weights`.
             scored: log-probabilities of an action (`PolicySpec.scored`); 0: one for each token.
 
         Raises:
-            ConfigError: unknown names or combinations that make no sense.
+            ConfigError: unknown names or contradictory settings.
         """
         if found := list(cfg.problems()):
             raise ConfigError(found)
         self._cfg = cfg
         self.settings = cfg
         self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
-        """Training steps at the start that train nothing but the value head."""
+        """Training steps at the start that train only the value head."""
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
-        """Rounds of further groups in place of filtered ones."""
+        """Rounds of refill groups that replace filtered groups."""
         self._longest_episode = longest_episode
         self.scored = scored
         self._estimator = ADVANTAGES.get(cfg.adv_type)
@@ -80,57 +81,57 @@ class Algorithm:
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
         self.needs_finals = self.needs_values or isinstance(cfg, ReplaySettings)
-        """What is seen after an episode that did not terminate."""
+        """The final observation of truncated episodes is needed."""
         self.needs_all_ends = isinstance(cfg, ReplaySettings) and cfg.hindsight_goals > 0
-        """And after one that did: with another goal it might not have."""
+        """The final observation of terminated episodes is needed too: with another goal the episode may not have
+        terminated."""
         self.needs_states = self._estimator.needs_states
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
-        """`Scores.logprob` and `Scores.ref_logprob`."""
+        """`prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
-        """The actor scores the batch with its own weights before it trains; those are the ratio's denominator."""
+        """The actor recomputes the log-probabilities before the update, for the denominator of the ratio."""
         self._reward_kl_beta = cfg.kl_beta
         self.seen: Outcomes = {}
-        """Outcomes of the steps before, for a curriculum; whoever plays them keeps it."""
+        """Outcomes of earlier steps, for a curriculum; the driver updates them."""
         self._scale = None
         if isinstance(cfg, ReturnScaleSettings) and cfg.normalize_returns:
             self._scale = ReturnScale(cfg.gamma)
 
     def value_dim(self, num_action_chunks: int) -> int:
-        """V, the value outputs that the estimator needs: 0, 1 (chunk level) or K (action level)."""
+        """Return V, the number of value outputs: 0, 1 (chunk level) or K (action level)."""
         if not isinstance(self.settings, ValueSettings):
             return 0
         return num_action_chunks if self.settings.reward_type is RewardLevel.action_level else 1
 
     def state(self) -> dict[str, Any]:
-        """Return what changes from step to step, for a checkpoint of the loop."""
+        """Return the state that changes from step to step, for a checkpoint."""
         scale = self._scale.state() if self._scale else {}
         return {"reward_kl_beta": self._reward_kl_beta} | scale | ({"seen": self.seen} if self.seen else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned."""
+        """Restore what `state` returned."""
         self._reward_kl_beta = state["reward_kl_beta"]
         self.seen = state.get("seen", {})
         if self._scale:
             self._scale.load_state(state)
 
     def prepare(self, episodes: Sequence[Episode], scores: Scores = _NO_SCORES) -> PreparedBatch:
-        """Turn episodes into a flat batch of chunk samples, episode by episode, chunk by chunk.
+        """Convert episodes to a flat batch of chunk samples, episode by episode, chunk by chunk.
 
-        Left out: groups that `select` filters, truncated episodes where `truncated_episodes` says mask, chunks without
-        an executed action. What a masked episode earned still counts for the others of its group.
+        Excluded are groups that `select` filters, truncated episodes with `truncated_episodes=mask`, and chunks without
+        an executed action. The outcome of a masked episode still counts in its group.
 
         Raises:
-            NonFiniteError: a reward, value or advantage is NaN or infinite; names the episode.
+            NonFiniteError: a reward, value or advantage is NaN or infinite; the message names the episode.
         """
         assert episodes, "a step without episodes"
         for name in ("reward", "value", "bootstrap_value"):
             _require_finite(episodes, name.replace("_", " "), [getattr(episode, name) for episode in episodes])
         shaped, metrics = self._shape(episodes, scores)
-        # The order matters: groups are filtered first, then credited with what their masked members earned, and only
-        # then do those leave the batch. Estimators without groups never see them.
-        # Filters see what the environment gave, the unshaped episodes.
+        # The order matters: filter groups by unshaped rewards, compute credits with masked members, then remove the
+        # masked members. Estimators without groups skip masked episodes from the start.
         keep = [i for i in self.select(episodes) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
@@ -167,7 +168,7 @@ class Algorithm:
         )
 
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
-        """Return the episodes with the rewards to credit, and metrics of the KL that was taken from them."""
+        """Return the episodes with shaped rewards, and metrics of the KL that was subtracted."""
         cfg, shaped = self._cfg, shape_rewards(episodes, self._cfg)
         if self._scale:
             shaped = self._scale.apply(shaped)
@@ -198,29 +199,30 @@ class Algorithm:
             longest_episode=self._longest_episode,
         )
         targets = batch.returns.shape[1]
-        # A target per action counts where the action ran; one per chunk always does, for empty chunks left the batch.
+        # Targets per action count for executed actions; targets per chunk always count, because empty chunks are
+        # dropped.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
         positive = valid & (batch.advantage[rows] > 0) & (self._cfg.positive_nll_coef > 0)
         return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def weighs_evenly(self, batch: PreparedBatch) -> bool:
-        """Whether the weights depend on nothing but how many samples an optimizer step has."""
+        """Return True if the weights depend only on the number of samples of an optimizer step."""
         even = self._cfg.loss_agg_func in ("token-mean", "token-sum") and not self._cfg.positive_nll_coef
         return even and bool(batch.valid.all())
 
     def correct(
         self, proximal: torch.Tensor, behaviour: torch.Tensor, valid: torch.Tensor
     ) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Weigh and filter units by the ratio of recomputed to rollout probabilities, over the whole batch.
+        """Compute correction factors from the ratio of recomputed to rollout probabilities, over the whole batch.
 
         Args:
             proximal: [B, L] recomputed log-probabilities.
-            behaviour: [B, L] those of the policies that acted.
+            behaviour: [B, L] log-probabilities of the behaviour policies.
             valid: [B, K] bool.
 
         Returns:
-            Factors without gradient on the policy loss of each unit, [B, K, P], [B, K, 1] or [B, 1, 1] by
-            `logprob_type`, or None; and metrics.
+            Detached factors on the policy loss of each unit, [B, K, P], [B, K, 1] or [B, 1, 1] by `logprob_type`, or
+            None; and metrics.
         """
         cfg = self._cfg
         log_weight = self._units(proximal - behaviour, valid, cfg.logprob_type)
@@ -247,7 +249,7 @@ class Algorithm:
         return factors, metrics
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
-        """Return a micro-batch's share of the optimizer step's loss, and what `metrics_of` computes its metrics of."""
+        """Return a micro-batch's share of the optimizer step's loss, and the inputs of its metrics (`metrics_of`)."""
         cfg, valid = self._cfg, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
@@ -266,7 +268,7 @@ class Algorithm:
         loss = policy_loss = self._aggregate(weighed, inputs.weight)
         if cfg.entropy_bonus:
             loss = loss - cfg.entropy_bonus * self._aggregate(entropy, inputs.weight)
-        if cfg.positive_nll_coef:  # weights of its own: a mean over the actions with a positive advantage
+        if cfg.positive_nll_coef:  # a mean over the actions with a positive advantage
             loss = loss - cfg.positive_nll_coef * mean_share(new, inputs.positive_weight)
         rows = {
             "logprob": scored_columns(scores.logprob.detach(), valid.shape[1], self.scored),
@@ -281,7 +283,7 @@ class Algorithm:
         }
         sums = {"policy_loss": policy_loss.detach()}
         if self.needs_reference:
-            assert inputs.ref_logprob is not None, "kl_beta > 0 without reference log-probabilities"
+            assert inputs.ref_logprob is not None, "kl_beta > 0 needs reference log-probabilities"
             ref_kl = kl(new, self._units(inputs.ref_logprob, valid, cfg.logprob_type), cfg.kl_penalty_type)
             if cfg.kl_penalty_type in IMPORTANCE_WEIGHTED:
                 ref_kl = (bounded_ratio(new - old) * ref_kl).clamp(-MAX_KL, MAX_KL)
@@ -295,48 +297,48 @@ class Algorithm:
         return loss, Measured(rows=rows, sums=sums)
 
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
-        """Return what multiplies the policy loss of each unit, without gradient; None: nothing."""
+        """Return the detached factors on the policy loss of each unit, or None."""
         factors = inputs.correction
         if self._cfg.off_policy_masking_delta is None:
             return factors
         acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
         acted = self._units(acted, inputs.valid, self._cfg.logprob_type)
-        # Detached: the mask is a decision, not a term of the loss.
+        # Detached: the gradient must not flow through the mask.
         drift = units.mean(acted - units.logprob.detach())
         mask = off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
         return mask if factors is None else factors * mask
 
     def _units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-        """Return the units of tokens [B, L], without columns that carry no log-probability."""
+        """Return the units of tokens [B, L], without columns that have no log-probability."""
         return to_units(scored_columns(tokens, valid.shape[1], self.scored), valid, level)
 
     def _aggregate(self, units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
+        """Return the weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
         share = mean_share(units, weight)
-        # `mean_share` has divided by the tokens of an action; the sums take that back.
+        # `mean_share` averages over the tokens of an action; multiply by their number for a sum.
         return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
-        """Indices of the episodes, not shaped yet, whose groups are within `filter_rewards` and `filter_returns`."""
+        """Return the indices of unshaped episodes whose groups are within `filter_rewards` and `filter_returns`."""
         cfg = self._cfg
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
         return within_bounds(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
 
     def _is_masked(self, episode: Episode) -> bool:
-        """Whether a limit ended the episode and such episodes stay out of the loss."""
+        """Return True if the episode hit a limit and such episodes are excluded from the loss."""
         return self._cfg.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
-        """Return [B] samples whose gradient is exactly zero; the actor spares their forward and backward pass."""
-        # A value loss or a KL teaches from samples whose advantage is 0 as well.
+        """Return the mask [B] of samples without gradient; the actor skips their forward and backward pass."""
+        # A value loss or KL has a gradient where the advantage is 0, too.
         if self._has_other_terms or self._loss.needs_all_samples:
             return np.zeros(len(batch.records), dtype=np.bool_)
         return ~((batch.advantage != 0) & batch.valid).any(axis=1)
 
     @property
     def _has_other_terms(self) -> bool:
-        """Whether a sample without advantage still has a gradient."""
+        """True if samples without advantage still have a gradient."""
         cfg = self._cfg
         values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
         return self.needs_replay or values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
@@ -349,7 +351,7 @@ def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) ->
 
 
 def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:
-    """Look at values of each episode; of those with one for each action, at executed ones."""
+    """Raise for the first episode with a NaN or infinite value; entries of unexecuted actions are ignored."""
     if not values or np.isfinite(np.concatenate(values, axis=None)).all():
         return
     for episode, own in zip(episodes, values, strict=True):
@@ -361,12 +363,11 @@ def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[Flo
 def _refuse(episode: Episode, what: str, bad: float) -> Never:
     spec = episode.spec
     fix = (
-        "The simulator returned it: check the environment with `embodyrl check-env`."
+        "The simulator returned this value: check the environment with `embodyrl check-env`."
         if what == "reward"
-        else "Likely cause: rewards or value errors that grew without bound; lower actor.optim.value_lr, .lr "
-        "or env.reward_coef."
+        else "Likely cause: diverging rewards or value errors; lower actor.optim.value_lr, .lr or env.reward_coef."
     )
     raise NonFiniteError(
         f"{what} is {bad} in episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed "
-        f"{spec.seed}, {episode.length} env steps); the weights were not touched. {fix}"
+        f"{spec.seed}, {episode.length} env steps); the weights are unchanged. {fix}"
     )

@@ -1,11 +1,11 @@
-"""Policy losses, which `loss_type` names, of units, and what each unit counts (`loss_agg_func`).
+"""Policy losses (`loss_type`) of units, and the weight of each unit (`loss_agg_func`).
 
-A unit is what carries one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode,
-or the part of it that falls into the optimizer step. Only executed actions count. The weights are linear and over the
-whole optimizer step, so that the losses of micro-batches add up exactly.
+A unit has one probability ratio: a token, an action or a chunk (`logprob_type`). A sequence is an episode, or its part
+within the optimizer step. Only executed actions count. The weights are linear and over the whole optimizer step, so
+that the losses of micro-batches add up exactly.
 
-A advantage, r = pi / pi_old, d = log r; all losses are minimised. Sequence-level methods (gspo, gmpo) take one sample,
-a chunk of actions or a text response, for the sequence. Tensor methods only, so that declaring a loss needs no torch.
+A advantage, r = pi / pi_old, d = log r; all losses are minimised. For sequence-level methods (gspo, gmpo), one sample
+(a chunk of actions or a text response) is the sequence. Tensor methods only, so that declaring a loss needs no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
-"""Modes of `loss_agg_func` that add the tokens of an action; the others average them."""
+"""Modes of `loss_agg_func` that sum over the tokens of an action; the others average."""
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:
@@ -47,65 +47,65 @@ def to_units(token_values: torch.Tensor, valid: torch.Tensor, level: TokenLevel)
     """Sum tokens [B, L] to the given level: [B, K, D] tokens, [B, K, 1] actions, [B, 1, 1] chunks; 0 if not valid."""
     batch, actions = valid.shape
     assert token_values.shape[1] % actions == 0, (token_values.shape, valid.shape)
-    # `where` and not a product: log-probabilities of actions that never ran may be anything, NaN included.
+    # `where` instead of a product: log-probabilities of unexecuted actions may be NaN.
     grid = token_values.reshape(batch, actions, -1)
     grid = grid.where(valid[:, :, None], grid.new_zeros(()))
-    # Small networks feel every operation: a sum over one token is spared.
+    # Skip the sum over a single token: the call is measurable in small networks.
     if level == TokenLevel.token_level or (level == TokenLevel.action_level and grid.shape[2] == 1):
         return grid
     return grid.sum(2, keepdim=True) if level == TokenLevel.action_level else grid.sum((1, 2), keepdim=True)
 
 
 def unit_mask(valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Valid units [B, K, 1] or [B, 1, 1]."""
+    """Return the mask of valid units, [B, K, 1] or [B, 1, 1]."""
     return valid.any(1)[:, None, None] if level == TokenLevel.chunk_level else valid[:, :, None]
 
 
 def unit_advantage(advantage: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
-    """Advantage [B, K] as [B, K, 1], or [B, 1, 1] at chunk level, where the executed actions share one value."""
+    """Reshape advantages [B, K] to [B, K, 1], or to [B, 1, 1] at chunk level (executed actions share one value)."""
     if level != TokenLevel.chunk_level:
         return advantage[:, :, None]
     return ((advantage * valid).sum(1) / valid.sum(1))[:, None, None]
 
 
 def mean_share(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Weighted sum over actions (or chunks) of the mean over the tokens of each."""
+    """Return the weighted sum over actions (or chunks) of the mean over their tokens."""
     return shares(units, weight).sum()
 
 
 def shares(units: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[B, K] or [B, 1]"""
+    """Return the weighted mean over the tokens of each action, [B, K], or chunk, [B, 1]."""
     per_row = weight if units.shape[1] == weight.shape[1] else weight.sum(1, keepdim=True)
     return (units.squeeze(2) if units.shape[2] == 1 else units.mean(2)) * per_row
 
 
 def equal_shares(mask: BoolArray) -> FloatArray:
-    """Equal weights that sum to 1 where the mask holds, 0 elsewhere."""
+    """Return equal weights that sum to 1 under the mask, 0 elsewhere."""
     return (mask / max(int(mask.sum()), 1)).astype(np.float32)
 
 
 def action_weights(
     mode: AggregationMode, episode: IntArray, valid: BoolArray, *, level: TokenLevel, longest_episode: int
 ) -> FloatArray:
-    """Weight of each action in the loss of one optimizer step.
+    """Return the weight of each action in the loss of one optimizer step.
 
     With u units, S sequences and u_i units of sequence i, a unit weighs: token-mean 1/u; token-sum 1;
-    seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), X the units of an
-    episode that its time limit ends (arXiv 2503.20783), a constant of the run. At chunk level the weight of a chunk is
-    spread evenly over its executed actions.
+    seq-mean-token-sum 1/S; seq-mean-token-mean 1/(S u_i); seq-mean-token-sum-norm 1/(S X), where X is the number of
+    units of an episode at its time limit (arXiv 2503.20783), a constant of the run. At chunk level the weight of a
+    chunk is spread evenly over its executed actions.
 
     Args:
         mode: `loss_agg_func`.
         episode: [B] episode of each sample.
         valid: [B, K] executed actions; at least one per sample.
-        level: what a unit is.
-        longest_episode: chunks of an episode that its time limit ends, for seq-mean-token-sum-norm.
+        level: unit of the probability ratio.
+        longest_episode: chunks of an episode at its time limit, for seq-mean-token-sum-norm.
 
     Returns:
         [B, K] float32, 0 where not valid.
     """
     assert valid.any(axis=1).all(), "a sample without an executed action"
-    # In double precision: a batch may hold millions of units, and the weights have to sum to 1.
+    # float64: a batch may contain millions of units, and the weights must sum to 1.
     unit = valid.astype(np.float64)
     if level == TokenLevel.chunk_level:
         unit /= unit.sum(axis=1, keepdims=True)
@@ -127,11 +127,11 @@ def action_weights(
 
 
 MAX_LOG_RATIO = 20.0
-"""exp overflows fp32 at 88; beyond this bound a sample is far outside every clip range anyway."""
+"""Bound of log ratios: exp overflows fp32 at 88, and a larger ratio is outside every clip range."""
 
 
 def bounded_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(d) with d = log pi - log pi_old within +-`MAX_LOG_RATIO`."""
+    """Return exp(d), where d = log pi - log pi_old is clipped to +-`MAX_LOG_RATIO`."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -140,28 +140,28 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 class ClipSettings(Settings):
-    """Bounds of the ratio."""
+    """Clip range of the ratio."""
 
     clip_ratio_low: Annotated[float, Field(gt=0, le=100)] = 0.2
-    """PPO clip below 1; from 1 on there is no lower bound, for ratios are not below 0."""
+    """Lower clip range of PPO (1 - this); 1 or more: no lower bound, because ratios are positive."""
     clip_ratio_high: Positive = 0.28
-    """PPO clip above 1."""
+    """Upper clip range of PPO (1 + this)."""
 
 
 class DualClipSettings(ClipSettings):
-    """Bounds of the ratio and of the loss."""
+    """Clip range of the ratio, and bound of the loss."""
 
     clip_ratio_c: Annotated[float, Field(gt=1, le=10**9)] | None = None
     """Dual clip bound for negative advantages (> 1); null: off."""
 
 
 class SapoSettings(Settings):
-    """Gates of SAPO."""
+    """Temperatures of SAPO."""
 
     sapo_tau_pos: Positive = 1.0
-    """sapo: steepness of the gate for positive advantages."""
+    """sapo: temperature of the sigmoid for positive advantages."""
     sapo_tau_neg: Positive = 1.05
-    """sapo: steepness of the gate for the others."""
+    """sapo: temperature of the sigmoid for negative advantages."""
 
 
 class TruncatedRatioSettings(Settings):
@@ -172,17 +172,17 @@ class TruncatedRatioSettings(Settings):
 
 
 class LogRatioSettings(Settings):
-    """A penalty on the log-ratio."""
+    """Penalty on the log-ratio."""
 
     log_ratio_coef: Weight = 1.0
-    """dro: weight of half the squared log-ratio; kl_cov: of its absolute value."""
+    """dro: weight of half the squared log-ratio; kl_cov: weight of the absolute log-ratio."""
 
 
 class CovarianceSettings(Settings):
-    """Tokens of large covariance."""
+    """Selection of tokens with a large covariance."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
-    """clip_cov, kl_cov: share of the tokens that is held back."""
+    """clip_cov: share of the tokens without gradient; kl_cov: share of the tokens with the KL penalty."""
 
 
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
@@ -205,7 +205,7 @@ def _ratio(u: Units) -> torch.Tensor:
 
 
 def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) -> LossTerms:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
+    """Compute max(-A r, -A clip(r, 1 - low, 1 + high)); `clipped` marks entries without a gradient."""
     slope = -advantage
     plain = slope * ratio
     bounded = slope * ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
@@ -213,12 +213,12 @@ def _surrogate(advantage: torch.Tensor, ratio: torch.Tensor, cfg: ClipSettings) 
 
 
 def _unclipped(loss: torch.Tensor, ratio: torch.Tensor) -> LossTerms:
-    # All False, on the ratio's device and in its shape.
+    # All False, with the device and shape of the ratio.
     return LossTerms(loss=loss, ratio=ratio, clipped=ratio != ratio)
 
 
 def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
-    """PPO (arXiv 1707.06347); high > low is clip-higher (2503.14476).
+    """Clip the ratio as in PPO (arXiv 1707.06347); high > low is clip-higher (2503.14476).
 
     `clip_ratio_c` bounds the loss of negative advantages by -A c (dual clip, 1912.09729).
     """
@@ -231,14 +231,14 @@ def ppo_clip(u: Units, cfg: DualClipSettings) -> LossTerms:
 
 
 def gspo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """PPO clip on the sequence ratio exp(mean d), shared by all units of the sequence (arXiv 2507.18071)."""
-    # Bounded upwards only: far below, exp is 0 and does no harm.
+    """Clip the sequence ratio exp(mean d), which all units of the sequence share (arXiv 2507.18071)."""
+    # Only an upper bound is needed: for very small values, exp is 0.
     ratio = u.mean(_log_ratio(u)).clamp(max=MAX_SEQUENCE_LOG_RATIO).exp()
     return _surrogate(u.advantage, ratio.expand_as(u.logprob), cfg)
 
 
 def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """-A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A: geometric mean (arXiv 2507.20673)."""
+    """Compute -A exp(mean k), k = s min(s d, s clip(d, -low, high)), s = sign A: geometric mean (arXiv 2507.20673)."""
     log_ratio, sign = _log_ratio(u), u.advantage.sign()
     inside = log_ratio.clamp(-cfg.clip_ratio_low, cfg.clip_ratio_high)
     kept = sign * (sign * log_ratio).minimum(sign * inside)
@@ -247,50 +247,50 @@ def gmpo(u: Units, cfg: ClipSettings) -> LossTerms:
 
 
 def sapo(u: Units, cfg: SapoSettings) -> LossTerms:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft gate instead of a clip (arXiv 2511.20347)."""
+    """Compute -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A: a soft clip (arXiv 2511.20347)."""
     ratio = _ratio(u)
     tau = ratio.new_tensor(cfg.sapo_tau_pos).where(u.advantage > 0, ratio.new_tensor(cfg.sapo_tau_neg))
     return _unclipped(-u.advantage * 4.0 / tau * (tau * (ratio - 1.0)).sigmoid(), ratio)
 
 
 def _weighted_likelihood(u: Units, weight: torch.Tensor) -> torch.Tensor:
-    """-sg(weight) A log pi: every unit keeps a gradient."""
+    """Compute -sg(weight) A log pi: every unit keeps a gradient."""
     return -weight.detach() * u.advantage * u.logprob
 
 
 def cispo(u: Units, cfg: ClipSettings) -> LossTerms:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
+    """Compute -sg(clip(r, 1 - low, 1 + high)) A log pi (arXiv 2506.13585)."""
     ratio = _ratio(u)
     weight = ratio.clamp(1.0 - cfg.clip_ratio_low, 1.0 + cfg.clip_ratio_high)
     return _unclipped(_weighted_likelihood(u, weight), ratio)
 
 
 def pg(u: Units, _: Settings) -> LossTerms:
-    """-A log pi: the plain policy gradient, for on-policy data."""
+    """Compute -A log pi: the plain policy gradient, for on-policy data."""
     ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(())), ratio)
 
 
 def aipo(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
-    """-sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); against rollout log-probabilities this is TIS-REINFORCE."""
+    """Compute -sg(min(r, ratio_max)) A log pi (arXiv 2505.24034); with rollout log-probabilities: TIS-REINFORCE."""
     ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.clamp(max=cfg.ratio_max)), ratio)
 
 
 def aipo_ratio(u: Units, cfg: TruncatedRatioSettings) -> LossTerms:
-    """-min(r, ratio_max) A: the form with a gradient through the ratio, none above the bound."""
+    """Compute -min(r, ratio_max) A: the gradient flows through the ratio below the bound."""
     ratio = _ratio(u)
     return LossTerms(loss=-ratio.clamp(max=cfg.ratio_max) * u.advantage, ratio=ratio, clipped=ratio > cfg.ratio_max)
 
 
 def topr(u: Units, _: Settings) -> LossTerms:
-    """A > 0: -A log pi; A <= 0: -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
+    """Compute -A log pi where A > 0, else -sg(clip(r, 0, 1)) A log pi (arXiv 2503.14286)."""
     ratio = _ratio(u)
     return _unclipped(_weighted_likelihood(u, ratio.new_ones(()).where(u.advantage > 0, ratio.clamp(max=1.0))), ratio)
 
 
 def dro(u: Units, cfg: LogRatioSettings) -> LossTerms:
-    """-A log pi + log_ratio_coef / 2 d^2: DRO (arXiv 2405.19107) and Kimi k1.5 (2501.12599)."""
+    """Compute -A log pi + log_ratio_coef / 2 d^2: DRO (arXiv 2405.19107) and Kimi k1.5 (2501.12599)."""
     log_ratio = _log_ratio(u)
     likelihood = _weighted_likelihood(u, log_ratio.new_ones(()))
     return _unclipped(likelihood + 0.5 * cfg.log_ratio_coef * log_ratio.square(), log_ratio.exp())
@@ -304,16 +304,17 @@ def _covariance(u: Units) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
-    """PPO clip; a random `cov_share` of the units with a covariance in `cov_bounds` loses its gradient (2505.22617).
+    """Remove the gradient of a random `cov_share` of the units with a covariance in `cov_bounds` (arXiv 2505.22617).
 
-    The choice follows torch's generator, which the run seeds and checkpoints; the statistics are the micro-batch's.
+    The remaining loss is the PPO clip. The selection uses torch's generator, which the run seeds and checkpoints;
+    covariances are those of the micro-batch.
     """
     import torch
 
     terms = ppo_clip(u, cfg)
     covariance, mask = _covariance(u)
     low, high = cfg.cov_bounds
-    # What the clip has silenced already is no choice.
+    # Units that PPO has clipped already are not candidates.
     able = torch.nonzero(((covariance > low) & (covariance < high) & mask & ~terms.clipped).flatten()).flatten()
     drop = torch.zeros_like(mask).flatten()
     drop[able[torch.randperm(len(able))[: max(1, int(cfg.cov_share * int(mask.sum())))]]] = True
@@ -322,14 +323,14 @@ def clip_cov(u: Units, cfg: ClipCovSettings) -> LossTerms:
 
 
 def kl_cov(u: Units, cfg: KlCovSettings) -> LossTerms:
-    """-A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
+    """Compute -A r, plus log_ratio_coef |d| on the `cov_share` of units with the largest covariance (arXiv 2505.22617).
 
-    The statistics are the micro-batch's.
+    Covariances are those of the micro-batch.
     """
     log_ratio = _log_ratio(u)
     covariance, mask = _covariance(u)
     count = max(1, int(cfg.cov_share * int(mask.sum())))
-    # By index: every unit of a micro-batch whose advantages are equal has the same covariance.
+    # Select by index: where all advantages are equal, all units of a micro-batch have the same covariance.
     largest = covariance.masked_fill(~mask, -float("inf")).flatten().topk(count).indices
     chosen = mask.new_zeros(mask.numel()).index_fill(0, largest, True)
     penalty = (cfg.log_ratio_coef * log_ratio.abs()).where(chosen.reshape(mask.shape), 0.0)

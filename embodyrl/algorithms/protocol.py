@@ -1,4 +1,4 @@
-"""The algorithm seam: advantages (numpy, in the driver) and losses (torch, in the actor), both pure functions."""
+"""Interface of algorithms: advantages (numpy, in the driver) and losses (torch, in the actor), all pure functions."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What the actors and the arena add to finished episodes, aligned with them; only what the algorithm asks for."""
+    """Inputs of an estimator other than the episodes, aligned with them; empty if the algorithm does not need them."""
 
     logprob: tuple[FloatArray, ...] = ()
-    """[T, L] of the policy that acted."""
+    """[T, L] log-probabilities of the behaviour policy."""
     ref_logprob: tuple[FloatArray, ...] = ()
-    """[T, L] of the reference policy."""
+    """[T, L] log-probabilities of the reference policy."""
     states: tuple[IntArray, ...] = ()
     """[T] hash of the observation before each chunk."""
     greedy: tuple[Episode | None, ...] = ()
-    """The greedy episode of each one's group; None: lost to a crash."""
+    """Greedy episode of the group of each episode; None: lost to a crash."""
     part_weights: tuple[float, ...] = ()
     """[C] weight of each part of the reward, `EnvSpec.component_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossWeights:
-    """Weights of n samples over one whole optimizer step, all ranks, so that micro-batch losses add up to the global
-    aggregate whatever the split.
+    """Weights of n samples over one whole optimizer step of all ranks.
+
+    Micro-batch losses add up to the global aggregate for every split.
     """
 
     policy: FloatArray
@@ -54,9 +55,9 @@ class LossInputs:
     """One micro-batch of chunk samples (torch, fp32, on the actor's device)."""
 
     old_logprob: torch.Tensor
-    """[B, L] of the policy in the ratio's denominator."""
+    """[B, L] log-probabilities of the policy in the ratio's denominator."""
     ref_logprob: torch.Tensor | None
-    """[B, L]; None where no KL is asked for."""
+    """[B, L] log-probabilities of the reference; None without a KL term."""
     advantage: torch.Tensor
     """[B, K]"""
     returns: torch.Tensor
@@ -72,17 +73,17 @@ class LossInputs:
     positive_weight: torch.Tensor
     """[B, K] `LossWeights.positive`."""
     behaviour_logprob: torch.Tensor | None = None
-    """[B, L] of the policies that acted; None: `old_logprob`."""
+    """[B, L] log-probabilities of the behaviour policy; None: `old_logprob`."""
     correction: torch.Tensor | None = None
     """Factors of `Algorithm.correct`; None: no correction."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is there of [B, ...], by name."""
+        """Return the [B, ...] tensors that are set, by name."""
         found = ((item.name, getattr(self, item.name)) for item in fields(self))
         return {name: value for name, value in found if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
-        """The samples in parts of these sizes."""
+        """Yield consecutive parts of these sizes."""
         parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
         for own in zip(*parts.values(), strict=True):
             yield replace(self, **dict(zip(parts, own, strict=True)))
@@ -90,7 +91,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the metrics of a micro-batch of B samples are computed of, without gradients."""
+    """Detached values from which the metrics of a micro-batch of B samples are computed."""
 
     rows: Mapping[str, torch.Tensor]
     """[B, ...]"""
@@ -100,7 +101,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Credit:
-    """What an estimator says about one episode."""
+    """Advantages and value targets of one episode."""
 
     advantage: FloatArray
     """[T, K]; entries of actions that were not executed are ignored."""
@@ -110,44 +111,44 @@ class Credit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageEstimator:
-    """What `adv_type` names."""
+    """Advantage estimator, selected by `adv_type`."""
 
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
-    """Credits aligned with the episodes of one training step."""
+    """Returns credits aligned with the episodes of one training step."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
-    """The keys below `algorithm` that it reads: its own beside the common ones. `compute` is given an instance."""
+    """Keys below `algorithm` that it reads; `compute` gets an instance."""
     counts_chunk_steps: bool = False
-    """The quota of a step is chunk steps per slot (episodes are cut and bootstrapped), not a list of episodes."""
+    """Count chunk steps per slot (episodes are cut and bootstrapped) instead of a list of episodes."""
     needs_states: bool = False
-    """`Scores.states`."""
+    """Needs `Scores.states`."""
     needs_greedy: bool = False
-    """`Scores.greedy`."""
+    """Needs `Scores.greedy`."""
     learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
-    """package.module:class of what carries out the updates (`learners/protocol.py`). One without a `loss_type` has
-    settings below `BufferSettings`."""
+    """package.module:class of the learner (`learners/protocol.py`). Settings of a learner without a `loss_type` are
+    subclasses of `BufferSettings`."""
 
     @property
     def needs_groups(self) -> bool:
-        """Members of a group must share a reset id, and the group size must exceed 1."""
+        """True if the members of a group must share a reset id and the group size must exceed 1."""
         return issubclass(self.settings, GroupSettings)
 
     @property
     def needs_values(self) -> bool:
-        """The policy needs a value head."""
+        """True if the policy needs a value head."""
         return issubclass(self.settings, ValueSettings)
 
     @property
     def needs_replay(self) -> bool:
-        """Credits go into a buffer with what was seen; the update is its own, without a `loss_type`."""
+        """True if transitions go to a replay buffer; the learner has its own update, without a `loss_type`."""
         return issubclass(self.settings, BufferSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """What carries one probability ratio (`logprob_type`): tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1]."""
+    """Tokens [B, K, D], actions [B, K, 1] or chunks [B, 1, 1], each with one probability ratio (`logprob_type`)."""
 
     logprob: torch.Tensor
-    """0 where not valid, as `old_logprob`."""
+    """0 where not valid, like `old_logprob`."""
     old_logprob: torch.Tensor
     advantage: torch.Tensor
     """[B, K, 1] or [B, 1, 1]; broadcasts over the last axis."""
@@ -164,7 +165,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerms:
-    """A policy loss before aggregation; tensors have the shape of the log-probabilities given."""
+    """Policy loss before aggregation; tensors have the shape of the log-probabilities."""
 
     loss: torch.Tensor
     ratio: torch.Tensor
@@ -175,14 +176,14 @@ class LossTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """What `loss_type` names."""
+    """Policy loss, selected by `loss_type`."""
 
     compute: Callable[[Units, Any], LossTerms]
-    """Loss of each unit; sequence-level methods take a sample's units for the sequence."""
+    """Returns the loss of each unit; for sequence-level methods, the units of a sample are the sequence."""
     settings: type[Settings] = Settings
-    """Its own keys below `algorithm`. `compute` is given an instance."""
+    """Keys below `algorithm` that only this loss reads; `compute` gets an instance."""
     needs_all_samples: bool = False
-    """Samples without advantage matter as well: for a term that has no advantage in it, or for statistics."""
+    """Keep samples with advantage 0: for losses with a term without advantage, or with batch statistics."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(
@@ -207,7 +208,7 @@ for _name in (
 
 
 def algorithm_settings(adv_type: str, loss_type: str) -> type[AlgorithmSettings]:
-    """Return the class of the keys that an estimator and a loss read together.
+    """Return the settings class with the keys of an estimator and a loss.
 
     Raises:
         UnknownNameError: no such estimator or loss.

@@ -4,33 +4,33 @@ from torch import Tensor
 
 
 def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logprob: Tensor, alpha: Tensor) -> Tensor:
-    """Return [B] r + d (min Q'(s', a') - alpha log pi(a'|s')), equation 3.
+    """Return the targets [B]: r + d (min Q'(s', a') - alpha log pi(a'|s')), equation 3.
 
     Args:
         reward: [B] sum of n discounted rewards.
         discount: [B] gamma^n, 0 after the end of an episode.
         next_value: [n, B] the target critics' estimates.
-        next_logprob: [B] of the action that they estimate.
+        next_logprob: [B] log-probability of the next action.
         alpha: weight of the entropy.
     """
     return reward + discount * (next_value.amin(0) - alpha * next_logprob)
 
 
 def critic_loss(value: Tensor, target: Tensor) -> Tensor:
-    """Half the squared error of the critics' estimates [n, B], summed over critics, mean over samples; equation 5."""
+    """Return half the squared error of the estimates [n, B]: sum over critics, mean over samples; equation 5."""
     return 0.5 * (value - target).square().mean(1).sum()
 
 
 def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
-    """Mean of alpha log pi(a|s) - Q(s, a) for values [n, B] and log-probabilities [B]; equation 9.
+    """Return the mean of alpha log pi(a|s) - Q(s, a) for values [n, B] and log-probabilities [B]; equation 9.
 
-    Of two critics Q is the smaller value; of more it is their mean (REDQ, arXiv 2101.05982, algorithm 1, as in RLPD):
-    the smallest of ten would keep the policy from whatever has been tried seldom.
+    Q is the smaller value of two critics, and the mean of more than two (REDQ, arXiv 2101.05982, algorithm 1, as in
+    RLPD): the minimum of ten would penalise rarely tried actions.
     """
     estimate = value.amin(0) if len(value) == 2 else value.mean(0)
     return (alpha * logprob - estimate).mean()
 
 
 def temperature_loss(log_alpha: Tensor, logprob: Tensor, target_entropy: float) -> Tensor:
-    """Raise the weight of the entropy while -log pi [B] is below its target, equation 18 (of log alpha, as usual)."""
+    """Return the loss that raises alpha while the entropy -log pi [B] is below its target (equation 18)."""
     return -(log_alpha * (logprob.detach() + target_entropy)).mean()

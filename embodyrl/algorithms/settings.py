@@ -1,4 +1,4 @@
-"""Keys that algorithms share; what only one estimator or loss reads stands beside it."""
+"""Keys shared by algorithms; keys of one estimator or loss are declared in its module."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SHARES = only(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
-    """What acting takes from an algorithm."""
+    """Keys of an algorithm that acting needs."""
 
     sampling_params: SamplingSettings = SamplingSettings()
 
 
 class AlgorithmSettings(ActingAlgorithm):
-    """What every estimator and every loss leaves to the loop."""
+    """Keys of every estimator and loss."""
 
     needs = {
         "kl_beta": "kl_penalty_type kl_in_reward reference_path reference_interval reference_url",
@@ -49,21 +49,21 @@ class AlgorithmSettings(ActingAlgorithm):
     }
 
     imitates: ClassVar[bool] = False
-    """Its loss is that of supervised training."""
+    """True if the loss is that of SFT."""
     adv_type: str = "grpo"
     """Advantage estimator."""
     loss_type: str = "ppo_clip"
     """Policy loss."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Episodes that share a reset id."""
+    """Episodes of a group, which share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Rollouts of all slots per training step."""
     update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Passes over the collected batch."""
     loss_agg_func: AggregationMode = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of token losses: mean or sum over tokens, sequences or the batch."""
     logprob_type: TokenLevel = TokenLevel.token_level
-    """Level of the probability ratio."""
+    """Level of the probability ratio: token, action or chunk."""
     entropy_type: TokenLevel = TokenLevel.token_level
     """Level at which entropy is averaged."""
     entropy_bonus: Annotated[float, Field(ge=-(10**6), le=10**6)] = 0.0
@@ -73,96 +73,98 @@ class AlgorithmSettings(ActingAlgorithm):
     kl_beta: Weight = 0.0
     """Weight of the KL to the reference (the initial weights, or those of reference_path)."""
     reference_interval: Count | None = None
-    """Training steps after each of which the reference takes the policy's weights; null: it stays."""
+    """Update the reference to the policy's weights after this many training steps; null: never."""
     reference_path: Path | None = None
-    """Weights of the reference: a run, a checkpoint, or a folder in the public layout; it may be of another size, a
-    teacher with the same tokens. Default: the weights at the start."""
+    """Weights of the reference: a run, a checkpoint, or a folder in the public layout. Another model size with the same
+    tokens is a teacher. Default: the initial weights."""
     reference_url: _Address | None = None
-    """Language models: a server with the completions protocol as the reference, its address with /v1: a teacher."""
+    """Language models: address (with /v1) of a server with the completions protocol that serves the reference, for
+    example a teacher."""
     reference_model: str | None = None
-    """Its name for the model; default its first."""
+    """Model name on the server of reference_url; default: its first model."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
     """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
     kl_in_reward: bool = False
-    """Take the KL from the rewards, action by action, instead of adding it to the loss."""
+    """Subtract the KL from the rewards of each action instead of adding it to the loss."""
     kl_target: Positive | None = None
-    """KL per token that an adaptive kl_beta aims at (with kl_in_reward); null: kl_beta stays."""
+    """Target KL per token of an adaptive kl_beta (with kl_in_reward); null: constant kl_beta."""
     kl_horizon: Count = 10000
-    """Episodes over which the adaptive kl_beta moves."""
+    """Horizon of the adaptive kl_beta, in episodes."""
     advantage_clip: Annotated[list[float], _AROUND_ZERO, Says("[low,high] with low < 0 < high")] | None = None
     """[low, high] bounds of advantages."""
     reward_scale: Weight = 1.0
-    """Factor on rewards, after reward_bias; 0 beside kl_beta: nothing but the KL, for example to a teacher."""
+    """Factor on rewards, after reward_bias; 0 with kl_beta > 0: pure distillation."""
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
-    """Added to the outcome of an episode."""
+    """Constant added to the outcome of an episode."""
     reward_clip: Positive | None = None
-    """Outcomes are clipped to +- this."""
+    """Clip outcomes to +- this value."""
     reward_norm: RewardNorm = RewardNorm.none
-    """Shift and scale outcomes to mean 0 and standard deviation 1 over the group or the batch."""
+    """Standardise outcomes over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train
-    """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or
-    zero_reward."""
+    """Episodes that hit a limit: train on them, mask (no loss, but their outcomes count in their groups) or zero_reward
+    (outcome 0)."""
     curriculum: Share = 0.0
-    """Share of the groups drawn by how open their outcome is, p (1 - p) of the task's success so far (of the row's or
-    reset id's, where there is one task); 0: all are visited equally often."""
+    """Fraction of groups sampled by success variance p (1 - p) of the task (of the row or reset id if there is one
+    task); 0: uniform sampling."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Versions by which the oldest data of an update may lag behind its weights; 0: synchronous."""
+    """Maximum lag, in weight versions, between the data of an update and its weights; 0: synchronous."""
     old_logprob: OldLogprob = OldLogprob.rollout
-    """Denominator of the ratio: log-probabilities of the rollout, or recomputed by the actor before it trains."""
+    """Denominator of the ratio: log-probabilities of the rollout, or recomputed before the update."""
     behave_weight_threshold: Positive | None = None
-    """Weigh the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null: off."""
+    """Multiply the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null:
+    off."""
     behave_weight_mode: WeightMode = WeightMode.mask
     """Above the cap: mask (weight 0) or truncate (weight = cap)."""
     behave_weight_level: WeightLevel = WeightLevel.token
     """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
     m2_threshold: Positive | None = None
-    """M2PO: drop the most off-policy tokens until their mean squared log-ratio is below this; null: off."""
+    """M2PO: drop the most off-policy tokens until the mean squared log-ratio is below this; null: off."""
     off_policy_masking_delta: Positive | None = None
-    """Drop samples of negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
+    """Drop samples with a negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
     early_stop_imp_ratio: Bound | None = None
-    """Leave out the rest of an update once the mean ratio of an optimizer step exceeds this; null: never."""
+    """Stop the update once the mean ratio of an optimizer step exceeds this; null: never."""
     early_stop_kl: Positive | None = None
-    """Leave out the rest of an update once KL(old || new) in an optimizer step exceeds this; null: never."""
+    """Stop the update once KL(old || new) of an optimizer step exceeds this; null: never."""
 
     @property
     def method(self) -> str:
-        """What it does, in a line."""
+        """Description of the algorithm in one line."""
         return f"{self.adv_type} + {self.loss_type}"
 
     def problems(self) -> Iterator[str]:
-        """A KL that is taken from rewards has no gradient."""
+        """Yield contradictory settings, one line each."""
         yield from super().problems()
         if self.kl_in_reward and self.kl_penalty_type in ("k3+", "k3_unbiased"):
             yield (
-                f"algorithm.kl_penalty_type={self.kl_penalty_type} is a form for the loss; with kl_in_reward=true use "
-                "one of k1, abs, k2, low_var_kl, k3."
+                f"algorithm.kl_penalty_type={self.kl_penalty_type} is for the loss only. With kl_in_reward=true, "
+                "use k1, abs, k2, low_var_kl or k3."
             )
         if self.reference_url is not None and (self.reference_path is not None or self.reference_interval is not None):
             yield (
-                "algorithm.reference_url: the reference is what that server serves; leave out reference_path and "
+                "algorithm.reference_url: the server provides the reference; remove reference_path and "
                 "reference_interval."
             )
         if self.reward_scale == 0 == self.kl_beta:
-            yield "algorithm.reward_scale=0 removes every reward; that wants something else to learn: kl_beta above 0."
+            yield "algorithm.reward_scale=0 removes every reward; set kl_beta above 0 or raise reward_scale."
 
 
 class GroupSettings(AlgorithmSettings):
-    """An estimator that compares the episodes of a group."""
+    """Keys of estimators that compare the episodes of a group."""
 
     needs = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
         Annotated[list[float], _SHARES, Says("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
     ) = None
-    """[low, high]: groups whose mean success lies outside do not enter the update."""
+    """[low, high]: exclude groups whose mean success lies outside from the update."""
     filter_returns: Annotated[list[float], RISING, Says("two numbers [low,high] with low < high")] | None = None
-    """[low, high]: groups whose mean return (before algorithm.reward_scale) lies outside do not enter the update; for
-    rewards that are not success."""
+    """[low, high]: exclude groups whose mean return (before algorithm.reward_scale) lies outside; for rewards other
+    than success."""
     filter_refills: Index = 0
-    """Rounds of further groups in place of filtered ones; if none is left after them, the weights stay as they are."""
+    """Rounds of refill groups that replace filtered groups; if none is left after them, the weights do not change."""
 
     def problems(self) -> Iterator[str]:
-        """One episode is no group."""
+        """Yield contradictory settings, one line each."""
         yield from super().problems()
         if self.group_size < 2:
             yield (
@@ -172,63 +174,63 @@ class GroupSettings(AlgorithmSettings):
 
 
 class NormalizeSettings(Settings):
-    """An estimator that may divide by a standard deviation."""
+    """Keys of estimators that may divide by a standard deviation."""
 
     normalize_advantages: bool = True
     """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
 
 
 class DiscountSettings(Settings):
-    """An estimator that discounts."""
+    """Keys of estimators that discount."""
 
     gamma: Share = 1.0
     """Discount per credited step (chunk or action, see reward_type)."""
 
 
 class ReturnScaleSettings(DiscountSettings):
-    """An estimator whose rewards may be brought to one scale."""
+    """Keys of estimators that may normalise the scale of rewards."""
 
     normalize_returns: bool = False
-    """Divide rewards by the running standard deviation of discounted returns; what is reported stays as it is."""
+    """Divide rewards by the running standard deviation of discounted returns; reported returns are unscaled."""
 
 
 class CreditSettings(AlgorithmSettings):
-    """An estimator with one credit per chunk or per action."""
+    """Keys of estimators with one credit per chunk or action."""
 
     reward_type: RewardLevel = RewardLevel.chunk_level
-    """Credit per chunk or per action."""
+    """Assign credit per chunk or per action."""
 
     def problems(self) -> Iterator[str]:
-        """One ratio per chunk cannot carry one advantage per action."""
+        """Yield contradictory settings, one line each."""
         yield from super().problems()
         if self.reward_type is RewardLevel.action_level and self.logprob_type is TokenLevel.chunk_level:
             yield (
-                "algorithm.logprob_type=chunk_level has one ratio per chunk, but reward_type=action_level one "
+                "algorithm.logprob_type=chunk_level has one ratio per chunk, but reward_type=action_level has one "
                 "advantage per action; use logprob_type=action_level or token_level, or reward_type=chunk_level."
             )
 
 
 class ValueSettings(CreditSettings):
-    """An estimator with a value head."""
+    """Keys of estimators with a value head."""
 
     needs = {"value_coef": "value_clip huber_delta critic_warmup"}
 
     value_clip: Positive | None = 0.2
-    """Clip of the value change; null: off."""
+    """Clip range of the change of the value; null: off."""
     huber_delta: Positive | None = None
-    """Huber loss for the value instead of a square; null: off."""
+    """Delta of the Huber loss for the value; null: squared error."""
     value_coef: Weight = 0.5
     """Weight of the value loss."""
     critic_warmup: Index = 0
-    """Training steps at the start that train nothing but the value head."""
+    """Training steps at the start that train only the value head."""
 
 
 _BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
-"""Keys of all algorithms that have an effect with a replay buffer."""
+"""Keys of AlgorithmSettings that have an effect with a replay buffer."""
 
 
 class BufferSettings(AlgorithmSettings):
-    """An algorithm whose updates draw from a buffer of what was seen, and from demonstrations."""
+    """Keys of algorithms that train on a replay buffer and demonstrations."""
 
     needs = {
         "demonstrations": "demonstration_share",
@@ -236,49 +238,51 @@ class BufferSettings(AlgorithmSettings):
     }
 
     replay_size: Annotated[int, Field(ge=2, le=10**9)] = 1_000_000
-    """Observations that the buffer holds; the oldest make room."""
+    """Replay buffer capacity in observations (FIFO)."""
     save_replay: bool = True
-    """Keep the buffer in checkpoints; false: a resumed run fills a new one first, up to learning_starts."""
+    """Save the buffer in checkpoints; false: a resumed run fills a new buffer up to learning_starts first."""
     learning_starts: Index = 1000
     """Chunk samples in the buffer before the first update."""
     updates_per_sample: Positive = 1.0
-    """Updates for each new chunk sample, of actor.global_batch_size samples each."""
+    """Updates for each new chunk sample; each update uses actor.global_batch_size samples."""
     demonstrations: list[Path] = []
-    """Folders of demonstrations of this environment that are learned from as well; SAC: with its rewards."""
+    """Folders of demonstrations of this environment to train on in addition; SAC uses their rewards."""
     demonstration_share: Share = 0.5
-    """Of each batch, where there are demonstrations."""
+    """Share of demonstrations in each batch."""
 
     @property
     def method(self) -> str:
-        """What it does, in a line."""
+        """Description of the algorithm in one line."""
         shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"
 
 
 class ReplaySettings(BufferSettings, DiscountSettings):
-    """An algorithm whose critics learn from a buffer of all that was seen (SAC, RLPD)."""
+    """Keys of algorithms whose critics train on a replay buffer (SAC, RLPD)."""
 
     n_step: Count = 1
-    """Chunks whose rewards are added up before a critic's estimate takes their place."""
+    """n-step returns, in chunks: rewards that are summed before the bootstrapped value."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Share by which the target critics follow at each update."""
+    """Polyak factor of the target critics at each update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
-    """Critics. More than two as in REDQ: a target is the smallest of two drawn ones, the policy follows the mean."""
+    """Number of critics. More than two as in REDQ: the target is the minimum of two sampled critics, the policy uses
+    the mean."""
     policy_interval: Count = 1
-    """Updates of the critics for each one of policy and temperature."""
+    """Critic updates per update of policy and temperature."""
     critic_layer_norm: bool = False
-    """Layer normalisation in the critics, which bounds what they say of unseen actions (RLPD)."""
+    """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
     alpha_init: Positive = 1.0
-    """Weight of the entropy at first; it is learned."""
+    """Initial entropy weight; it is learned."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
-    """Entropy of a chunk, nat, that the weight is learned for; default: minus the number of action dimensions."""
+    """Target entropy of a chunk in nat; default: minus the number of action dimensions."""
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4
-    """Policies that read cameras: pixels, at most, by which pictures are shifted at random for an update; 0: none."""
+    """Policies with cameras: maximum random shift of images in an update, in pixels (random-shift augmentation); 0:
+    none."""
     hindsight_goals: Index = 0
-    """Goal environments: for each drawn transition, so many others as if their goal were one that their episode reached
-    later (HER, `future`); 4 in the paper. 0: none."""
+    """Goal environments: relabelled copies of each sampled transition, with goals reached later in its episode (HER,
+    `future`); 4 in the paper. 0: none."""
 
     @property
     def method(self) -> str:
-        """What it does, in a line."""
+        """Description of the algorithm in one line."""
         return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")

@@ -1,4 +1,4 @@
-"""From an environment's rewards to those that are credited: scale, clip, normalisation, KL to the reference."""
+"""Reward shaping before credit: scale, clip, normalisation, KL to the reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from embodyrl.types import DoubleArray, Episode, EpisodeSpec
 
 
 def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[Episode]:
-    """Return the episodes with the rewards that estimators see.
+    """Return the episodes with shaped rewards for the estimators.
 
-    Per action r = reward_scale r; then, on the last executed action, what changes the outcome R = sum r: the bias,
-    0 for truncated episodes where asked for, the clip, and the normalisation over the batch or group.
+    First each action's reward is scaled: r = reward_scale r. Then the outcome R = sum r changes, on the last executed
+    action: by the bias, 0 for truncated episodes if configured, the clip, and the normalisation over the batch or
+    group.
     """
     as_they_are = (cfg.reward_scale, cfg.reward_bias, cfg.reward_clip, cfg.reward_norm) == (1, 0, None, RewardNorm.none)
-    # The usual case keeps the very arrays: nothing is copied and nothing rounds.
+    # Common case: return the same arrays, without copies or rounding.
     if as_they_are and cfg.truncated_episodes != TruncatedEpisodes.zero_reward:
         return list(episodes)
     outcome = np.array([_outcome(episode, cfg) for episode in episodes])
@@ -40,7 +41,7 @@ def shape_rewards(episodes: Sequence[Episode], cfg: AlgorithmSettings) -> list[E
 def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
     if episode.truncated and not episode.cut and cfg.truncated_episodes == TruncatedEpisodes.zero_reward:
         return 0.0
-    # What the quota cut has no outcome yet: what follows, the bias included, is the bootstrapped value's.
+    # Episodes cut at the end of a step have no outcome yet: bias and clip do not apply to the bootstrapped value.
     total = (episode.episode_return + (0.0 if episode.cut else cfg.reward_bias)) * cfg.reward_scale
     if cfg.reward_clip is not None:
         total = float(np.clip(total, -cfg.reward_clip, cfg.reward_clip))
@@ -50,7 +51,7 @@ def _outcome(episode: Episode, cfg: AlgorithmSettings) -> float:
 def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> Episode:
     reward = np.where(episode.valid, episode.reward * cfg.reward_scale, 0.0).astype(np.float32)
     last = np.flatnonzero(episode.valid)[-1:]
-    # On the last executed action, so that the sum is the outcome; an episode without one has no place for it.
+    # Applied to the last executed action, so that the sum is the outcome; episodes without an action are skipped.
     reward.flat[last] += outcome - reward.sum()
     return replace(episode, reward=reward)
 
@@ -58,7 +59,7 @@ def _with_outcome(episode: Episode, outcome: float, cfg: AlgorithmSettings) -> E
 def subtract_kl(
     episodes: Sequence[Episode], scores: Scores, *, beta: float, kind: str, scored: int = 0
 ) -> tuple[list[Episode], float]:
-    """Return the episodes with r - beta KL(old || ref) per action, and the mean KL of a token.
+    """Return the episodes with rewards r - beta KL(old || ref) per action, and the mean KL of a token.
 
     `scored`: as `PolicySpec.scored`.
     """
@@ -74,24 +75,26 @@ def subtract_kl(
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
-    """Beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the adaptive controller of arXiv 1909.08593."""
+    """Return beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the adaptive controller of arXiv
+    1909.08593.
+    """
     return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)
 
 
 class ReturnScale:
-    """Running spread of discounted returns, by which rewards are divided (as in arXiv 1811.02553, appendix A).
+    """Running standard deviation of discounted returns, by which rewards are divided (arXiv 1811.02553, appendix A).
 
-    The return that counts is the forward sum r_t + gamma r_(t-1) + ... of each episode, also over steps.
+    The return is the forward sum r_t + gamma r_(t-1) + ... of each episode, across training steps.
     """
 
     def __init__(self, gamma: float) -> None:
         self._gamma = gamma
         self._count, self._mean, self._spread = 0.0, 0.0, 0.0
         self._cut: dict[EpisodeSpec, float] = {}
-        """Sums of episodes that go on in the next step, as these began."""
+        """Forward sums of episodes that continue in the next step, by the spec of their start."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Take these episodes into the statistics; returns them with rewards in units of the spread."""
+        """Update the statistics with these episodes and return the episodes with divided rewards."""
         sums: list[float] = []
         before, self._cut = self._cut, {}
         for episode in episodes:
@@ -107,7 +110,7 @@ class ReturnScale:
         return [replace(e, reward=np.clip(e.reward * scale, -10.0, 10.0)) for e in episodes]
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the state for a checkpoint."""
         cut = [[asdict(began), total] for began, total in self._cut.items()]
         return {
             "returns_count": self._count,
@@ -117,15 +120,15 @@ class ReturnScale:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned; a checkpoint of a run without it starts anew."""
-        # A resumed run begins all episodes anew; a replayed step goes on with those that were cut.
+        """Restore what `state` returned; without it, start with empty statistics."""
+        # A resumed run starts all episodes again; a repeated step continues the cut episodes.
         self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))
 
     def _take(self, values: DoubleArray) -> None:
         if not values.size:
             return
-        # Two samples joined (Chan et al., 1979); `_spread` is the sum of squared deviations from the mean.
+        # Join the moments of two samples (Chan et al., 1979); `_spread` is the sum of squared deviations from the mean.
         total = self._count + values.size
         delta = float(values.mean()) - self._mean
         self._spread += float(values.var()) * values.size + delta**2 * self._count * values.size / total
@@ -136,7 +139,7 @@ class ReturnScale:
 def within_bounds(
     episodes: Sequence[Episode], *, success: Sequence[float] | None, returns: Sequence[float] | None
 ) -> list[int]:
-    """Indices of the episodes whose groups have their mean success, and their mean return, within [low, high]."""
+    """Return the indices of episodes whose groups have a mean success and mean return within [low, high]."""
     groups: dict[int, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.spec.group_id].append(episode)
@@ -154,26 +157,26 @@ def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
 
 
 Outcomes = dict[str, list[float]]
-"""Successes and episodes by name of a task or reset id, older ones counting less."""
+"""Successes and episodes by name of a task or reset id, with exponential decay."""
 _MEMORY = 0.5
-"""What the outcomes of a task count once it was played again."""
+"""Decay of a task's outcomes each time the task is sampled again."""
 
 
 def note_outcomes(seen: Outcomes, episodes: Sequence[Episode], *, by_task: bool) -> None:
-    """Add the outcomes of a step's episodes to what was seen before."""
+    """Add the outcomes of a step's episodes to `seen`."""
     now: Outcomes = {}
-    for episode in (e for e in episodes if not e.cut):  # nobody knows what the others would have come to
+    for episode in (e for e in episodes if not e.cut):  # the outcome of a cut episode is unknown
         found = now.setdefault(str(episode.spec.task_id if by_task else episode.spec.reset_id), [0.0, 0.0])
         found[0] += episode.success_once
         found[1] += 1
     for name, (won, played) in now.items():
         before = seen.get(name, [0.0, 0.0])
-        # Only tasks that were played again forget; the others keep what was found of them.
+        # Only sampled tasks decay; the outcomes of the others stay.
         seen[name] = [_MEMORY * before[0] + won, _MEMORY * before[1] + played]
 
 
 def openness(seen: Outcomes, name: int) -> float:
-    """4 p (1 - p), with p = (successes + 1) / (episodes + 2): what a group is worth whose members are compared."""
+    """Return 4 p (1 - p), p = (successes + 1) / (episodes + 2): the expected signal of a group."""
     won, played = seen.get(str(name), (0.0, 0.0))
     p = (won + 1) / (played + 2)
     return 4 * p * (1 - p)

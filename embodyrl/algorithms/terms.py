@@ -1,4 +1,4 @@
-"""The other terms of a loss: value, KL, preference."""
+"""Further terms of a loss: value, KL, preference."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def value_loss(
     clip: float | None,
     huber_delta: float | None,
 ) -> torch.Tensor:
-    """Half squared error, or Huber, of the worse of the value and the value clipped around the old one.
+    """Return half the squared (or Huber) error: the larger of the value's and the clipped value's.
 
-    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal.
+    1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal. The value is clipped around the old
+    value.
     """
     from torch.nn import functional
 
@@ -43,40 +44,40 @@ def value_loss(
 
 
 def preference_loss(better: torch.Tensor, worse: torch.Tensor, *, smoothing: float = 0.0) -> torch.Tensor:
-    """-(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
+    """Compute -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
 
-    Of scores it trains a reward model; of beta (log pi - log pi_ref), summed over an answer's tokens, it is DPO (arXiv
-    2305.18290), with smoothing s the conservative form.
+    With scores of a value head: loss of a reward model. With beta (log pi - log pi_ref), summed over an answer's
+    tokens: DPO (arXiv 2305.18290), with smoothing s its conservative form.
     """
     gap = better - worse
-    # -log sigmoid(x) = log(1 + exp(-x)), which must not overflow.
+    # -log sigmoid(x) = log(1 + exp(-x)), in a form that does not overflow.
     return (-gap).clamp(min=0) + (-gap.abs()).exp().log1p() + smoothing * gap
 
 
 def k1(gap: Any) -> Any:
-    """d: unbiased, of large variance; its expected gradient is 0."""
+    """Return d: unbiased, with a large variance; its expected gradient is 0."""
     return gap
 
 
 def absolute(gap: Any) -> Any:
-    """|d|"""
+    """Return |d|."""
     return abs(gap)
 
 
 def k2(gap: Any) -> Any:
-    """d^2 / 2: biased, but its gradient is that of the true KL."""
+    """Return d^2 / 2: biased, but its gradient is that of the true KL."""
     return 0.5 * gap**2
 
 
 def k3(gap: Any) -> Any:
-    """exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, of low variance."""
+    """Return exp(-d) + d - 1 within +-`MAX_KL`: unbiased, never negative, with a low variance."""
     gap = gap.clip(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     inverse_ratio = np.exp(-gap) if isinstance(gap, np.ndarray) else (-gap).exp()
     return (inverse_ratio + gap - 1.0).clip(-MAX_KL, MAX_KL)
 
 
 def k3_with_gradient_of_k2(gap: torch.Tensor) -> torch.Tensor:
-    """The value of k3 and the gradient of k2."""
+    """Return the value of k3 with the gradient of k2."""
     return k2(gap) + (k3(gap) - k2(gap)).detach()
 
 
@@ -89,15 +90,14 @@ KL_ESTIMATORS: dict[str, Callable[[Any], Any]] = {
     "k3+": k3_with_gradient_of_k2,
     "k3_unbiased": k3,
 }
-"""By `kl_penalty_type`: estimators of KL(p || q) from d = log p - log q at samples of p.
+"""KL estimators by `kl_penalty_type`: KL(p || q) from d = log p - log q at samples of p.
 
-They work on each entry of a torch tensor (for the loss) or of a numpy array (for rewards, but for k3+, which is all
-gradient). Source: joschu.net/blog/kl-approx.html.
-"""
+They work elementwise on torch tensors (for the loss) or numpy arrays (for rewards; k3+ has no use there). Source:
+joschu.net/blog/kl-approx.html."""
 IMPORTANCE_WEIGHTED = frozenset({"k3_unbiased"})
-"""Estimators that are multiplied by the probability ratio new / old, gradient included (arXiv 2512.02556)."""
+"""Estimators multiplied by the probability ratio new / old, with gradient (arXiv 2512.02556)."""
 
 
 def kl(logprob: torch.Tensor, other_logprob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Estimate KL(policy || other) per entry, by one of `KL_ESTIMATORS`."""
+    """Estimate KL(policy || other) per entry, with one of `KL_ESTIMATORS`."""
     return KL_ESTIMATORS[kind](logprob - other_logprob)

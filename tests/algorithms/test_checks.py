@@ -59,9 +59,9 @@ def test_keys_of_an_unknown_name(adv_type: str, loss_type: str, meant: str):
     ("changes", "message"),
     [
         ({"group_size": 1}, "algorithm.group_size=1"),
-        ({"reward_scale": 0.0}, "wants something else to learn"),
-        ({"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "credits each part of the reward by itself"),
-        ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is a form for the loss"),
+        ({"reward_scale": 0.0}, "set kl_beta above 0"),
+        ({"adv_type": "gdpo", "truncated_episodes": "zero_reward"}, "credits each part of the reward separately"),
+        ({"kl_in_reward": True, "kl_beta": 0.1, "kl_penalty_type": "k3+"}, "is for the loss only"),
         (
             {"adv_type": "gae", "reward_type": RewardLevel.action_level, "logprob_type": TokenLevel.chunk_level},
             "one ratio per chunk",

@@ -136,7 +136,7 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
             assert option in text
     assert "* openvla_oft_tiny" in text
     assert "algorithm.group_size: int = 8" in text
-    assert "Episodes that share a reset id." in text
+    assert "Episodes of a group, which share a reset id." in text
 
 
 def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

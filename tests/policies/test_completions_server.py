@@ -284,7 +284,7 @@ def test_what_a_server_cannot_do_is_refused() -> None:
     assert sampling_problems(teacher, policy) == []
     warm = teacher.updated({"algorithm.sampling_params.temperature": 0.5})
     assert any("probabilities of a reply at temperature 1" in problem for problem in sampling_problems(warm, policy))
-    with pytest.raises(ConfigError, match="leave out reference_path"):
+    with pytest.raises(ConfigError, match="remove reference_path"):
         load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
     with pytest.raises(ConfigError, match=r"algorithm\.reference_url: is for text"):
         draw_blueprint(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
