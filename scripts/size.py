@@ -1,45 +1,17 @@
-"""Pure lines of the package (no blanks, comments, docstrings), and of what serves only features newer than its audit.
+"""Pure lines of the package (no blanks, comments, docstrings): of the core and of each extension.
 
-    python scripts/size.py [PACKAGE]
-
-The audit counted commit b281ed7 (17,631 pure lines). A row names whole files: what newer features added inside files
-that are older stays in the last row.
+python scripts/size.py
 """
 
 import ast
 import io
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
-NEWER = {
-    "flow policies: pi0, pi0.5, SmolVLA, a small one; SDE, FPO, DSRL": [
-        *("policies/flow/**/*.py", "policies/steering/*.py"),
-    ],
-    "policies that run elsewhere, and serving ours": ["policies/remote/*.py", "commands/serve/*.py"],
-    "soft actor-critic, its replay, hindsight and critics": [
-        *("learners/sac.py", "learners/replay.py", "algorithms/sac.py", "policies/actor_critic/critics.py"),
-        *("learners/hindsight.py", "envs/gym/goals.py", "plan/off_policy.py"),
-    ],
-    "filtered behaviour cloning": ["learners/filtered_bc.py", "algorithms/filtered_bc.py"],
-    "text: games, servers, a critic apart, confined code": [
-        *("envs/text/game.py", "policies/causal_lm/server.py", "policies/critic.py", "sandboxed.py"),
-    ],
-    "rewards of the user's for any simulator, learned ones": ["envs/reward.py"],
-    "MetaWorld": ["envs/metaworld/*.py"],
-    "OpenVLA-OFT: diffusion and L1 heads that learn, corrections, CUDA graphs": [
-        *(f"policies/openvla_oft/{name}.py" for name in ("continuous", "residual", "graphs")),
-    ],
-    "a policy in a program of the user's; playing in a browser": [
-        *("program/acting.py", "program/environment.py", "cli/play.py", "cli/loopback.py"),
-    ],
-    "result cards, seeds, paired tests, replies": [
-        *("monitor/card.py", "monitor/seeds.py", "monitor/paired.py", "monitor/samples.py"),
-    ],
-    "evaluation protocols, what was held out, distrusted configs": [
-        *("plan/protocols.py", "plan/held_out.py", "config/trust.py", "commands/dagger.py"),
-    ],
-}
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "packaging"))
 
 
 def pure_lines(path: Path) -> int:
@@ -59,16 +31,16 @@ def pure_lines(path: Path) -> int:
 
 
 def main() -> None:
-    """Print the table."""
-    package = Path(sys.argv[1] if len(sys.argv) > 1 else "embodyrl")
-    lines = {path: pure_lines(path) for path in package.rglob("*.py")}
-    rows, left = [], dict(lines)
-    for feature, patterns in NEWER.items():
-        found = {path for pattern in patterns for path in package.glob(pattern)}
-        rows.append((feature, sum(left.pop(path) for path in found)))
-    rows += [("all other files: what there was, and what grew inside it", sum(left.values()))]
-    for feature, count in [*rows, (f"{len(lines)} files", sum(lines.values()))]:
-        sys.stdout.write(f"| {feature} | {count:,} |\n")
+    """Print one line for the core, one for each extension, and their sum."""
+    from test_imports import owner
+
+    lines: Counter[str] = Counter()
+    for path in (ROOT / "embodyrl").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        lines[owner(module) or "core"] += pure_lines(path)
+    for name, count in lines.most_common():
+        print(f"{count:6}  {name}")
+    print(f"{lines.total():6}  all")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from embodyrl.chat import ChatTemplate, control_tokens, count_tokens, roles_problem, unnamed_end, without_controls
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.settings import RowSettings
+from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.prompts import Reader
 
@@ -130,7 +130,7 @@ def test_a_turn_that_ends_with_an_unnamed_token_is_a_warning(tmp_path: Path):
     assert "add 2" in warning
     words = ["model=causal_lm", f"model.path={place}", "model.precision=fp32"]
     assert "ends a turn with <eos>" in describe(load_config("train", ["env=text/arithmetic", *words]))
-    sft = [*words, "data.path=embodyrl.datasets.tasks:arithmetic"]
+    sft = [*words, "data.path=embodyrl.extensions.text.tasks:arithmetic"]
     assert "ends a turn with <eos>" in describe(load_config("sft", sft))
     named = folder(tmp_path / "named", CHATML)
     assert unnamed_end(ChatTemplate.read(named), named, parts=False) is None

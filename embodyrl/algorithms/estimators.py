@@ -259,7 +259,7 @@ SAC = AdvantageEstimator(
     compute=sac_credits,
     settings=ReplaySettings,
     counts_chunk_steps=True,
-    learner="embodyrl.learners.sac:SacLearner",
+    learner="embodyrl.extensions.off_policy.sac_learner:SacLearner",
 )
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)

@@ -12,12 +12,12 @@ from embodyrl.cli.output import show_result
 from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.charts import changed_settings
+from embodyrl.extensions.text.plan import env_spec
 from embodyrl.monitor.history import read_history
-from embodyrl.monitor.report.charts import changed_settings
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.roots import TrainConfig
-from embodyrl.plan.texts import env_spec
 from embodyrl.version import __version__
 
 

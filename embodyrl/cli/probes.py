@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 from embodyrl.devices import query_gpus, visible_gpus
 from embodyrl.envs.maniskill.install import GPU_VULKAN_FIX, INSTALL, VULKAN_FIX, vulkan_problem
 from embodyrl.envs.renderer import choose_renderer, draw_frame, egl_device
+from embodyrl.extensions.text.sandbox import confinement
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.sandbox import confinement
 
 _GIB = 2**30
 _APT = {

@@ -165,7 +165,7 @@ def serve(args: argparse.Namespace) -> int:
     cfg = _compose_with_ckpt(args)
     if _only_look(args, cfg):
         return 0
-    from embodyrl.commands.serve import serve as start
+    from embodyrl.extensions.serving.serve import serve as start
 
     def say(line: str) -> None:
         print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)

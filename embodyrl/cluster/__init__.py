@@ -4,6 +4,6 @@ from embodyrl.cluster.protocol import LAUNCHERS
 
 LAUNCHERS.add("inline", "embodyrl.cluster.inline:InlineLauncher")
 LAUNCHERS.add("local", "embodyrl.cluster.local:LocalLauncher")
-LAUNCHERS.add("ray", "embodyrl.cluster.ray_launcher:RayLauncher")
+LAUNCHERS.add("ray", "embodyrl.extensions.ray_cluster.launcher:RayLauncher")
 
 __all__ = ["LAUNCHERS"]

@@ -28,15 +28,15 @@ from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
+from embodyrl.extensions.reporting.held_out import evaluation_facts
+from embodyrl.extensions.reporting.side_by_side import join_side_by_side
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
 from embodyrl.monitor.paired import other_worlds, pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
-from embodyrl.monitor.side_by_side import join_side_by_side
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
-from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig

@@ -12,16 +12,16 @@ from typing import Any
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.config.paths import HUB_NAME, resolve_asset
-from embodyrl.datasets.cards import read_card, reading_of
-from embodyrl.datasets.checks import check_layout
-from embodyrl.datasets.layout import CODEBASE_VERSION, INFO_PATH
-from embodyrl.datasets.settings import DemonstrationSettings, RowSettings
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, RowSettings
+from embodyrl.extensions.reporting.held_out import EXPORTED_CONFIG
+from embodyrl.extensions.text.plan import ANY_TEXT, env_spec
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
-from embodyrl.plan.held_out import EXPORTED_CONFIG
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
-from embodyrl.plan.texts import ANY_TEXT, env_spec
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.types import EnvSpec

@@ -8,11 +8,11 @@ from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.planner.memory import GIB, MIB, engine_share, plan_memory, require_memory
+from embodyrl.extensions.planner.rates import predict
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.memory import GIB, MIB, engine_share, plan_memory, require_memory
-from embodyrl.plan.rates import predict
 from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec

@@ -29,11 +29,11 @@ from embodyrl.commands.run_folder import (
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.planner.memory import plan_memory
+from embodyrl.extensions.reporting.held_out import evaluation_facts
 from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
-from embodyrl.plan.held_out import evaluation_facts
 from embodyrl.plan.load import write_word
-from embodyrl.plan.memory import plan_memory
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult

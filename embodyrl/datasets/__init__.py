@@ -1,1 +1,1 @@
-"""Demonstrations on disk in the LeRobot dataset layout v3.0: writing, reading, checking. Imports no torch."""
+"""Former place of data sets; import from `embodyrl.extensions` instead. Goes with the next release."""

@@ -17,12 +17,12 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.off_policy.plan import replay_problems
+from embodyrl.extensions.text.plan import env_context, fit_lengths, sampling_problems
 from embodyrl.files import available_cores
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
-from embodyrl.plan.off_policy import replay_problems
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
-from embodyrl.plan.texts import env_context, fit_lengths, sampling_problems
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 

@@ -3,6 +3,7 @@
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import RewardSection, reward_problems
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.text.plan import text_problems
 from embodyrl.monitor.fanout import missing_loggers
 from embodyrl.plan.roots import (
     ActingConfig,
@@ -15,7 +16,6 @@ from embodyrl.plan.roots import (
     SftConfig,
     TextTask,
 )
-from embodyrl.plan.texts import text_problems
 from embodyrl.policies import POLICIES
 
 

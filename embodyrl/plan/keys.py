@@ -16,10 +16,10 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection
 from embodyrl.config.settings import Key, NumbersStates, Settings, join, keys_of, parents_of
-from embodyrl.datasets.settings import DemonstrationSettings
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import RewardSection
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, Root, TextTask, name_of, selected
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest

@@ -16,13 +16,14 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection, FaultSettings, LauncherSettings, parse_placement
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
-from embodyrl.datasets.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
-from embodyrl.datasets.text import holds_text
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
+from embodyrl.extensions.text.dataset import holds_text
+from embodyrl.extensions.text.rewards.settings import JudgeSettings
 from embodyrl.learners.settings import PAIRED, ActorSettings, CriticSettings, Objective, ObjectiveSettings
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
 from embodyrl.plan.settings import (
@@ -37,7 +38,6 @@ from embodyrl.plan.settings import (
 )
 from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.rewards.settings import JudgeSettings
 
 R = TypeVar("R", bound="Root")
 COMMAND_LINE = "command line"
@@ -143,7 +143,7 @@ class ActingConfig(RunConfig):
 class CollectConfig(ActingConfig):
     """`embodyrl collect`."""
 
-    dry_run = "embodyrl.commands.collect:collection_facts"
+    dry_run = "embodyrl.extensions.demonstrations.collect:collection_facts"
 
     collect: CollectSettings = CollectSettings()
 
@@ -200,7 +200,7 @@ class TrainConfig(EvalConfig):
 class SftConfig(RunConfig):
     """`embodyrl sft`."""
 
-    dry_run = "embodyrl.commands.sft_setup:sft_facts"
+    dry_run = "embodyrl.extensions.demonstrations.sft_setup:sft_facts"
 
     data: DataSettings = DataSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
@@ -219,7 +219,7 @@ class SftConfig(RunConfig):
 class ServeConfig(PolicyConfig):
     """`embodyrl serve`."""
 
-    dry_run = "embodyrl.commands.serve:server_facts"
+    dry_run = "embodyrl.extensions.serving.serve:server_facts"
 
     ckpt: Path | None = None
     """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
@@ -230,7 +230,7 @@ class ServeConfig(PolicyConfig):
 class DaggerConfig(CollectConfig, SftConfig):
     """`embodyrl dagger`: what collecting and supervised training read."""
 
-    dry_run = "embodyrl.commands.dagger:dagger_facts"
+    dry_run = "embodyrl.extensions.demonstrations.dagger:dagger_facts"
 
     data: DemonstrationSettings = DemonstrationSettings()
     dagger: DaggerSettings = DaggerSettings()

@@ -26,11 +26,11 @@ from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from embodyrl.commands.collect import CollectResult
     from embodyrl.commands.eval_result import EvalResult
     from embodyrl.commands.session import OnStep
-    from embodyrl.commands.sft import SftResult
     from embodyrl.commands.train import OnEval, TrainResult
+    from embodyrl.extensions.demonstrations.collect import CollectResult
+    from embodyrl.extensions.demonstrations.sft import SftResult
 
 
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:

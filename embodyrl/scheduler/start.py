@@ -23,9 +23,9 @@ from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
+from embodyrl.extensions.planner.memory import engine_share, plan_memory
 from embodyrl.files import available_cores
 from embodyrl.plan.blueprint import Blueprint, count_ranks, plan_devices
-from embodyrl.plan.memory import engine_share, plan_memory
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings

@@ -8,7 +8,7 @@ from typing import cast
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
-from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.extensions.demonstrations.imitation import ImitationLearner
 from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import OneRank, Ranks

@@ -15,10 +15,10 @@ from algorithm_cases import (
 )
 from settings import algorithm_of
 
-from embodyrl.algorithms.filtered_bc import FilteredSettings, filtered_credits
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, Scores
 from embodyrl.algorithms.settings import RewardLevel
+from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
 
 
 @pytest.mark.parametrize("level", list(RewardLevel))

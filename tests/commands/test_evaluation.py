@@ -19,12 +19,12 @@ from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, 
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.page import write_report
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import pair
-from embodyrl.monitor.report.page import write_report
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.protocols import departures

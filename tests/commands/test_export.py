@@ -19,15 +19,15 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from embodyrl.cli.play import scene_of
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.export import export
-from embodyrl.commands.sft import sft
 from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
-from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.settings import RowSettings
+from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.serving.play import scene_of
+from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import load_config
 
 TRAINED = ("runner.max_steps=1", "runner.save_interval=1", "actor.optim.lr=0.02", "actor.optim.warmup_steps=0")
@@ -97,7 +97,7 @@ def test_an_exported_vision_language_model_generates_in_transformers_as_in_eval(
     run = train(text_config(tmp_path / "runs", *words, task="colour")).run
     out = export(run, 1, tmp_path / "out")
     processor = AutoProcessor.from_pretrained(out, local_files_only=True)
-    rows = open_rows(RowSettings(path="embodyrl.datasets.tasks:colour", kwargs={"rows": 40}), tokenizer=None)
+    rows = open_rows(RowSettings(path="embodyrl.extensions.text.tasks:colour", kwargs={"rows": 40}), tokenizer=None)
     found = []
     for index, _, reply in evaluated(run):
         row = rows[index]

@@ -14,7 +14,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext, ReportsSolvedStarts
 from embodyrl.envs.tabletop.world import new_world
-from embodyrl.monitor.card import card_of
+from embodyrl.extensions.reporting.card import card_of
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart

@@ -21,7 +21,16 @@ DOORS = [
     [{"os:system": 1}],
     {"a": {"b": "os:system"}},
 ]
-FINE = ["embodyrl.datasets.tasks:copy", "${oc.env:HOME}/runs", "runs/a b", "libero_10", 3, None, True, ["a", {"b": 1}]]
+FINE = [
+    "embodyrl.extensions.text.tasks:copy",
+    "${oc.env:HOME}/runs",
+    "runs/a b",
+    "libero_10",
+    3,
+    None,
+    True,
+    ["a", {"b": 1}],
+]
 
 
 @pytest.mark.parametrize("value", DOORS, ids=str)
@@ -47,5 +56,7 @@ def test_a_key_may_name_code() -> None:
 def test_trust_is_a_word_of_its_own() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
     assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
-    own = load_config("train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.datasets.tasks:other"])
+    own = load_config(
+        "train", ["env=text/copy", "model=causal_lm_tiny", "data.path=embodyrl.extensions.text.tasks:other"]
+    )
     assert trust_words(own) == [TRUST]

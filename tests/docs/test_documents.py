@@ -51,7 +51,7 @@ COMPOSED = {
 }
 """Parts of lines that are composed and checked only, with the reason."""
 ELSEWHERE = {
-    "owner/": "tests/commands/test_push.py has a hub",
+    "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
     "embodyrl doctor": "tests/cli/test_doctor",
     "check-env env=maniskill": "minutes of ManiSkill; tests/sim",

@@ -9,7 +9,6 @@ import pytest
 from settings import env_of
 from toy_runs import running_crew
 
-from embodyrl.commands.check_env import check_env
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
@@ -17,6 +16,7 @@ from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.errors import EnvError
+from embodyrl.extensions.check_env import check_env
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout

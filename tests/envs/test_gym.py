@@ -10,13 +10,13 @@ import pytest
 from gymnasium import spaces
 from settings import env_of
 
-from embodyrl.commands.check_env import check_env
 from embodyrl.envs import ENVS
 from embodyrl.envs.gym.doubts import doubts
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
+from embodyrl.extensions.check_env import check_env
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut

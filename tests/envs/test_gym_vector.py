@@ -10,12 +10,12 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from settings import env_of
 
-from embodyrl.commands.check_env import check_env
 from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.check_env import check_env
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart

@@ -12,8 +12,8 @@ from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FAC
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.extensions.text.plan import env_context
 from embodyrl.plan.config import load_config
-from embodyrl.plan.texts import env_context
 
 
 def problems(**changes):

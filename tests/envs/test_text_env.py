@@ -7,19 +7,21 @@ import pytest
 from settings import env_of
 
 from embodyrl.conversation import Answer, Judgement, Message, TextRow, split_messages
-from embodyrl.datasets.pictures import Picture
-from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import open_rows
 from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
-from embodyrl.rewards.judge import build_judge
-from embodyrl.rewards.settings import JudgeSettings
+from embodyrl.extensions.demonstrations.pictures import Picture
+from embodyrl.extensions.demonstrations.settings import RowSettings
+from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.rewards.judge import build_judge
+from embodyrl.extensions.text.rewards.settings import JudgeSettings
 from embodyrl.types import EpisodeStart, ObservationOut
 
 
 def two_digits() -> Rows:
-    return open_rows(RowSettings(path="embodyrl.datasets.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None)
+    return open_rows(
+        RowSettings(path="embodyrl.extensions.text.tasks:arithmetic", kwargs={"digits": 2}), tokenizer=None
+    )
 
 
 @pytest.fixture

@@ -228,7 +228,7 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
 def run(job: Job, folder: Path) -> Result:
     """Start, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
-    from embodyrl.plan import memory
+    from embodyrl.extensions.planner import memory
     from embodyrl.plan.blueprint import draw_blueprint
     from embodyrl.scheduler.start import policy_init
 

@@ -18,9 +18,9 @@ from jobs import GIB, Job, run
 from settings import model_of
 
 from embodyrl.config.shared import Precision
+from embodyrl.extensions.planner import memory
 from embodyrl.learners.settings import ActorSettings
 from embodyrl.learners.training import Optimization
-from embodyrl.plan import memory
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.engine import VllmEngine
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy

@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toy_runs import TOY, TOY_COLLECT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.datasets.checks import check_layout
-from embodyrl.datasets.reader import load_demonstrations
-from embodyrl.datasets.writer import read_episodes
+from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.extensions.demonstrations.writer import read_episodes
 
 STEPS = 3
 SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=1.4")

@@ -20,9 +20,9 @@ from embodyrl.cli.main import main
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
-from embodyrl.datasets.settings import RowSettings
-from embodyrl.datasets.text import open_rows
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
+from embodyrl.extensions.demonstrations.settings import RowSettings
+from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config, save_config
@@ -148,7 +148,7 @@ def test_a_policy_that_was_trained_with_proprioception_does_not_act_without(tmp_
 
 
 def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):
-    for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.datasets.tasks:copy")]:
+    for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.extensions.text.tasks:copy")]:
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
 
 

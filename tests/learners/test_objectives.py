@@ -17,20 +17,20 @@ from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
-from embodyrl.commands.sft import SftResult, sft
-from embodyrl.commands.sft_setup import load_material
 from embodyrl.conversation import Message, join_messages, join_pair
-from embodyrl.datasets.reader import Demonstrations
 from embodyrl.envs.reward import LearnedReward
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.imitation import ImitationLearner
+from embodyrl.extensions.demonstrations.imitation import ImitationLearner
+from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.extensions.demonstrations.sft import SftResult, sft
+from embodyrl.extensions.demonstrations.sft_setup import load_material
+from embodyrl.extensions.text.rewards.services import RewardModel
 from embodyrl.learners.settings import ActorSettings, Objective, ObjectiveSettings, OptimSettings
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.rewards.services import RewardModel
 from embodyrl.types import EnvSpec, Observation, ObservationOut
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost

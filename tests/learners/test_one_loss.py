@@ -11,7 +11,7 @@ import pytest
 from embodyrl.algorithms import policy_losses
 from embodyrl.algorithms.protocol import LOSSES
 from embodyrl.commands.train import train
-from embodyrl.learners import sac
+from embodyrl.extensions.off_policy import sac_learner as sac
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from embodyrl.monitor.intervals import Mean, Rate
-from embodyrl.monitor.seeds import (
+from embodyrl.extensions.reporting.seeds import (
     FEWEST_RUNS,
     interquartile_mean,
     mean_interval,
     probability_of_improvement,
     stratified_bootstrap,
 )
+from embodyrl.monitor.intervals import Mean, Rate
 
 Interval = tuple[float, float]
 Draw = Callable[[np.random.Generator], tuple[float, Interval]]

@@ -8,11 +8,11 @@ from run_files import write_evaluation, write_run, write_video
 
 from embodyrl.cli.runs import describe_run
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.card import card_of
+from embodyrl.extensions.reporting.page import write_report
 from embodyrl.files import by_number
 from embodyrl.monitor import history
-from embodyrl.monitor.card import card_of
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_history, read_rows
-from embodyrl.monitor.report.page import write_report
 
 
 def test_a_run_is_read_back(tmp_path: Path) -> None:

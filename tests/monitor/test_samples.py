@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 from text_runs import text_config
 
-from embodyrl.cli.report import picture
 from embodyrl.commands.train import train
+from embodyrl.extensions.reporting.command import picture
+from embodyrl.extensions.reporting.page import write_report
 from embodyrl.monitor.history import EpisodeRow, read_history
-from embodyrl.monitor.report.page import write_report
 from embodyrl.monitor.samples import pick_samples
 
 

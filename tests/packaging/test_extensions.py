@@ -2,31 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Mapping
-from pathlib import Path
-
-from test_imports import ROOT, imports
-
-EXTENSIONS: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("extensions.toml").read_text(encoding="utf-8")
-)
-NOT_YET_INVERTED = {
-    line for line in Path(__file__).with_name("core_imports.txt").read_text().splitlines() if not line.startswith("#")
-}
-"""Imports from the core to extensions that remain; the file may only become shorter."""
-
-
-def owner(module: str) -> str | None:
-    """Return the extension of a module, by its longest listed path; None: the core."""
-    path = "/".join(module.split(".")[1:])
-    found = {
-        listed: name
-        for name, extension in EXTENSIONS.items()
-        for listed in extension["paths"]
-        if path == listed.removesuffix(".py") or path.startswith(f"{listed}/")
-    }
-    return found[max(found, key=len)] if found else None
+from test_imports import EXTENSIONS, NOT_YET_INVERTED, ROOT, imports, owner
 
 
 def crossing() -> list[tuple[str, str]]:

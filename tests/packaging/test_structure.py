@@ -146,8 +146,8 @@ def test_nothing_that_is_loaded_can_run_code():
             name = ast.unparse(node.func)
             safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
             boxed = (str(path), name) in (
-                ("embodyrl/sandboxed.py", "exec"),
-                ("embodyrl/sandboxed_calls.py", "exec"),
+                ("embodyrl/extensions/text/sandboxed.py", "exec"),
+                ("embodyrl/extensions/text/sandboxed_calls.py", "exec"),
                 ("embodyrl/channels/channel.py", "pickle.loads"),
                 ("embodyrl/envs/isolated.py", "pickle.load"),
             )

@@ -6,8 +6,8 @@ import pytest
 
 from embodyrl.cli.sweep import sweep
 from embodyrl.config.settings import leaves
-from embodyrl.datasets.text import open_rows
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import config_of_ckpt, load_config, load_saved_config, save_config
 
 REPLY = "algorithm.sampling_params.max_new_tokens"

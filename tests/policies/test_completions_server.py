@@ -23,10 +23,10 @@ from toy_runs import rows
 
 from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
-from embodyrl.plan.texts import sampling_problems
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings

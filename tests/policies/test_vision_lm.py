@@ -11,8 +11,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import Message, join_messages, place_pictures
-from embodyrl.datasets import tasks
 from embodyrl.errors import CheckpointError
+from embodyrl.extensions.text import tasks
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest

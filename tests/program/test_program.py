@@ -21,8 +21,8 @@ from gymnasium.utils.env_checker import check_env
 from processes import start_cli
 
 import embodyrl
-from embodyrl.cli.play import scene_of
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.serving.play import scene_of
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = "assets/openvla_oft_tabletop"

@@ -27,8 +27,8 @@ Tool = Callable[[str], str]
 """Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
-TOOLS.add("calculator", "embodyrl.sandbox:calculate")
-TOOLS.add("python", "embodyrl.sandbox:python_tool")
+TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
+TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 
 LAST_BYTES = 1 << 10
 """Room in the last observation for the reply that ended the episode; nobody but people reads it."""

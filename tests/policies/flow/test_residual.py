@@ -12,8 +12,8 @@ from test_policy import ENV, build, folder, noise_for, observe, stir  # noqa: F4
 
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.learners.replay import Frames
-from embodyrl.learners.sac import FEATURES, SacLearner
+from embodyrl.extensions.off_policy.replay import Frames
+from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.critics import Critics

@@ -15,8 +15,8 @@ from embodyrl.channels.arena import Arena, read_observation
 from embodyrl.channels.layout import Record
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import ConfigError
-from embodyrl.learners.replay import Frames
-from embodyrl.learners.sac import FEATURES, SacLearner
+from embodyrl.extensions.off_policy.replay import Frames
+from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.policies.flow.likelihood import flow_sde

@@ -1,0 +1,162 @@
+"""`check-env`: the contract of an environment as a test that its author runs."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from embodyrl.envs.protocol import ENVS
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.check_env import declared, played, shown
+from embodyrl.extensions.check_env.harness import CHECKS, Check, Harness, Violation
+from embodyrl.leftovers import end_children, signal_at_parents_end
+
+__all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
+
+_START_S, _GRACE_S = 60.0, 10.0
+"""For the start of the process, and for its own report that a check took too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The outcome of one check."""
+
+    check: str
+    level: str
+    """ok, warn (allowed, and not what one expects), FAIL or skip (something it builds on failed)."""
+    note: str = ""
+    violations: tuple[Violation, ...] = ()
+
+
+def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+    """Build the environment with two slots in this process and check its contract.
+
+    Args:
+        cfg: as for training; the first tasks of `train.task_ids` are played.
+        seed: of the episodes and of the random actions.
+        timeout_s: longest time of one check; one that takes longer fails (main thread only).
+
+    Yields:
+        One finding per check, as soon as it is known.
+
+    Raises:
+        UnknownNameError: no such environment.
+    """
+    # The slots here are all there are, so an environment that shares out memory may use it.
+    harness = Harness(factory=ENVS.get(cfg.env_type), cfg=cfg, seed=seed)
+    levels: dict[str, str] = {}
+    try:
+        for name, (check, needs) in CHECKS.items():
+            if missing := [other for other in needs if levels[other] not in ("ok", "warn")]:
+                finding = Finding(check=name, level="skip", note=f"needs {', '.join(missing)}")
+            else:
+                finding = _run(name, check, harness, timeout_s)
+            levels[name] = finding.level
+            yield finding
+    finally:
+        if "env" in vars(harness) and "close" not in levels:
+            harness.env.close()
+
+
+def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding:
+    harness.note, harness.violations, harness.doubts = "", [], []
+    try:
+        with _deadline(timeout_s):
+            check(harness)
+    except Exception as error:  # whatever foreign code raises is what we are here to report
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        found = " ".join(str(error).split())
+        if not isinstance(error, EmbodyError):  # ours say what is wrong and what to do
+            found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
+        harness.violations = [Violation(name, "no error", found)]
+    level = "FAIL" if harness.violations else "warn" if harness.doubts else "ok"
+    found = (*harness.violations, *harness.doubts)
+    return Finding(check=name, level=level, note=harness.note, violations=found)
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+
+    def give_up(signum: int, frame: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
+    """As `check_env`, in a process of its own: what crashes, hangs in C or prints there does so to itself.
+
+    A check in which the process dies or never answers fails, and those after it are skipped.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    # As a worker, which cannot start processes by `multiprocessing` either.
+    child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env", daemon=True)
+    child.start()
+    theirs.close()
+    broken = ""
+    try:
+        for place, name in enumerate(CHECKS):
+            if broken:
+                yield Finding(check=name, level="skip", note=f"needs {broken}")
+                continue
+            found = _next(ours, child, name, timeout_s, _GRACE_S if place else _START_S)
+            broken = name if isinstance(found, Violation) else ""
+            yield Finding(check=name, level="FAIL", violations=(found,)) if isinstance(found, Violation) else found
+    finally:
+        if not broken:
+            child.join(_GRACE_S)
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
+    """The next finding, or why there is none."""
+    if not ours.poll(timeout_s + grace_s):
+        late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt it, in C code most likely"
+        return Violation(name, "an answer", late)
+    try:
+        return ours.recv()
+    except EOFError:
+        child.join(_GRACE_S)
+        code = child.exitcode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
+        return Violation(name, "an answer", f"the environment's process {how}; what it printed stands above")
+
+
+def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
+    """The process: one message per finding."""
+    signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
+    os.dup2(2, 1)  # also what C code prints
+    sys.stdout = sys.stderr
+    code = 1
+    try:
+        with contextlib.suppress(BrokenPipeError), theirs:
+            for finding in check_env(cfg, seed=seed, timeout_s=timeout_s):
+                theirs.send(finding)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        end_children()
+        os._exit(code)  # threads of the environment's would keep the process alive

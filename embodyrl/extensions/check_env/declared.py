@@ -1,0 +1,93 @@
+"""The checks of `check-env` that look at what a factory declares; nothing is simulated."""
+
+import os
+import pickle
+import subprocess
+import sys
+
+from embodyrl.extensions.check_env.harness import CONTEXT, Harness, check
+from embodyrl.types import EnvSpec
+
+HEAVY = ("torch", "mujoco", "robosuite", "libero", "sapien", "mani_skill", "gymnasium", "OpenGL", "transformers")
+"""Packages that take seconds or start a renderer; the driver imports the factory in each run."""
+
+_PROBE = """
+import pickle, sys
+from embodyrl.envs import ENVS
+cfg = pickle.load(sys.stdin.buffer)
+ENVS.get(cfg.env_type).validate(cfg)
+print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:])))
+"""
+
+
+@check()
+def factory(h: Harness) -> None:
+    """`validate` returns lines."""
+    lines = h.factory.validate(h.cfg)
+    texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
+    h.expect(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])
+
+
+@check()
+def light(h: Harness) -> None:
+    """Importing the factory and validating brings in nothing heavy (looked at in a process of its own)."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE, *HEAVY],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        input=pickle.dumps(h.cfg),
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    last = (done.stdout.decode().splitlines() or [""])[-1]
+    ran = done.returncode == 0 and last.startswith("imported:")
+    reason = (done.stderr.decode().strip().splitlines() or ["nothing printed"])[-1]
+    if h.expect(ran, "validate", "to run in a fresh process", reason):
+        heavy = last.removeprefix("imported:").split()
+        h.expect(not heavy, "validate", "no heavy import; import in make or later", ", ".join(heavy))
+
+
+@check()
+def spec(h: Harness) -> None:
+    """`EnvSpec` is complete and makes sense."""
+    spec = h.spec
+    if not h.expect(isinstance(spec, EnvSpec), "spec", "an EnvSpec", type(spec).__name__):
+        return
+    again = h.factory.spec(h.cfg, CONTEXT)
+    h.expect(spec == again, "spec", "the same description in every call", "two different ones")
+    _tasks(h, spec)
+    _numbers(h, spec)
+    for doubt in spec.doubts:
+        h.prefer(False, "spec", "what it declares to be what it does", doubt)
+    if (grip := spec.gripper) is not None:
+        inside = -spec.action_dim <= grip.index < spec.action_dim
+        h.expect(inside, "spec.gripper.index", f"below {spec.action_dim}", grip.index)
+        h.expect(grip.open != grip.closed, "spec.gripper", "open and closed to differ", f"{grip.open} twice")
+    h.note = (
+        f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras)} cameras of "
+        f"{spec.image_size[0]}x{spec.image_size[1]}, state {spec.state_dim}, actions {spec.action_dim}"
+    )
+
+
+def _tasks(h: Harness, spec: EnvSpec) -> None:
+    named = bool(spec.tasks) and all(isinstance(task, str) and task.strip() for task in spec.tasks)
+    h.expect(named, "spec.tasks", "instructions, none empty", repr(spec.tasks)[:80])
+    tasks, states = len(spec.tasks), spec.states_per_task
+    h.expect(len(states) == tasks, "spec.states_per_task", f"{tasks} numbers, one per task", len(states))
+    least = min(states, default=1)
+    h.expect(least >= 1, "spec.states_per_task", "at least 1 for each task", least)
+    wrong = [task for task in spec.expert_tasks if not 0 <= task < tasks]
+    h.expect(not wrong, "spec.expert_tasks", f"tasks in 0..{tasks - 1}", wrong)
+
+
+def _numbers(h: Harness, spec: EnvSpec) -> None:
+    for name, least in {"action_dim": 1, "max_episode_steps": 1, "state_dim": 0}.items():
+        value = getattr(spec, name)
+        fine = isinstance(value, int) and value >= least
+        h.expect(fine, f"spec.{name}", f"an integer of at least {least}", repr(value))
+    h.expect(bool(spec.name.strip()), "spec.name", "a name", repr(spec.name))
+    h.expect(len({*spec.cameras}) == len(spec.cameras), "spec.cameras", "different names", [*spec.cameras])
+    sized = not spec.cameras or min(spec.image_size) >= 1
+    h.expect(sized, "spec.image_size", "positive height and width", spec.image_size)
+    rotation = spec.image_rotation_deg
+    h.expect(rotation in (0, 180), "spec.image_rotation_deg", "0 or 180", rotation)

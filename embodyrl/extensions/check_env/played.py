@@ -1,0 +1,346 @@
+"""The checks of `check-env` that play episodes."""
+
+import time
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+
+from embodyrl.envs.protocol import GoalFactory, instruction_for
+from embodyrl.extensions.check_env.harness import (
+    CHUNK,
+    LIMIT,
+    SLOTS,
+    Harness,
+    Trace,
+    check,
+    seen_difference,
+)
+from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
+
+SHORT = 5
+"""Env steps of the episode that tests the time limit; no multiple of its chunk."""
+SHORT_CHUNK = 3
+FOUND_STEPS = 64
+"""Env steps in which chance may bring an episode to its end."""
+LONG_STEPS = 1000
+LONG_CHUNK = 25
+CLOSE_STEPS = 200
+LONG_SECONDS = 10.0
+"""Of the check that plays on; whichever comes first."""
+
+
+@check("spec")
+def make(h: Harness) -> None:
+    """`make` builds the environment that `spec` describes."""
+    started = time.perf_counter()
+    env = h.env
+    h.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
+    h.expect(env.spec == h.spec, "env.spec", "what the factory's spec says", f"{env.spec}"[:120])
+    h.expect(env.task_limit is None or env.task_limit >= 1, "env.task_limit", "None or at least 1", env.task_limit)
+
+
+@check("make")
+def reset(h: Harness) -> None:
+    """First and last states of the tasks can be reached."""
+    seconds = []
+    for reset_id in (reset_id for task in h.tasks() for reset_id in h.reset_ids(task)):
+        started = time.perf_counter()
+        h.env.reset([0], [h.start(reset_id)])
+        seconds.append(time.perf_counter() - started)
+    h.note = f"{len(seconds)} resets, median {1000 * float(np.median(seconds)):.1f} ms"
+
+
+@check("reset")
+def observe(h: Harness) -> None:
+    """Every pixel and every state entry is written, and finite; looking twice shows the same."""
+    h.env.reset([0], [h.first_start()])
+    # Twice, over black and over white: a pixel that nobody writes keeps one of each.
+    dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
+    untouched = (dark.images == 0) & (bright.images == 255)
+    for camera, name in enumerate(h.spec.cameras):
+        kept = int(untouched[camera].any(axis=-1).sum())
+        rule = "every pixel written, in place (out.images[...] = ...)"
+        h.expect(not kept, f"observe: image of camera '{name}'", rule, f"{kept} pixels keep what was there before")
+    if not h.violations:
+        h.expect_equal(seen_difference(dark, bright), "observe", "the same when asked twice without a step")
+
+
+@check("reset")
+def instruction(h: Harness) -> None:
+    """The instruction of an episode is that of its task or reset id, or the environment's own text."""
+    for task in h.tasks():
+        first = h.start(h.reset_ids(task)[0])
+        h.env.reset([0], [first])
+        text, expected = h.env.instruction(0), instruction_for(h.spec, first.reset_id)
+        if not h.spec.prompt_bytes:
+            h.expect(text == expected, "instruction", f"spec.tasks[{task}], {expected!r}", repr(text))
+            continue
+        size = len(text.encode("utf-8", errors="replace"))
+        h.expect(bool(text.strip()), "instruction", "a text", repr(text))
+        h.expect(size <= h.spec.prompt_bytes, "instruction", f"at most {h.spec.prompt_bytes} bytes", size)
+        h.play(0, first, h.actions(CHUNK))
+        later = h.env.instruction(0)
+        h.expect(later == text, "instruction", f"the same through an episode, {text!r}", repr(later))
+    h.note = repr(h.env.instruction(0)) if h.spec.instructed else "none: its name stands in for one"
+
+
+@check("observe")
+def reset_ids_differ(h: Harness) -> None:
+    """Different reset ids of a task show different things; not each pair has to."""
+    for task in h.tasks():
+        ids = h.reset_ids(task)
+        first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
+        differ = not others or any(seen_difference(first, other) for other in others)
+        same = "equal observations: one start for all, so that only what follows can differ"
+        h.prefer(differ, f"reset ids {ids} of task {task}", "different initial states", same)
+
+
+@check("observe")
+def step(h: Harness) -> None:
+    """A chunk in all slots gives arrays [n, K] of the right kinds, finite rewards, and one `after_step` per step."""
+    slots, called = list(range(SLOTS)), []
+    h.env.reset(slots, [h.first_start()] * SLOTS)
+    actions = np.stack([h.actions(CHUNK)] * SLOTS)
+    result = h.env.step_chunk(slots, actions, after_step=lambda slot, _: called.append(slot))
+    h.expect_array("step_chunk: reward", result.reward, (SLOTS, CHUNK), np.float32)
+    for name in ("terminated", "truncated", "valid", "success"):
+        h.expect_array(f"step_chunk: {name}", getattr(result, name), (SLOTS, CHUNK), np.bool_)
+    if h.violations:
+        return
+    finite = bool(np.isfinite(result.reward).all())
+    h.expect(finite, "step_chunk: reward", "finite numbers", result.reward.tolist())
+    executed = [slot for row, slot in enumerate(slots) for _ in range(int(result.valid[row].sum()))]
+    h.expect(sorted(called) == executed, "after_step", f"calls for slots {executed}", called)
+
+
+@check("step")
+def reset_repeats(h: Harness) -> None:
+    """Reset id and seed fix what is seen first, also after other episodes; the seed only where the spec says so."""
+    start = h.first_start()
+    first = h.first_seen(start)
+    for reset_id in h.reset_ids(h.tasks()[-1]):
+        h.play(0, h.start(reset_id), h.actions(CHUNK))
+    same = "the same first observation (fix: draw only from generators that the reset seeds)"
+    h.expect_same(first, h.first_seen(start), f"reset {start.reset_id}", same)
+    task = h.spec.task_of(start.reset_id)[0]
+    if task not in h.spec.seeded_tasks:
+        rule = f"{same}, or task {task} in EnvSpec.seeded_tasks"
+        other = h.first_seen(replace(start, seed=start.seed + 1))
+        h.expect_same(first, other, f"reset {start.reset_id} with another seed", rule)
+
+
+@check("step")
+def expert(h: Harness) -> None:
+    """Tasks in `spec.expert_tasks` have an expert that succeeds, others refuse."""
+    declared = [task for task in h.tasks() if task in h.spec.expert_tasks]
+    successes = 0
+    for task in declared:
+        demo = _play_expert(h, h.start(h.reset_ids(task)[0], limit=h.horizon))
+        if h.violations:
+            return
+        successes += demo.any("success")
+        h.demo = h.demo or demo
+        if demo.any("terminated"):
+            h.ending = h.ending or demo
+    found = f"none within {h.horizon} steps"
+    wanted = bool(declared) and h.spec.reports_success
+    h.expect(not wanted or successes > 0, "expert_chunk", f"a success in tasks {declared}", found)
+    h.note = f"{successes} of {len(declared)} episodes succeed" if declared else "none declared"
+    for task in [t for t in h.tasks() if t not in h.spec.expert_tasks][:1]:
+        h.env.reset([0], [h.start(h.reset_ids(task)[0])])
+        h.expect_refusal(
+            f"expert_chunk, task {task}",
+            "EnvError: not declared",
+            "an action",
+            lambda: h.env.expert_chunk([0], 1, noise=0.0),
+        )
+
+
+def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
+    """Let the expert act to the end, or to the first violation."""
+    trace = Trace(start=start, actions=np.zeros((0, h.spec.action_dim), np.float32))
+    space = h.spec.action_space
+    low, high = h.bounds() if space is None else (np.asarray(bound, np.float32) for bound in space.bounds)
+    h.env.reset([0], [start])
+    trace.seen.append(h.observe(0))
+    while not trace.any("done") and len(trace.results) * CHUNK < start.max_episode_steps:
+        actions, result = h.env.expert_chunk([0], CHUNK, noise=0.0)
+        if not h.expect_array("expert_chunk: actions", actions, (1, CHUNK, h.spec.action_dim), np.float32):
+            return trace
+        outside = actions[~((low <= actions) & (actions <= high))].tolist()
+        expected = f"numbers in {low.min():g}..{high.max():g}"
+        if not h.expect(not outside, "expert_chunk: actions", expected, next(iter(outside), None)):
+            return trace
+        trace.results.append(result)
+        trace.seen.append(h.observe(0))
+        trace.actions = np.concatenate([trace.actions, actions[0, result.valid[0]]])
+    return trace
+
+
+@check("step")
+def flags(h: Harness) -> None:
+    """An episode ends terminated or truncated, never both, and nothing is executed after its end."""
+    traces = [h.play(0, h.first_start(limit=SHORT), h.actions(2 * SHORT), chunk=SHORT_CHUNK)]
+    h.ending = h.ending or _find_ending(h)
+    if h.ending is not None:
+        # One chunk that goes on beyond the end: what stands there must not be executed.
+        longer = np.concatenate([h.ending.actions[: h.ending.length], h.actions(CHUNK)])
+        traces.append(h.play(0, h.ending.start, longer, chunk=len(longer)))
+    for result in (result for trace in traces for result in trace.results):
+        _expect_one_end(h, result)
+    h.note = "terminated and truncated" if h.ending else "truncated only: no episode ended by itself"
+
+
+def _expect_one_end(h: Harness, result: ChunkResult) -> None:
+    valid, done = result.valid[0], result.terminated[0] | result.truncated[0]
+    both = bool((result.terminated & result.truncated).any())
+    h.expect(not both, "truncated", "false where terminated", _at(result.truncated[0]))
+    ends = np.flatnonzero(done)
+    # The action that ends an episode was itself executed.
+    count = int(ends[0]) + 1 if len(ends) else len(valid)
+    expected = np.arange(len(valid)) < count
+    h.expect(np.array_equal(valid, expected), "valid", f"{_at(expected)}, up to the end", _at(valid))
+    h.expect(len(ends) <= 1, "terminated, truncated", "one end per chunk", _at(done))
+    late = bool(result.reward[0, count:].any() or result.success[0, count:].any())
+    h.expect(not late, "reward, success", "0 after the end", result.reward[0].tolist())
+
+
+def _at(flags: BoolArray) -> str:
+    return f"true at {np.flatnonzero(flags).tolist()} of {len(flags)}"
+
+
+def _find_ending(h: Harness) -> Trace | None:
+    """An episode that chance brings to its own end."""
+    ids = h.reset_ids(h.tasks()[0])
+    played = (h.play(0, h.start(i, limit=h.horizon), h.actions(FOUND_STEPS, stream=i)) for i in ids)
+    return next((trace for trace in played if trace.any("terminated")), None)
+
+
+@check("flags")
+def time_limit(h: Harness) -> None:
+    """An episode that does not end by itself is truncated at `max_episode_steps`, in the middle of a chunk too."""
+    start = h.first_start(limit=SHORT, ignore=True)
+    trace = h.play(0, start, h.actions(3 * SHORT), chunk=SHORT_CHUNK)
+    truncated = trace.any("truncated")
+    # Where the simulator may end the episode before, only the bound itself can be asked for.
+    strict = start.ignore_terminations and not h.spec.may_truncate
+    fits = trace.any("done") and trace.length <= SHORT and (not strict or (truncated and trace.length == SHORT))
+    found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
+    h.expect(fits, f"episode with max_episode_steps={SHORT}", f"{SHORT} steps, truncated", found)
+
+
+@check("time_limit")
+def over(h: Harness) -> None:
+    """A finished episode can be looked at but not continued."""
+    h.play(0, h.first_start(limit=SHORT, ignore=True), h.actions(2 * SHORT), chunk=SHORT_CHUNK)
+    h.observe(0)
+    another = h.actions(1)[None]
+    h.expect_refusal("step_chunk after the end", "EnvError", "another step", lambda: h.env.step_chunk([0], another))
+
+
+@check("time_limit")
+def ignore_terminations(h: Harness) -> None:
+    """With `ignore_terminations` an episode goes on to its time limit."""
+    if h.ending is None or not h.can_ignore:
+        h.note = "not exercised: no episode ended by itself" if h.can_ignore else "refused by validate"
+        return
+    steps = h.ending.length
+    start = h.start(h.ending.start.reset_id, limit=steps + CHUNK, ignore=True)
+    trace = h.play(0, start, np.concatenate([h.ending.actions[:steps], h.actions(2 * CHUNK)]))
+    lasts = not trace.any("terminated") and trace.length == steps + CHUNK
+    expected, found = f"{steps + CHUNK} steps, never terminated", f"{trace.length} steps"
+    h.expect(lasts, "episode with ignore_terminations=true", expected, found)
+
+
+@check("time_limit")
+def lasts(h: Harness) -> None:
+    """Random episodes to their end, in both slots: what crashes, hangs or is no longer finite later on.
+
+    The first steps are observed one by one: a chunk hides what is not finite for a moment.
+    """
+    started, played, episodes, slots = time.perf_counter(), 0, 0, list(range(SLOTS))
+    ids = h.spec.reset_ids_of(h.tasks()[-1])
+
+    def begin(slot: int) -> None:
+        h.env.reset([slot], [h.start(ids[episodes % len(ids)], limit=h.horizon)])
+
+    for slot in slots:
+        begin(slot)
+        episodes += 1
+    while played < LONG_STEPS and time.perf_counter() - started < LONG_SECONDS and not h.violations:
+        length = 1 if played < CLOSE_STEPS else LONG_CHUNK
+        actions = h.actions(SLOTS * length, stream=played).reshape(SLOTS, length, -1)
+        result = h.env.step_chunk(slots, actions)
+        played += int(result.valid.sum())
+        for slot in slots:
+            h.observe(slot)
+            if result.done[slot]:
+                begin(slot)
+                episodes += 1
+    h.note = f"{played} steps in {episodes} episodes"
+
+
+@check("reset_repeats", "step")
+def repeatable(h: Harness) -> None:
+    """The same reset id, seed and actions give the same episode to the last bit, also after other episodes."""
+    start, actions = h.first_start(), h.actions(LIMIT)
+    first = h.play(0, start, actions)
+    for task in h.tasks():
+        h.play(0, h.start(h.reset_ids(task)[-1]), h.actions(LIMIT, stream=1))
+    again = h.play(0, start, actions)
+    h.expect_repeat(first, again, f"episode of reset id {start.reset_id}", "the same again")
+
+
+@check("repeatable")
+def slots(h: Harness) -> None:
+    """A slot does not depend on which one it is, nor on what the others do meanwhile."""
+    # Long enough that the neighbour is still at work when the episode beside it ends.
+    start, other = h.first_start(), h.start(h.reset_ids(h.tasks()[0])[-1], limit=4 * LIMIT, ignore=True)
+    actions = h.actions(LIMIT)
+    first = h.play(0, start, actions)
+    h.env.reset([1], [other])
+    before = h.observe(1)
+    again = h.play(0, start, actions)
+    h.expect_same(before, h.observe(1), "slot 1 while slot 0 runs", "unchanged")
+    h.env.reset([0], [other])
+
+    def keep_busy() -> None:
+        """Run a little of the other episode; begin it anew where it ends."""
+        if h.env.step_chunk([0], h.actions(2, stream=2)[None]).done.any():
+            h.env.reset([0], [other])
+
+    moved = h.play(1, start, actions, between=None if h.spec.lockstep else keep_busy)
+    for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
+        h.expect_repeat(first, trace, f"episode {where}", "the one of slot 0 alone")
+
+
+@check("repeatable", "expert", "flags")
+def expert_replays(h: Harness) -> None:
+    """What the expert says it chose is what it did: executing its actions gives the same episode."""
+    if h.demo is None:
+        h.note = "none declared"
+        return
+    again = h.play(0, h.demo.start, h.demo.actions)
+    h.expect_repeat(h.demo, again, "expert_chunk: actions", "the actions that were executed")
+
+
+@check("step")
+def goals(h: Harness) -> None:
+    """What is said of other goals is, of the one that was pursued, what was earned."""
+    spec = h.spec
+    if not spec.desired_goal[1] or getattr(h.cfg, "use_rel_reward", False):
+        h.note = "none declared"
+        return
+    trace = h.play(0, h.first_start(), h.actions(LIMIT), chunk=1)
+    seen = np.stack([seen.state for seen in trace.seen[1:]])
+    judge = cast(GoalFactory, h.factory).judge(h.cfg)
+    try:
+        said = judge(seen[:, slice(*spec.achieved_goal)], seen[:, slice(*spec.desired_goal)])[0] * spec.reward_factor
+    finally:
+        judge.close()
+    earned = np.concatenate([result.reward[0] for result in trace.results])
+    for step in np.flatnonzero(~np.isclose(said, earned, rtol=1e-3, atol=1e-5))[:1].tolist():
+        expected = f"{earned[step]:g}, as step {step + 1} earned (or no algorithm.hindsight_goals)"
+        h.prefer(False, "reward of the same goal", expected, f"{said[step]:g}")
+    h.note = f"{len(earned)} rewards compared"

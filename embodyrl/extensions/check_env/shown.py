@@ -1,0 +1,74 @@
+"""The last checks of `check-env`: pictures, speed, and what `close` leaves behind."""
+
+import time
+
+import numpy as np
+
+from embodyrl.errors import EnvError
+from embodyrl.extensions.check_env.harness import CHUNK, Harness, check, seen_difference
+from embodyrl.leftovers import left_after
+
+MEASURED_STEPS = 64
+CLOSE_SECONDS = 1.0
+"""For threads and child processes to end after `close`."""
+
+
+@check("step")
+def image_range(h: Harness) -> None:
+    """Pixels use 0..255."""
+    found = f"nothing above {h.brightest}; floats in 0..1 that were cut to integers?"
+    h.expect(not h.spec.cameras or h.brightest > 1, "observe: images", "uint8 in 0..255", found)
+
+
+@check("step")
+def render(h: Harness) -> None:
+    """`render` returns an upright frame and changes nothing."""
+    h.play(0, h.first_start(), h.actions(CHUNK))
+    before = h.observe(0)
+    try:
+        frame = h.env.render(0)
+    except EnvError as error:
+        if h.spec.cameras:
+            raise
+        h.note = str(error)  # without cameras there may be nothing to show
+        return
+    is_array = isinstance(frame, np.ndarray)
+    drawn = is_array and frame.ndim == 3 and frame.shape[2] == 3 and frame.dtype == np.uint8
+    found = f"{frame.dtype} {frame.shape}" if is_array else type(frame).__name__
+    if not h.expect(drawn, "render", "uint8 (H, W, 3)", found):
+        return
+    h.expect_equal(seen_difference(before, h.observe(0)), "render", "no change of the observation")
+    for camera, image in zip(h.spec.cameras, before.images, strict=True):
+        upside_down = image if h.spec.image_rotation_deg == 180 else image[::-1]
+        wrong = np.array_equal(frame, upside_down) and not np.array_equal(frame, upside_down[::-1])
+        expected = f"upright (spec.image_rotation_deg={h.spec.image_rotation_deg})"
+        h.expect(not wrong, "render", expected, f"the image of camera '{camera}' upside down")
+    h.note = f"{frame.shape[0]}x{frame.shape[1]}"
+
+
+@check("time_limit")
+def speed(h: Harness) -> None:
+    """Measure; nothing can fail here."""
+    start = h.first_start(limit=MEASURED_STEPS, ignore=True)
+    h.env.reset([0], [start])
+    started = time.perf_counter()
+    steps = int(h.env.step_chunk([0], h.actions(MEASURED_STEPS)[None]).valid.sum())
+    stepped = time.perf_counter()
+    for _ in range(CHUNK):
+        h.observe(0)
+    seen = time.perf_counter()
+    h.env.reset([0], [start])
+    h.note = (
+        f"{steps / (stepped - started):.0f} steps/s without observing, "
+        f"{1000 * (seen - stepped) / CHUNK:.2f} ms per observation, "
+        f"{1000 * (time.perf_counter() - seen):.2f} ms per reset (one slot)"
+    )
+
+
+@check("make")
+def close(h: Harness) -> None:
+    """`close` may be called twice, and ends threads and child processes."""
+    h.env.close()
+    h.env.close()
+    left = left_after(CLOSE_SECONDS, h.threads, h.children)
+    h.prefer(not left, "close", "no threads (other than daemons) and child processes left", left)

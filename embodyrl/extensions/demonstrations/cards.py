@@ -1,0 +1,220 @@
+"""What a data set states about its environment: our card, or the description that another program wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations.layout import (
+    ACTION,
+    CARD_PATH,
+    CODEBASE_VERSION,
+    INFO_PATH,
+    STATE,
+    TASKS_PATH,
+    Card,
+    image_key,
+)
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.types import EnvSpec, GripperConvention
+
+_CHANNELS = (1, 3, 4)
+_OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+_LEROBOT_TASK = ("task", "__index_level_0__")
+"""Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How a data set of another program is read: names of its columns, and what its files do not state."""
+
+    action: str = ACTION
+    state: str = STATE
+    cameras: Mapping[str, str] = field(default_factory=dict)
+    """Column of each camera to read, in this order; empty: all columns named observation.images.<camera>."""
+    gripper: GripperConvention | None = None
+    image_rotation_deg: int = 0
+    skip_nonfinite: bool = False
+    """Leave out episodes with non-finite numbers instead of rejecting the data set."""
+
+    def column(self, camera: str) -> str:
+        """Return the column of a camera."""
+        return self.cameras.get(camera, image_key(camera))
+
+    @property
+    def describes(self) -> list[str]:
+        """Return the keys that only apply to data sets of other programs and were given."""
+        given = {
+            "data.action_key": self.action != ACTION,
+            "data.state_key": self.state != STATE,
+            "data.cameras": bool(self.cameras),
+            "data.gripper": self.gripper is not None,
+            "data.image_rotation_deg": self.image_rotation_deg != 0,
+        }
+        return [key for key, is_given in given.items() if is_given]
+
+
+PLAIN = Reading()
+
+
+def reading_of(data: DemonstrationSettings) -> Reading:
+    """Return how the settings want data sets to be read."""
+    ends = None
+    if data.gripper is not None:
+        ends = GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
+    return Reading(
+        action=data.action_key,
+        state=data.state_key,
+        cameras=data.cameras,
+        gripper=ends,
+        image_rotation_deg=data.image_rotation_deg,
+        skip_nonfinite=data.skip_nonfinite,
+    )
+
+
+def read_card(root: Path, reading: Reading = PLAIN) -> Card:
+    """Read the description of the environment that the data come from.
+
+    Raises:
+        EmbodyError: there is no data set, or its description is damaged.
+        ConfigError: the data set lacks something that the keys can name, or the keys contradict it.
+    """
+    path = root / CARD_PATH
+    try:
+        if not path.exists() and (root / INFO_PATH).is_file():
+            path = root / INFO_PATH
+            return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")), reading)
+        card = Card.from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        kind = f"no data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "no folder"
+        raise ConfigError(
+            f"data.path={root} is {kind}. Collect one: embodyrl collect env=... {shlex.quote(f'collect.out={root}')}."
+        ) from None
+    except KeyError as error:
+        raise EmbodyError(f"{path} has no field {error}. Fetch or collect the data set again.") from error
+    except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+        raise EmbodyError(
+            f"{path} is not usable ({error!r}). Fetch or collect the data set again, or choose another folder."
+        ) from error
+    if reading.describes:
+        raise ConfigError(
+            f"{', '.join(reading.describes)}: {root} was written by `embodyrl collect` and describes itself; "
+            "remove these keys."
+        )
+    return card
+
+
+def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
+    """Describe the environment of a data set that another program wrote."""
+    version = info.get("codebase_version")
+    if version != CODEBASE_VERSION:
+        raise ConfigError(
+            f"data.path={root} has LeRobot's layout {version}; {CODEBASE_VERSION} is read. Convert it with lerobot: "
+            "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME (before lerobot 0.5: "
+            "lerobot.datasets.v30.convert_dataset_v21_to_v30)."
+        )
+    features: dict[str, dict[str, Any]] = info["features"]
+    columns = _camera_columns(root, features, reading)
+    kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
+    if len(set(kinds.values())) > 1:
+        found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
+        raise ConfigError(
+            f"data.path={root}: its pictures differ in size or kind ({found}). Choose those that are alike with "
+            "data.cameras={name: column, ...}."
+        )
+    kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
+    vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
+    states = vectors if reading.state != STATE else [name for name in vectors if "state" in name]
+    for key, column, known in (("data.action_key", reading.action, vectors), ("data.state_key", reading.state, states)):
+        # A data set may well have no state; one of another name must not be left out unnoticed.
+        if column not in features and known:
+            raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
+    tasks = read_tasks(root)
+    env = EnvSpec(
+        name=info.get("robot_type") or root.name,
+        action_dim=_vector_size(root, reading.action, features[reading.action]),
+        tasks=tuple(tasks.values()),
+        states_per_task=(1,) * len(tasks),
+        cameras=tuple(columns),
+        image_size=(height, width),
+        image_rotation_deg=reading.image_rotation_deg,
+        state_dim=_vector_size(root, reading.state, features[reading.state]) if reading.state in features else 0,
+        gripper=reading.gripper,
+    )
+    if reading.gripper is not None and not -env.action_dim <= reading.gripper.index < env.action_dim:
+        raise ConfigError(
+            f"data.gripper_index={reading.gripper.index}: the actions of {root} have {env.action_dim} numbers."
+        )
+    fps = float(info["fps"])
+    if not 0 < fps < math.inf:
+        raise EmbodyError(f"{root / INFO_PATH}: fps is {info['fps']}, expected a positive number.")
+    return Card(env=env, fps=fps, video=kind == "video")
+
+
+def read_tasks(root: Path) -> dict[int, str]:
+    """Read the instructions by their numbers.
+
+    Raises:
+        EmbodyError: the file is missing or damaged.
+    """
+    path = root / TASKS_PATH
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. Fetch the data set again.") from error
+    text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
+    if text is None or "task_index" not in table.column_names:
+        raise EmbodyError(f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task.")
+    rows = zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)
+    return {int(number): str(task or "") for number, task in sorted(rows)}
+
+
+def _camera_columns(root: Path, features: Mapping[str, Mapping[str, Any]], reading: Reading) -> dict[str, str]:
+    """Return the column of each camera."""
+    pictures = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
+    if reading.cameras:
+        if unknown := [column for column in reading.cameras.values() if column not in pictures]:
+            raise ConfigError(
+                f"data.cameras: {root} has no pictures '{unknown[0]}'. Pictures: {', '.join(pictures) or 'none'}."
+            )
+        return dict(reading.cameras)
+    prefix = image_key("")
+    if strangers := [key for key in pictures if not key.startswith(prefix)]:
+        example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
+        raise ConfigError(
+            f"data.path={root}: its pictures {', '.join(strangers)} are not named {image_key('<camera>')}. "
+            f"Name the cameras to read: 'data.cameras={{{example}}}'."
+        )
+    return {key.removeprefix(prefix): key for key in pictures}
+
+
+def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
+    """Return height and width; channels are the first or the last number of the shape."""
+    info = feature.get("info") or {}
+    if info.get("video.is_depth_map") or info.get("is_depth_map"):
+        raise ConfigError(f"data.path={root}: '{key}' is a depth map; choose color cameras with data.cameras.")
+    shape, names = feature["shape"], [str(name) for name in feature.get("names") or ()]
+    ends = [axis for axis in (2, 0) if len(shape) == 3 and shape[axis] in _CHANNELS]
+    if not ends:
+        raise ConfigError(
+            f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels."
+        )
+    first = len(ends) == 2 and names[:1] and names[0].startswith("c")
+    height, width = shape[1:] if first or ends[0] == 0 else shape[:2]
+    return int(height), int(width)
+
+
+def _vector_size(root: Path, key: str, feature: Mapping[str, Any]) -> int:
+    shape = feature["shape"]
+    if len(shape) != 1:
+        raise ConfigError(f"data.path={root}: '{key}' has the shape {list(shape)}, expected one vector per step.")
+    return int(shape[0])

@@ -1,0 +1,168 @@
+"""Checks of a data set on disk: what its files state must agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations import layout
+from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, read_tasks
+from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
+from embodyrl.extensions.text.rows import Rows, find_rows
+from embodyrl.types import EnvSpec
+
+_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+_TOLERANCE_S = 1e-4
+"""Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
+
+_Episodes = list[dict[str, Any]]
+
+
+def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
+    """Return what is wrong with a data set, one line each.
+
+    Of a data set that another program wrote, return what would be misread here.
+
+    Raises:
+        ConfigError: the data set is of another kind, or the keys that describe it contradict it.
+    """
+    problems: list[str] = []
+    try:
+        card, rows = read_card(root, reading), read_episodes(root)
+    except ConfigError:
+        raise
+    except EmbodyError as error:
+        return [f"{root} cannot be read: {error}"]
+    for part in (_info, _tasks, _stats, _episodes) if layout.is_ours(root) else (_episodes,):
+        name = part.__name__.strip("_")
+        try:
+            problems += part(root, card, rows)
+        except EmbodyError as error:
+            problems.append(f"{name}: {error}")
+        except KeyError as error:
+            problems.append(f"{root}: {name} has no column or field {error}.")
+        except (OSError, pa.ArrowException, TypeError, ValueError) as error:
+            problems.append(f"{root}: {name} cannot be read: {error!r}.")
+    return problems
+
+
+def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
+    """Describe in which fields two environments of demonstrations differ; `alike`: further ones to compare."""
+    names = [name for name in (*alike, *_SHAPE) if getattr(one, name) != getattr(other, name)]
+    return ", ".join(f"{name} ({getattr(one, name)} and {getattr(other, name)})" for name in names)
+
+
+def _task_names(rows: _Episodes) -> list[str]:
+    return list(dict.fromkeys(task for row in rows for task in row["tasks"]))
+
+
+def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    found = json.loads((root / layout.INFO_PATH).read_text(encoding="utf-8"))
+    frames = rows[-1]["dataset_to_index"] if rows else 0
+    expected = layout.info_of(card, episodes=len(rows), frames=frames, tasks=len(_task_names(rows)))
+    for key, value in expected.items():
+        if found.get(key) != value:
+            yield f"{layout.INFO_PATH}: {key} is {found.get(key)!r}, expected {value!r}."
+
+
+def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    if not pq.read_table(root / layout.TASKS_PATH).equals(layout.tasks_table(_task_names(rows)), check_metadata=True):
+        yield f"{layout.TASKS_PATH}: not the {len(_task_names(rows))} instructions of the episodes, in their order."
+
+
+def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    stats = json.loads((root / layout.STATS_PATH).read_text(encoding="utf-8"))
+    for key, feature in layout.features_of(card).items() if rows else ():
+        image = feature["dtype"] in ("image", "video")
+        if key not in stats and (image or key in (layout.STATE, layout.ACTION)):
+            yield f"{layout.STATS_PATH}: no statistics of '{key}'."
+        for name, values in stats.get(key, {}).items():
+            # Of images one number a channel, shaped so that it broadcasts over [3, H, W].
+            shape = (1,) if name == "count" else (3, 1, 1) if image else tuple(feature["shape"])
+            if np.shape(values) != shape:
+                yield f"{layout.STATS_PATH}: {key}/{name} has shape {np.shape(values)}, expected {shape}."
+            elif not np.isfinite(values).all():
+                yield f"{layout.STATS_PATH}: {key}/{name} is not finite."
+
+
+def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    ours = layout.is_ours(root)
+    if problems := [*_table_problems(rows), *(_file_problems(root, card, rows) if ours else ())]:
+        yield from problems
+        return
+    found, total = find_rows(root, rows), rows[-1]["dataset_to_index"] if rows else 0
+    if len(found) != total:
+        yield f"data: the files hold {len(found)} rows, the table of episodes names {total}."
+        return
+    wrong = np.flatnonzero(found.counters["index"] != np.arange(total))
+    if len(wrong):
+        yield f"data: index does not count up: row {wrong[0]} is missing or there twice."
+        return
+    names = dict(enumerate(_task_names(rows))) if ours else read_tasks(root)
+    for row in rows:
+        yield from _row_problems(found, row, card, names, exact=ours)
+
+
+def _table_problems(rows: _Episodes) -> Iterator[str]:
+    start = 0
+    for number, row in enumerate(rows):
+        if row["episode_index"] != number or row["dataset_from_index"] != start:
+            yield f"meta/episodes: row {number} is episode {row['episode_index']} from {row['dataset_from_index']}."
+            return
+        start = row["dataset_to_index"]
+        if start - row["dataset_from_index"] != row["length"] or row["length"] < 1:
+            yield f"meta/episodes: episode {number} has length {row['length']}, but its indices differ from that."
+
+
+def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
+    """Yield files of ours that are missing, have other columns, or belong to no episode."""
+    named: set[str] = set()
+    for number, row in enumerate(rows):
+        paths = paths_of(card, row)
+        if missing := [path for path in paths if not (root / path).is_file()]:
+            yield f"{missing[0]} of episode {number} is missing."
+            return
+        if paths[0] not in named and not pq.read_schema(root / paths[0]).equals(layout.schema_of(card)):
+            yield f"{paths[0]}: columns differ from those of meta/info.json."
+        named.update(paths)
+    there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
+    yield from (f"{path}: no episode names this file." for path in sorted(there - named))
+
+
+def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool) -> Iterator[str]:
+    number, part = row["episode_index"], slice(row["dataset_from_index"], row["dataset_to_index"])
+    own = {name: values[part] for name, values in found.counters.items()}
+    others = np.flatnonzero(own["episode_index"] != number)
+    if len(others):
+        yield (
+            f"episode {number}: its row {others[0]} has episode_index {own['episode_index'][others[0]]}; the rows and "
+            "the table of episodes do not belong together."
+        )
+        return
+    steps = np.arange(row["length"])
+    # Trimmed episodes of other programs may begin at another frame.
+    if (own["frame_index"] - (0 if exact else own["frame_index"][0]) != steps).any():
+        yield f"episode {number}: frame_index does not count up."
+    if exact and not (np.abs(own["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
+        yield f"episode {number}: time stamps are not frame_index / fps."
+    gaps = np.diff(own["timestamp"].astype(np.float64))
+    uneven = np.flatnonzero(~(np.abs(gaps - 1 / card.fps) < 0.5 / card.fps))
+    if not exact and len(uneven):
+        yield (
+            f"episode {number}: step {uneven[0] + 1} comes {gaps[uneven[0]]:.4f} s after the step before, fps "
+            f"{card.fps:g} means {1 / card.fps:.4f} s."
+        )
+    listed = {task or "" for task in row.get("tasks") or ()}
+    for task in np.unique(own["task_index"]).tolist():
+        if task not in names:
+            yield f"episode {number}: {layout.TASKS_PATH} has no task_index {task}."
+        elif listed and names[task] not in listed:
+            yield f"episode {number}: task_index {task} is '{names[task]}', the table of episodes has {sorted(listed)}."

@@ -1,0 +1,309 @@
+"""Collecting demonstrations: roll a policy out, keep good episodes, write them as a data set that can be continued."""
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
+from embodyrl.commands.facts import facts
+from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
+from embodyrl.commands.session import announce, screen_only
+from embodyrl.config.paths import resolve_asset
+from embodyrl.envs.reward import changed_reward
+from embodyrl.errors import ConfigError, EmbodyError, Interrupted
+from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.checks import check_layout, differences
+from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.files import write_atomically
+from embodyrl.monitor.fanout import Fanout
+from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, draw_blueprint
+from embodyrl.plan.config import dump_config
+from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
+from embodyrl.plan.load import write_word
+from embodyrl.plan.roots import CollectConfig, DaggerConfig
+from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
+from embodyrl.scheduler.rollout import Rollout
+from embodyrl.scheduler.start import Workers, start_workers
+from embodyrl.types import EnvSpec, Episode
+
+_HOPELESS = 20
+"""Trials per wanted episode of a task after which collecting gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectResult:
+    """What lies in the folder now, and what it took in this call."""
+
+    folder: Path
+    episodes: int
+    frames: int
+    tried: int
+    succeeded: int
+    dropped: int
+    wall_s: float
+
+
+def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
+    """Describe a collection before it starts."""
+    blueprint = draw_collection(cfg)
+    lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
+    return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
+
+
+def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
+    """Fill `collect.out` up to `collect.episodes` kept episodes, as many of each task.
+
+    Every env step becomes a frame. A policy that plans several actions executes them all before it is asked again, as
+    in `eval`; where the expert labels what it does, it is asked at each step.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name; what was written before stays usable.
+    """
+    assert cfg.collect.out is not None, "checked by check_components"
+    blueprint = draw_collection(cfg)
+    weights = first_weights(cfg, blueprint.env)
+    with (
+        locked(Path(cfg.collect.out)),
+        closing(open_run(cfg, "collect", overrides, None)) as folder,
+        closing(screen_only(cfg)) as monitor,
+    ):
+        return _Collecting(blueprint, monitor, weights).run(folder)
+
+
+def draw_collection(cfg: CollectConfig) -> Blueprint:
+    """Describe the run: slots of the training split, one record per env step.
+
+    Raises:
+        ConfigError: parts that do not fit together, or a task that the expert does not know.
+        EmbodyError: data that rounds of DAgger go on from are damaged.
+    """
+    base = draw_blueprint(cfg, training=False)
+    tasks = selected_tasks(base.env, cfg.env.train)
+    labelled = cfg.collect.labels is Labels.expert or isinstance(cfg, DaggerConfig)
+    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
+        known = ",".join(map(str, base.env.expert_tasks))
+        raise ConfigError(
+            f"env '{base.env.name}' has no scripted expert for tasks {unknown}; set env.train.task_ids=[{known}]."
+        )
+    if labelled and not base.policy.scripted and not base.env.expert_reacts:
+        raise ConfigError(
+            f"env '{base.env.name}': its expert follows a plan, whose steps say nothing where another policy chooses "
+            "the actions, so it cannot label them. Let it play: embodyrl collect model=scripted (model.expert_noise "
+            "shows how it recovers), and embodyrl sft with data.more."
+        )
+    if isinstance(cfg, DaggerConfig):
+        _check_demonstrations(cfg, base.env)
+    slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
+    return replace(
+        base,
+        env_workers=deal_slots(slots, count_env_workers(cfg, base.env, base.devices, slots)),
+        # The running episode of each slot, and what is in flight.
+        capacity=slots * (cfg.env.train.max_episode_steps + 2),
+        single_step=True,
+        labelled=labelled,
+    )
+
+
+def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
+    """Check that the demonstrations can be trained on together with episodes of an environment.
+
+    Raises:
+        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
+    """
+    reading, first = reading_of(cfg.data), cfg.data.path
+    folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
+    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
+    problems = [
+        f"The demonstrations in {folder} differ from those of data.path in {differs}."
+        for folder, card in zip(folders, cards, strict=True)
+        if (differs := differences(card, cards[0]))
+    ]
+    if differs := differences(cards[0], played):
+        problems.append(
+            f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
+            "the cameras that they were collected with, or other data."
+        )
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def write_environment(cfg: CollectConfig, folder: Path) -> None:
+    """Keep the environment's settings beside the data, for `embodyrl eval` of what learns from them."""
+    write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
+
+
+def card_of(blueprint: Blueprint) -> Card:
+    """Describe the data set; two collections with equal cards hold the same episodes."""
+    cfg = blueprint.config(CollectConfig)
+    return Card(
+        env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0), draws=True),  # of the machine, not of the data
+        fps=cfg.video_cfg.fps,
+        video=cfg.collect.images == FrameFormat.mp4,
+        collected={
+            "model": blueprint.policy.name,
+            "weights": cfg.ckpt or cfg.model.weights,
+            "greedy": not cfg.eval.sampling_params.do_sample,
+            "temperature": cfg.algorithm.sampling_params.temperature,
+            "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
+            "filter": cfg.collect.filter.value,
+            **({"labels": cfg.collect.labels.value} if blueprint.labelled else {}),
+            **changed_reward(cfg),
+            "seed": cfg.seed,
+            "state_ids": cfg.env.train.state_ids,
+            "max_episode_steps": cfg.env.train.max_episode_steps,
+            "ignore_terminations": cfg.env.train.ignore_terminations,
+        },
+    )
+
+
+class _Collecting:
+    """One call of `collect`."""
+
+    def __init__(self, blueprint: Blueprint, monitor: Fanout, weights: Path | None) -> None:
+        self.blueprint = blueprint
+        self.cfg = blueprint.config(CollectConfig)
+        self.monitor = monitor
+        self.weights = weights
+        tasks = selected_tasks(blueprint.env, self.cfg.env.train)
+        wanted = self.cfg.collect.episodes
+        self.quota = {task: wanted // len(tasks) + (i < wanted % len(tasks)) for i, task in enumerate(tasks)}
+        self.kept: Counter[int] = Counter()
+        self.next_trial: Counter[int] = Counter()
+        self.tried = self.succeeded = self.dropped = 0
+        self.wall_s = 0.0
+
+    def run(self, folder: RunFolder) -> CollectResult:
+        out = Path(str(self.cfg.collect.out))
+        writer = DatasetWriter(out, card_of(self.blueprint))
+        try:
+            write_environment(self.cfg, out)
+            for row in writer.episodes:
+                task = row["embodyrl/task_id"]
+                self.kept[task] += 1
+                self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
+            continued = f", {len(writer.episodes)} are there" if writer.episodes else ""
+            demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
+            announce(
+                self.monitor,
+                self.cfg,
+                folder,
+                "collect",
+                [*facts(self.blueprint), *weight_facts(self.cfg, self.weights), ("demos", demos)],
+            )
+            if self._trials():
+                self._collect(writer, folder.logs)
+        finally:
+            writer.close()
+        result = CollectResult(
+            folder=out,
+            episodes=len(writer.episodes),
+            frames=writer.num_frames,
+            tried=self.tried,
+            succeeded=self.succeeded,
+            dropped=self.dropped,
+            wall_s=self.wall_s,
+        )
+        self._report(result)
+        return result
+
+    def _collect(self, writer: DatasetWriter, logs: Path) -> None:
+        try:
+            workers = start_workers(self.blueprint, logs, self.monitor.text, start_from=self.weights)
+            with workers.running():
+                while trials := self._trials():
+                    self._batch(workers, writer, trials)
+        except Interrupted as interruption:
+            writer.flush()
+            interruption.args = (
+                f"stopped; {len(writer.episodes)} episodes are in {writer.root}; the same command goes on from there",
+            )
+            raise
+
+    def _trials(self) -> list[tuple[int, int]]:
+        """What is still to be tried: for each task as many episodes as it lacks.
+
+        Raises:
+            EmbodyError: a task fails so often that it would never be finished.
+        """
+        trials: list[tuple[int, int]] = []
+        for task, quota in self.quota.items():
+            first = self.next_trial[task]
+            if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
+                raise EmbodyError(
+                    f"task {task} ('{self.blueprint.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
+                    "succeeded, so collecting would hardly end. Use another policy, less model.expert_noise, a longer "
+                    "env.train.max_episode_steps, or collect.filter=all."
+                )
+            trials += [(task, first + i) for i in range(max(0, quota - self.kept[task]))]
+        return trials
+
+    def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
+        """Run one list of episodes; they are written in the order of the list, whichever ends first."""
+        ended: dict[int, Demonstration | None] = {}
+        waiting = list(range(len(trials)))
+
+        def write(*, all_that_came: bool) -> None:
+            # In the order of trials, not of ends: the data set is the same whatever the number of workers.
+            while waiting and (waiting[0] in ended or all_that_came):
+                demonstration = ended.pop(waiting.pop(0), None)
+                if demonstration is not None:
+                    self.kept[demonstration.source.task_id] += 1
+                    writer.append(demonstration)
+
+        def note(episode: Episode) -> None:
+            self.tried += 1
+            self.succeeded += episode.success_once
+            wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
+            trial = trials[episode.spec.episode_id][1]
+            ended[episode.spec.episode_id] = _copy(workers.arena, episode, trial) if wanted else None
+            # Copied above: the arena holds one running episode a slot and no more.
+            workers.scheduler.release(rollout.out, [episode])
+            write(all_that_came=False)
+            self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
+
+        plan = demonstration_episodes(self.cfg, self.blueprint.env, trials)
+        for task, _ in trials:
+            self.next_trial[task] += 1
+        rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=note)
+        try:
+            collection = workers.scheduler.collect(rollout)
+            self.dropped += collection.dropped
+            self.wall_s += collection.tally.wall_s
+        finally:
+            write(all_that_came=True)
+        writer.flush()
+
+    def _report(self, result: CollectResult) -> None:
+        if result.tried:
+            speed = result.wall_s / max(1, result.tried)
+            self.monitor.text(
+                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were given up; "
+                f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
+            )
+        self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")
+        self.monitor.text(f"  next     embodyrl sft {shlex.quote(write_word('data.path', str(result.folder)))}")
+
+
+def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:
+    """Copy an episode out of its records, which are needed for the next one."""
+    records = episode.records
+    assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
+    return Demonstration(
+        images=arena[Record.images][records],
+        state=arena[Record.observed_state][records],
+        action=arena[Record.action][records, 0],
+        reward=np.ascontiguousarray(episode.reward[:, 0]),
+        success=np.ascontiguousarray(episode.success[:, 0]),
+        instruction=episode.instruction,
+        source=Source(
+            task_id=episode.spec.task_id, reset_id=episode.spec.reset_id, trial=trial, seed=episode.spec.seed
+        ),
+    )

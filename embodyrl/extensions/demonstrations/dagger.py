@@ -1,0 +1,66 @@
+"""DAgger (arXiv 1011.0686): the policy acts, the expert's choice is the label; rounds of collecting and training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.run_folder import resolve_weights
+from embodyrl.errors import Interrupted
+from embodyrl.extensions.demonstrations.collect import collect, collection_facts
+from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.plan.roots import DaggerConfig
+from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerResult:
+    """What the last round leaves."""
+
+    run: Path
+    """Of its supervised training."""
+    data: tuple[Path, ...]
+    """The labelled episodes of each round."""
+
+
+def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
+    """Start from `data.path` and `ckpt` (or the model's own weights); each round goes on with the weights of the last.
+
+    Round n plays `collect.episodes` other episodes into <collect.out>/round_n and trains <name>_round_n for
+    `runner.max_steps` steps on everything so far. The same command goes on with the first round that is not complete,
+    if `runner.experiment_name` is set.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name.
+    """
+    out = Path(str(cfg.collect.out))
+    name = cfg.runner.experiment_name or out.resolve().name
+    runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
+    data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
+    cfg = cfg.updated({"runner.on_existing": OnExisting.resume})
+    for number, (run, folder) in enumerate(zip(runs, data, strict=True), start=1):
+        if cfg.ckpt:
+            cfg = cfg.updated({"model.path": str(resolve_weights(cfg.ckpt))})
+        if not _is_over(run, cfg.runner.max_steps):
+            played = {"collect.out": str(folder), "collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}
+            acting = cfg.updated({**played, "seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"})
+            learned = cfg.updated(
+                {"data.more": [*cfg.data.more, *map(str, data[:number])], "runner.experiment_name": run.name}
+            )
+            try:
+                collect(acting)
+                sft(learned, overrides=overrides, resume=run if run.exists() else None)
+            except Interrupted as error:
+                error.args = (f"{error}; or with all rounds: the same embodyrl dagger again",)
+                raise
+        cfg = cfg.updated({"ckpt": str(run)})
+    return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def dagger_facts(cfg: DaggerConfig) -> list[tuple[str, str]]:
+    """Describe the rounds before they start."""
+    return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
+
+
+def _is_over(run: Path, steps: int) -> bool:
+    return steps in CheckpointStore(run / "checkpoints").folders()

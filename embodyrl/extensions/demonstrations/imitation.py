@@ -1,0 +1,187 @@
+"""The learner of supervised training: observations and what to imitate at each lie in records, as in RL."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.algorithms.terms import preference_loss
+from embodyrl.channels.arena import Arena, read_observation
+from embodyrl.channels.layout import Record, decode_instruction
+from embodyrl.channels.messages import ImitateRequest
+from embodyrl.conversation import Message, join_messages, split_messages
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.augment import augment, draw
+from embodyrl.learners.protocol import Learner
+from embodyrl.learners.settings import Objective, ObjectiveSettings
+from embodyrl.learners.training import InParts, Trainer, deal
+from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
+
+
+class ImitationLearner(Learner):
+    """One rank that lets its policy imitate records of the arena."""
+
+    def __init__(
+        self, trainer: Trainer, arena: Arena, objective: ObjectiveSettings, reference: Policy | None = None
+    ) -> None:
+        self._trainer = trainer
+        self._policy = trainer.policy
+        self._arena = arena
+        self._objective = objective
+        self._reference = reference
+        if objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
+            raise ConfigError(
+                f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for the actions of others; use an "
+                "OpenVLA-OFT model with discrete actions."
+            )
+
+    def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
+        """Take one optimizer step on the mean loss of the records, or measure its sum.
+
+        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learnt, the sums `loss`,
+        `accuracy` and, where it is measured, `error`.
+        """
+        records = self._samples(self._arena.read(request.tickets))
+        self._trainer.ranks.train()
+        # Dropout and the like; RL never gets here, acting and scoring must be one function.
+        self._policy.module.train(request.learn)
+        if not request.learn:
+            return self._measure(records)
+        # By sample and not by rank: the same pictures come out on any number of ranks.
+        draws = self._draws(request.augment, len(records))
+        taken = yield from self._trainer.descend(
+            self._deal(records),
+            request.step,
+            lambda rows: self._imitate(records[rows], None if draws is None else draws[:, rows]),
+            lambda scores, rows: (scores.loss.sum() / len(records), None),
+        )
+        optimization = self._trainer.optimization
+        optimization.zero_grad()
+        self._trainer.take_statistics(self._arena, records)
+        result = taken[0] if taken else {}
+        return result | {"lr": optimization.lr, "skipped_nonfinite": float(taken is None)}
+
+    @torch.no_grad()
+    def _measure(self, records: IntArray) -> dict[str, float]:
+        ranks, parts = self._trainer.ranks, []
+        for rows, counts in self._deal(records):
+            scores = ranks.score(lambda rows=rows: self._imitate(records[rows], None), last=True)
+            if counts:
+                error = {} if scores.error is None else {"error": float(scores.error.sum())}
+                parts.append({"loss": float(scores.loss.sum()), "accuracy": float(scores.accuracy.sum()), **error})
+        # Sums travel, not means: ranks may have measured different numbers of samples.
+        parts = ranks.exchange(parts)
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
+
+    def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
+        """Micro-batches of positions; see `deal`."""
+        cfg = self._trainer.cfg
+        return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
+
+    def _costs(self, records: IntArray) -> IntArray:
+        """Tokens of each sample's forward where a budget counts them; both answers of a pair are padded alike."""
+        if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
+            return np.ones(len(records), np.int64)
+        asked = self._policy.prompt_lengths(read_observation(self._arena, records))
+        if not self._objective.of_pairs:
+            return asked + (self._targets(records)[:, :, 0] >= 0).sum(1)
+        tokens = self._policy.encode_replies(self._pairs(records))
+        # Both answers of a pair go through the network together, padded to the longer one.
+        return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
+
+    def _samples(self, records: IntArray) -> IntArray:
+        """[n] one record of each sample, or [n, 2], one of a better and one of a worse episode."""
+        of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
+        return records.reshape(-1, 2) if of_episodes else records
+
+    def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
+        if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
+            # The better chunks, then the worse ones, each with what was seen there.
+            flat = records.T.ravel()
+            tokens = self._policy.encode_actions(self._arena[Record.action][flat])
+            return self._prefer(read_observation(self._arena, flat), tokens)
+        obs = read_observation(self._arena, records)
+        if draws is not None:
+            device = next(self._policy.module.parameters()).device
+            obs = replace(obs, images=augment(obs.images, draws, device))
+        match self._objective.name:
+            case Objective.dpo:
+                assert isinstance(self._policy, TextPolicy)
+                tokens = self._policy.encode_replies(self._pairs(records))
+                return self._prefer(_twice(obs, obs.instructions), tokens)
+            case Objective.preference:
+                return self._rank(obs, records)
+            case Objective.success:
+                return self._recognise(obs, records)
+        return self._policy.imitate(obs, self._targets(records))
+
+    def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
+        """DPO: log-ratios to the reference of the better answers [B] against the worse ones [B] that follow them."""
+        assert self._reference is not None, "no reference policy was built"
+        # In one batch, so that the halves of a pair are computed alike.
+        with torch.no_grad():
+            reference = self._reference.score(obs, tokens).logprob.sum(1)
+        return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
+
+    def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
+        """Values of conversations that end with the better and with the worse answer, as a judge sees them."""
+        # As a reward model will be asked later: of the user's words and the reply, without the system's.
+        asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
+        answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
+        said = tuple(join_messages(turns) for turns in zip(asked, answers, strict=True))
+        return self._compared(self._value(_twice(obs, said)))
+
+    def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
+        """Cross-entropy of whether the goal holds in what is seen; the value is the log-odds."""
+        value = self._value(obs)
+        label = on_device(self._arena[Record.success][records, 0], value.device)
+        loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
+        return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
+
+    def _pairs(self, records: IntArray) -> list[str]:
+        """The better answers [B], then the worse ones [B]."""
+        pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
+        return [pair[place].content for place in (0, 1) for pair in pairs]
+
+    def _compared(self, scores: Tensor) -> ImitationScores:
+        """Scores [2B] of the better answers, then of the worse ones."""
+        better, worse = scores.chunk(2)
+        loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
+        return ImitationScores(loss=loss, accuracy=(better > worse).float())
+
+    def _value(self, obs: Observation) -> Tensor:
+        """Value [B] of each observation, with gradients; what would be done there does not matter."""
+        # The value head reads what stands before the actions, so any tokens will do.
+        nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
+        return self._policy.score(obs, nothing).value[:, 0]
+
+    def _targets(self, records: IntArray) -> FloatArray:
+        """Actions [B, K, A]; of text the tokens of the reply."""
+        if not isinstance(self._policy, TextPolicy):
+            return self._arena[Record.action][records]
+        return encoded_replies(self._policy, self._arena[Record.reply][records])
+
+    def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
+        """Random numbers [D, count, C] of each sample's images, the same whichever rank it goes to."""
+        cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
+        if not seeds or not cameras:
+            return None
+        sizes = [min(size, count - start) for start in range(0, count, size)]
+        return torch.cat(
+            [draw(n * cameras, seed).unflatten(1, (n, cameras)) for n, seed in zip(sizes, seeds, strict=True)], 1
+        )
+
+
+def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
+    """Tokens [B, longest, 1] of replies as they stand in records, in place of actions."""
+    return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
+
+
+def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
+    """The observations [B], then again, with the instructions [2B] or [B]."""
+    both = tuple(instructions) * (2 * len(obs) // len(instructions))
+    return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)

@@ -1,0 +1,260 @@
+"""Reads a data set into memory: frames decoded once, so that a batch is one gather."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations import layout
+from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, read_tasks
+from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
+from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.writer import read_episodes
+from embodyrl.extensions.text.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
+from embodyrl.files import available_bytes, available_cores
+from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
+
+_MEMORY_SHARE = 0.8
+"""Of the free memory that decoded frames may take."""
+
+_Episodes = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """N env steps of E episodes, one after the other."""
+
+    images: ByteArray
+    """[N, C, H, W, 3] uint8 in the simulator's orientation."""
+    state: FloatArray
+    """[N, S]"""
+    action: FloatArray
+    """[N, A] in the environment's units."""
+    reward: FloatArray
+    """[N], 0 where another program wrote the data."""
+    success: BoolArray
+    """[N] the goal held after the action; likewise."""
+    start: IntArray
+    """[E] first step of each episode."""
+    stop: IntArray
+    """[E] one past its last step."""
+    instruction: npt.NDArray[np.object_]
+    """[N] instruction of each step; an episode may have several."""
+    reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[E] initial state of each episode, -1 where another program wrote the data; empty for text."""
+    skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Numbers of the episodes that were left out for non-finite numbers."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes, E."""
+        return len(self.start)
+
+    @property
+    def shown(self) -> BoolArray:
+        """[N] the goal holds in what is seen: after the action before, at the first step never."""
+        # A frame shows what the action before it has done; the first one shows nothing yet.
+        shown = np.roll(self.success, 1)
+        shown[self.start] = False
+        return shown
+
+    def steps_of(self, episodes: Sequence[int]) -> IntArray:
+        """All steps of the given episodes."""
+        return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
+
+    def chunks(self, steps: IntArray, length: int) -> FloatArray:
+        """Return the actions [B, K, A] that follow each step; after an episode's end its last action repeats."""
+        # Chunks that reach beyond the end of their episode repeat its last action.
+        stop = self.stop[np.searchsorted(self.stop, steps, side="right")]
+        return self.action[np.minimum(steps[:, None] + np.arange(length), stop[:, None] - 1)]
+
+    def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
+        """Steps [M, 2] where chunks of an episode begin, and those of a worse one from the same initial state.
+
+        Better is what succeeds, else what earns more; chunk by chunk, as far as both go.
+        """
+        worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
+        pairs = [
+            np.stack([self.start[e] + at, self.start[other] + at], axis=1)
+            for e in episodes
+            for other in episodes
+            if self.reset_id[e] == self.reset_id[other] >= 0 and worth[e] > worth[other]
+            for at in [np.arange(0, min(self.stop[i] - self.start[i] for i in (e, other)), length)]
+        ]
+        return np.concatenate([np.zeros((0, 2), np.int64), *pairs])
+
+    def _slices(self, episodes: Sequence[int]) -> list[tuple[int, slice]]:
+        return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
+
+
+def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
+    """Load all episodes; frames are decoded to uint8 in memory.
+
+    Raises:
+        EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
+            than the free memory.
+    """
+    card = read_card(root, reading)
+    ours = layout.is_ours(root)
+    if problems := check_layout(root, reading):
+        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+        cure = "Collect it again, or go on collecting into it." if ours else "Fetch the data set again."
+        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+    episodes = read_episodes(root)
+    if not episodes:
+        raise EmbodyError(f"{root} holds no episodes. Go on collecting into it.")
+    rows, env = find_rows(root, episodes), card.env
+    action, state = read_vectors(rows, reading.action, env.action_dim), read_vectors(rows, reading.state, env.state_dim)
+    numbers = {reading.action: action, reading.state: state}
+    if ours:
+        numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
+    skipped = _skipped(root, rows, episodes, numbers, skip=reading.skip_nonfinite)
+    _check_gripper(root, card, action)
+    kept = [e for e in episodes if e["episode_index"] not in skipped]
+    if not kept:
+        raise EmbodyError(f"{root}: no episode is left, every one has a non-finite number.")
+    keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
+    images = _read_frames(root, card, reading, rows, kept, keep)
+    names = read_tasks(root)
+    stop = np.cumsum([e["length"] for e in kept])
+    reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
+    return Demonstrations(
+        images=images,
+        state=state[keep],
+        action=action[keep],
+        reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
+        success=read_vectors(rows, layout.SUCCESS, 1)[keep, 0].astype(np.bool_) if ours else success,
+        start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
+        stop=stop.astype(np.int64),
+        instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+        reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+        skipped=np.array(sorted(skipped), np.int64),
+    )
+
+
+def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
+    """Return the episodes with non-finite numbers.
+
+    Raises:
+        EmbodyError: there are some, and nothing is to be skipped.
+    """
+    bad = list(non_finite(rows, episodes, numbers))
+    found = {episode for episode, _, _ in bad}
+    if bad and not skip:
+        episode, step, what = bad[0]
+        raise EmbodyError(
+            f"{root}: episode {episode}, step {step}: {what} ({len(bad)} such rows in {len(found)} episodes). Correct "
+            "the data, or set data.skip_nonfinite=true to leave out these episodes."
+        )
+    return found
+
+
+def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
+    """Compare the gripper's actions with the convention that the card states.
+
+    Raises:
+        ConfigError: an action of a data set of another program lies outside of the convention.
+    """
+    gripper = card.env.gripper
+    if gripper is None or layout.is_ours(root):
+        return
+    values = action[:, gripper.index]
+    values = values[np.isfinite(values)]
+    low, high = sorted((gripper.open, gripper.closed))
+    slack, found = 0.02 * (high - low), np.unique(values)
+    binary = len(found) == 2 and not np.allclose(found, (low, high), atol=slack)
+    if len(found) and (binary or found[0] < low - slack or found[-1] > high + slack):
+        raise ConfigError(
+            f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {root} is "
+            f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values that open and close, or set "
+            "data.gripper_index."
+        )
+
+
+def _read_frames(
+    root: Path, card: Card, reading: Reading, rows: Rows, episodes: _Episodes, keep: IntArray
+) -> ByteArray:
+    """Decode the frames of the rows in `keep`, in that order."""
+    shape = (len(keep), len(card.env.cameras), *card.env.image_size, 3)
+    _require_memory(root, int(np.prod(shape)))
+    # Decoded into their place: a list of frames that is stacked later takes the memory twice.
+    images = np.empty(shape, np.uint8)
+    columns = [reading.column(camera) for camera in card.env.cameras]
+    if card.video:
+        for camera, column in enumerate(columns):
+            _read_videos(root, card, rows, episodes, column, images[:, camera])
+        return images
+    position = np.full(len(rows), -1, np.int64)
+    position[keep] = np.arange(len(keep))
+    with ThreadPoolExecutor(available_cores()) as pool:
+        for number, path in enumerate(rows.files if columns else ()):
+            inside = np.flatnonzero((rows.file == number) & (position >= 0))
+            inside = inside[np.argsort(rows.place[inside])]
+            table = read_columns(path, columns)
+            for camera, column in enumerate(columns):
+                contents = _contents(root, table[column], rows.place[inside], column)
+                list(pool.map(decode_png, contents, [images[row, camera] for row in position[inside]]))
+    return images
+
+
+def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:
+    """Decode the frames of a camera [N, H, W, 3] from the times that the table of episodes gives."""
+    wanted: dict[tuple[int, int], list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
+    start = 0
+    for episode in episodes:
+        place, times = frame_times(rows, episode, column, card.fps)
+        wanted.setdefault(place, []).append((np.arange(start, start + len(times)), times))
+        start += len(times)
+    for (chunk, file), parts in wanted.items():
+        path = root / layout.VIDEO_PATH.format(video_key=column, chunk_index=chunk, file_index=file)
+        where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
+        numbers = np.rint(times * frame_rate(path, card.fps, card.env.image_size)).astype(np.int64)
+        order = np.argsort(numbers, kind="stable")
+        decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=layout.is_ours(root))
+
+
+def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:
+    """Yield the bytes of the pictures in some rows of a column: in the row, or in a file below the data set."""
+    for value in column.take(places):
+        row = value.as_py()
+        row = row if isinstance(row, dict) else {"bytes": row}
+        content, path = row.get("bytes"), row.get("path")
+        if content is None and path:
+            file = (root / path).resolve()
+            if not file.is_relative_to(root.resolve()) or not file.is_file():
+                raise EmbodyError(
+                    f"{root}: '{name}' names the picture {path}, which is no file below the data set. Write the "
+                    "pictures into the data files, or put them there."
+                )
+            content = file.read_bytes()
+        if not isinstance(content, bytes):
+            raise EmbodyError(f"{root}: '{name}' has a row without a picture. Fetch the data set again.")
+        yield content
+
+
+def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
+    """One set of several of the same environment, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])
+    moved = [
+        replace(part, start=part.start + offset, stop=part.stop + offset)
+        for part, offset in zip(parts, offsets, strict=True)
+    ]
+    names = [part.name for part in fields(Demonstrations)]
+    return Demonstrations(**{name: np.concatenate([getattr(part, name) for part in moved]) for name in names})
+
+
+def _require_memory(root: Path, needed: int) -> None:
+    free = available_bytes()
+    if needed > _MEMORY_SHARE * free:
+        raise EmbodyError(
+            f"{root}: decoded frames need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free. "
+            "Collect with smaller cameras (env.init_params) or fewer episodes."
+        )

@@ -1,0 +1,394 @@
+"""What supervised training learns from: demonstrations with a checkpoint folder of their statistics, or text."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
+from embodyrl.commands.facts import precision_facts
+from embodyrl.config.paths import resolve_asset
+from embodyrl.conversation import TextRow, join_messages, join_pair
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.cards import Reading, read_card, reading_of
+from embodyrl.extensions.demonstrations.checks import check_layout, differences
+from embodyrl.extensions.demonstrations.layout import INFO_PATH
+from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, RowSettings
+from embodyrl.extensions.demonstrations.statistics import vector_stats
+from embodyrl.extensions.text.dataset import TextRows
+from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
+from embodyrl.files import available_bytes
+from embodyrl.learners.settings import Objective
+from embodyrl.plan.blueprint import count_ranks, mismatches
+from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.seeds import derive
+from embodyrl.policies import POLICIES
+from embodyrl.policies.folder import check_statistics
+from embodyrl.policies.inputs import gripper_text
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.specs import convert_gripper, picture_names
+from embodyrl.types import ActionKind, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
+
+STATISTICS_FILE = "dataset_statistics.json"
+"""Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
+_SMALL = 16 * 2**20
+_VALIDATION_EPISODES = "sft-validation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The env steps that train or validate, and what to imitate at each."""
+
+    demos: Demonstrations
+    steps: IntArray
+    """[M] steps of `demos`."""
+    actions: FloatArray
+    """[M, K, A] the actions that follow, in the policy's gripper convention."""
+    shown: BoolArray
+    """[N] the goal holds in what is seen."""
+    replies: Sequence[str] = ()
+    """[M] of text, instead of actions."""
+    width: int = 1
+    """2: a chunk of a better episode and one of a worse one follow each other."""
+
+    def __len__(self) -> int:
+        return len(self.steps) // self.width
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Put one sample into a record."""
+        demos, step = self.demos, self.steps[row]
+        width = arena[Record.instruction].shape[1]
+        arena[Record.images][record] = demos.images[step]
+        arena[Record.observed_state][record] = demos.state[step]
+        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
+        arena[Record.action][record] = self.actions[row]
+        arena[Record.success][record] = self.shown[step]
+        if self.replies:
+            arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    """What a run learns from, and with which model."""
+
+    env: EnvSpec
+    policy: PolicySpec
+    model: ModelSettings
+    train: Samples
+    validation: Samples | None
+
+    @property
+    def left_out(self) -> str:
+        """Describe the episodes that were skipped, and samples without an instruction."""
+        demos = self.train.demos
+        numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
+        skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
+        empty = sum(not str(text).strip() for text in demos.instruction)
+        return skipped + (f" · {empty} steps have an empty instruction" if empty else "")
+
+    @property
+    def layout(self) -> RecordLayout:
+        """Of an arena for these samples."""
+        parts = [self.train, *([self.validation] if self.validation else [])]
+        prompts = {str(text) for part in parts for text in part.demos.instruction}
+        replies = {text for part in parts for text in part.replies}
+        env = replace(self.env, prompt_bytes=max(len(text.encode()) for text in prompts))
+        policy = replace(
+            self.policy,
+            num_action_chunks=self.policy.imitated or self.policy.num_action_chunks,
+            reply_bytes=max((len(text.encode()) for text in replies), default=0),
+        )
+        return record_layout(env, policy)
+
+
+def load_material(cfg: SftConfig, folder: Path) -> Material:
+    """Load the data; statistics of demonstrations replace those of the model in a copy of its small files, `folder`.
+
+    Raises:
+        EmbodyError: data are missing, damaged or too large, or do not fit the model.
+    """
+    material = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
+    if cfg.objective.rates and not material.policy.rates:
+        raise ConfigError(
+            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
+            "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
+        )
+    if material.policy.steers:
+        raise ConfigError(f"{material.policy.steers} trains nothing that could follow a demonstration; leave it out.")
+    seen = material.train.shown
+    if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
+        raise ConfigError(
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to "
+            "tell apart. Collect with collect.filter=all and env.train.ignore_terminations=true, so that episodes go "
+            "on after success; data of other programs do not say what succeeded."
+        )
+    return material
+
+
+def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
+    assert isinstance(cfg.data, DemonstrationSettings)
+    env, model = read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, cfg.model
+    ranked = cfg.objective.name is Objective.dpo
+    # A random start wants no statistics, and of a policy and its reference, which are one model, actions keep their
+    # meaning.
+    measured = model.weights is not None and not ranked
+    source, key = resolve_asset(model.weights or ""), getattr(model, "unnorm_key", None) or env.unnorm_key or env.name
+    if measured:
+        # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
+        # statistics will do.
+        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action_dim, env.state_dim))
+        model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
+    spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
+    if model.weights is None and not spec.num_parameters:
+        raise ConfigError(
+            f"model_type '{model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
+            "example model=openvla_oft_tiny."
+        )
+    if problems := mismatches(env, spec):
+        if spec.gripper is not None and env.gripper is None:
+            problems.append("data.gripper=[open,closed] states what the gripper's actions in the data mean.")
+        raise ConfigError(problems)
+    train, validation = load_samples(cfg, env, spec)
+    if ranked and not len(train):
+        raise ConfigError(
+            f"objective.name=dpo: data.path={cfg.data.path} has no two episodes of one initial state of which one is "
+            "better. Let a policy collect several of each: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
+            "collect.episodes=200 collect.filter=all`."
+        )
+    if measured:
+        demos, steps = train.demos, train.steps
+        episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
+        entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
+        model = with_statistics(cfg.model, source, folder, key, entry)
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation)
+
+
+def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+    """Load demonstrations and split them by episode into training and validation.
+
+    Raises:
+        EmbodyError: a folder is damaged, empty, or too large for the memory.
+        ConfigError: further or validation data come from another environment.
+    """
+    assert cfg.data.path is not None
+    assert isinstance(cfg.data, DemonstrationSettings)
+    reading = reading_of(cfg.data)
+    first = load_demonstrations(resolve_asset(cfg.data.path), reading)
+    ranked = cfg.objective.name is Objective.dpo
+    # Equal reset ids of two environments are different initial states.
+    alike = ("name", "states_per_task") if ranked else ()
+    demos = join_demonstrations([first, *(_more(path, reading, env, *alike) for path in cfg.data.more)])
+    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
+    # Of `data.path` alone: rounds of DAgger add folders, and none may learn from what a later one measures with.
+    known, count = np.unique(kinds[: first.num_episodes]), 0
+    if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
+        count = max(1, round(cfg.data.val_share * len(known)))
+    order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
+    aside = np.isin(kinds, known[order[:count]])
+    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, ranked=ranked)
+    if cfg.data.val_path is None:
+        held_out = np.flatnonzero(aside).tolist()
+        return training, _samples(demos, held_out, env, policy, ranked=ranked) if held_out else None
+    validation = _more(cfg.data.val_path, reading, env)
+    return training, _samples(validation, list(range(validation.num_episodes)), env, policy, ranked=ranked)
+
+
+def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
+    """Load demonstrations beside those of `data.path`, which are of `env`; `alike`: what else must be the same."""
+    other = read_card(resolve_asset(folder), reading).env
+    if differs := differences(other, env, *alike):
+        raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
+    return load_demonstrations(resolve_asset(folder), reading)
+
+
+def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, ranked: bool) -> Samples:
+    length = policy.imitated or policy.num_action_chunks
+    steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
+    actions = demos.chunks(steps, length)
+    # Once for all samples: what the policy imitates is in its own convention, as when it acts.
+    convert_gripper(actions, env.gripper, policy.gripper)
+    return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown, width=2 if ranked else 1)
+
+
+def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
+    """Return one entry of `dataset_statistics.json`.
+
+    Args:
+        actions: [N, A] in the policy's gripper convention.
+        states: [N, S]
+        env: names the gripper, which is not normalised.
+        episodes: number of demonstrations.
+    """
+    mask = np.ones(actions.shape[-1], np.bool_)
+    if env.gripper is not None:
+        # Not scaled, as in the public statistics: it is a choice and no amount.
+        mask[env.gripper.index] = False
+    entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
+    if states.shape[-1]:
+        entry["proprio"] = _describe(states)
+    for part in entry:
+        numbers = {name: row for name, row in entry[part].items() if name != "mask"}
+        check_statistics(numbers, f"the {part} of the data", varies=part == "action")
+    return entry | {"num_transitions": len(actions), "num_trajectories": episodes}
+
+
+def _describe(values: FloatArray) -> dict[str, list[float]]:
+    stats = vector_stats(values)
+    return {name: stats[name].tolist() for name in ("mean", "std", "max", "min", "q01", "q99")}
+
+
+def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
+    """Make `target` a checkpoint folder like `source`, but with the statistics of our data, and return its config.
+
+    Small files are copied, weights are linked: nothing large is written before the first checkpoint.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        copy = target / path.name
+        copy.unlink(missing_ok=True)
+        if path.is_file() and path.stat().st_size <= _SMALL:
+            shutil.copyfile(path, copy)
+        else:
+            # Weights are large and are only read; what changes are the statistics beside them.
+            copy.symlink_to(path.resolve())
+    text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
+    (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
+    own = {"unnorm_key": key} if "unnorm_key" in type(model).model_fields else {}
+    return model.updated({"path": str(target), **own})
+
+
+def augments(cfg: SftConfig) -> bool:
+    """Whether images are changed at random."""
+    return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
+
+
+def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
+    """Name and text of the lines that describe a run before it starts.
+
+    Raises:
+        EmbodyError: the data set is damaged or there is none.
+    """
+    assert cfg.data.path is not None
+    ranks = count_ranks(cfg)
+    where = f" on {ranks} actor ranks" if ranks > 1 else ""
+    what = "pairs" if cfg.objective.of_pairs else "samples"
+    aim = f" · objective {cfg.objective.name}" if cfg.objective.name is not Objective.imitation else ""
+    epochs, most = cfg.runner.max_epochs, f"{cfg.runner.max_steps} steps"
+    length = most if epochs < 0 else f"{epochs} epochs, at most {most},"
+    training = ("training", f"{length} of {cfg.actor.global_batch_size} {what}{where}{aim}")
+    if isinstance(cfg.data, RowSettings):
+        rows, _, policy = _text_parts(cfg)
+        return [
+            ("data", f"{cfg.data.path}: {len(rows)} rows of text, {rows.held_out} held out"),
+            ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+            *precision_facts(cfg),
+            *(("warning", doubt) for doubt in (*rows.doubts, *policy.doubts)),
+            training,
+        ]
+    assert isinstance(cfg.data, DemonstrationSettings)
+    root = resolve_asset(cfg.data.path)
+    card = read_card(root, reading_of(cfg.data))
+    problems = check_layout(root, reading_of(cfg.data))
+    if problems:
+        raise ConfigError(problems)
+    height, width = card.env.image_size
+    cameras = f"{', '.join(card.env.cameras)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
+    return [
+        *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
+        ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
+        ("as stored", f"{gripper_text(card.env.gripper)} · image_rotation_deg {card.env.image_rotation_deg}"),
+        ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
+        *precision_facts(cfg),
+        training,
+    ]
+
+
+def _counted(folder: str) -> str:
+    root = resolve_asset(folder)
+    info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    shown = info.get("robot_type") or root.name
+    return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
+
+
+def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
+    """Return the rows, an environment that shows them, and the policy that reads them.
+
+    Raises:
+        ConfigError: a source or a row is wrong, or the model is none of text.
+    """
+    assert isinstance(cfg.data, RowSettings)
+    factory, model, values = POLICIES.get(cfg.model.model_type), _one_reply(cfg.model), int(cfg.objective.rates)
+    if ActionKind.text not in factory.spec(model, ANY_TEXT, values).action_kinds:
+        raise ConfigError(
+            f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
+            "or a folder that `embodyrl collect` wrote."
+        )
+    rows = checked_rows(cfg, cfg.data)
+    env = replace(ANY_TEXT, roles=rows.roles)
+    if rows.pictures:
+        env = replace(env, cameras=picture_names(rows.pictures), image_size=rows.image_size, state_suffices=False)
+    policy = factory.spec(model, env, values)
+    if problems := mismatches(env, policy) if rows.pictures else []:
+        raise ConfigError(problems)
+    return rows, env, policy
+
+
+def _one_reply(model: ModelSettings) -> ModelSettings:
+    return model.updated({"num_action_chunks": 1})
+
+
+def _text(cfg: SftConfig) -> Material:
+    """Rows of text; what is imitated is the reference and the token that ends it.
+
+    Raises:
+        ConfigError: see `_text_parts`.
+    """
+    rows, env, policy = _text_parts(cfg)
+    model = _one_reply(cfg.model)
+    split = len(rows) - rows.held_out
+    train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
+    return Material(env=env, policy=policy, model=model, train=train, validation=held_out if len(held_out) else None)
+
+
+def _text_samples(rows: TextRows, part: range) -> Samples:
+    """Each row as an episode of one step, in which there is nothing but the conversation to see."""
+    chosen, steps = [rows[i] for i in part], np.arange(len(part))
+    none = np.zeros((len(part), 0), np.float32)
+    demos = Demonstrations(
+        images=_pixels(rows, chosen),
+        state=none,
+        action=none,
+        reward=np.zeros(len(part), np.float32),
+        success=np.zeros(len(part), np.bool_),
+        start=steps,
+        stop=steps + 1,
+        instruction=np.array([join_messages(row.messages) for row in chosen], object),
+    )
+    replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
+    return Samples(
+        demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), shown=demos.success, replies=replies
+    )
+
+
+def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
+    """The rows' pictures [M, C, H, W, 3], each in the upper left corner of its room.
+
+    Raises:
+        ConfigError: they do not fit into the free memory.
+    """
+    shape = (len(chosen), rows.pictures, *rows.image_size, 3)
+    if math.prod(shape) > available_bytes() // 2:
+        raise ConfigError(f"The pictures take {math.prod(shape) >> 20} MiB as pixels; set data.max_image_edge lower.")
+    images = np.zeros(shape, np.uint8)
+    for rooms, row in zip(images, chosen, strict=True):
+        for room, picture in zip(rooms, row.pictures, strict=False):
+            pixels = picture.pixels()
+            room[: pixels.shape[0], : pixels.shape[1]] = pixels
+    return images

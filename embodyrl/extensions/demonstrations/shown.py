@@ -1,0 +1,29 @@
+"""Demonstrations that are learned from beside the policy's own episodes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from embodyrl.channels.layout import OBSERVATION, encode_instruction
+from embodyrl.config.paths import resolve_asset
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.specs import PolicySpec, convert_gripper
+from embodyrl.types import IntArray
+
+
+def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
+    """All of some data sets of one environment, with gripper commands as the policy means them."""
+    found = [resolve_asset(folder) for folder in folders]
+    demos = join_demonstrations([load_demonstrations(folder) for folder in found])
+    actions = demos.action.copy()
+    convert_gripper(actions, read_card(found[0]).env.gripper, policy.gripper)
+    return replace(demos, action=actions)
+
+
+def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
+    """What was seen at some steps, as it would stand in records with instructions of `width` bytes."""
+    words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
+    arrays = (demos.images[steps], demos.state[steps], words)
+    return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}

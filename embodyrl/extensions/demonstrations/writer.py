@@ -1,0 +1,310 @@
+"""Writes demonstrations in batches: after a crash everything that was written before is usable and can be continued."""
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.config.settings import flat
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations import layout
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.frames import encode_mp4, encode_png
+from embodyrl.extensions.demonstrations.layout import Card, Demonstration, image_key
+from embodyrl.extensions.demonstrations.statistics import MAX_FRAMES, image_stats, pixel_counts, vector_stats
+from embodyrl.extensions.text.rows import find_rows, read_vectors
+from embodyrl.files import SCRATCH, by_number
+from embodyrl.types import FloatArray, IntArray
+
+FLUSH_EPISODES = 20
+FLUSH_BYTES = 512 * 2**20
+"""Raw frame bytes; a batch is written when either limit is reached, and a crash loses at most one batch."""
+_ENCODERS = 2
+_PIXELS = f"{layout.OWN}pixels/"
+"""Prefix of our columns in the table of episodes: counts of pixel values, from which quantiles of all frames follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    demonstration: Demonstration
+    images: dict[str, list[bytes]]
+    pixels: dict[str, IntArray]
+    """What `pixel_counts` returned, by feature."""
+
+
+class DatasetWriter:
+    """Appends demonstrations to a folder; frames are encoded by threads meanwhile."""
+
+    def __init__(self, root: Path, card: Card) -> None:
+        """Start a data set, or continue one.
+
+        Raises:
+            EmbodyError: the folder holds something else, or a data set that was collected in another way.
+        """
+        self.root = root
+        self.card = card
+        self._open()
+        self._episodes = read_episodes(root)
+        self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
+        self._vectors, self._pixels = self._known()
+        self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
+        self._batch: list[Future[_Pending]] = []
+        self._batch_bytes = 0
+        self._pool = ThreadPoolExecutor(_ENCODERS, thread_name_prefix="encoder")
+        self._drop_orphans()
+        self._write_summary()
+
+    @property
+    def episodes(self) -> Sequence[dict[str, Any]]:
+        """Rows of the table of episodes that are on disk."""
+        return self._episodes
+
+    @property
+    def num_frames(self) -> int:
+        """Env steps of all episodes that are known so far."""
+        return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
+
+    def append(self, demonstration: Demonstration) -> None:
+        """Add an episode; it is safe on disk after the next `flush`, which happens by itself from time to time.
+
+        Raises:
+            EmbodyError: a state, action or reward is not finite; names the step.
+        """
+        for name, values in self._vectors_of(demonstration).items():
+            bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if len(bad):
+                raise EmbodyError(
+                    f"{self.root}: {name} of step {bad[0]} of '{demonstration.instruction}' "
+                    f"(reset id {demonstration.source.reset_id}) is {values[bad[0]].tolist()}, expected finite numbers."
+                )
+        self._batch.append(self._pool.submit(self._prepare, demonstration))
+        self._batch_bytes += demonstration.images.nbytes
+        if len(self._batch) >= FLUSH_EPISODES or self._batch_bytes >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write all appended episodes: the files first, then the table that makes them part of the data set."""
+        batch = [future.result() for future in self._batch]
+        self._batch, self._batch_bytes = [], 0
+        if not batch:
+            return
+        place = layout.file_place(self._files)
+        names = [p.demonstration.instruction for p in batch]
+        self._tasks = list(dict.fromkeys([*self._tasks, *names]))
+        rows, tables, start = [], [], self.num_frames
+        elapsed = 0.0
+        for offset, pending in enumerate(batch):
+            index = len(self._episodes) + offset
+            tables.append(self._table(pending, index, start))
+            rows.append(self._episode_row(pending, index, start, place, elapsed))
+            start += len(pending.demonstration)
+            elapsed += len(pending.demonstration) / self.card.fps
+        if self.card.video:
+            self._write_videos([p.demonstration for p in batch], place)
+        self._write_parquet(layout.DATA_PATH.format(**place), *tables)
+        self._write_parquet(layout.EPISODES_PATH.format(**place), pa.Table.from_pylist(rows))
+        self._files += 1
+        self._episodes += rows
+        for pending in batch:
+            for name, values in self._vectors_of(pending.demonstration).items():
+                self._vectors.setdefault(name, []).append(values)
+        self._pixels = _summed(rows, self._pixels)
+        self._write_summary()
+
+    def close(self) -> None:
+        """Stop the encoders; what was not flushed is dropped. Idempotent."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._batch, self._batch_bytes = [], 0
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        path = self.root / layout.CARD_PATH
+        if path.is_file():
+            _refuse_other(path, self.card)
+            return
+        if self.root.is_dir() and any(self.root.iterdir()):
+            raise EmbodyError(
+                f"{self.root} is not empty and holds no data set of ours ({layout.CARD_PATH} is missing). "
+                "Choose another collect.out."
+            )
+        layout.write_file(path, self.card.to_json().encode())
+
+    def _drop_orphans(self) -> None:
+        """Delete what a crash left behind: scratch files, and files that no row of the table of episodes names."""
+        known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
+        for folder in ("data", "videos", "meta"):
+            for path in sorted((self.root / folder).rglob("*")):
+                orphan = folder != "meta" and path not in known
+                if path.is_file() and (orphan or path.name.startswith(SCRATCH)):
+                    path.unlink()
+
+    def _write_parquet(self, name: str, *groups: pa.Table) -> None:
+        """Write tables of one schema as the row groups of one file."""
+        buffer = BytesIO()
+        with pq.ParquetWriter(buffer, groups[0].schema, compression="snappy") as file:
+            for group in groups:
+                file.write_table(group)
+        layout.write_file(self.root / name, buffer.getvalue())
+
+    def _write_videos(self, batch: Sequence[Demonstration], place: dict[str, int]) -> None:
+        for c, camera in enumerate(self.card.env.cameras):
+            path = self.root / layout.VIDEO_PATH.format(video_key=image_key(camera), **place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
+
+    def _write_summary(self) -> None:
+        """Write what readers look at first; it can always be derived again from the table of episodes."""
+        self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
+        info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
+        layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
+        parts = {key: image_stats(counts, frames) for key, (counts, frames) in self._pixels.items()}
+        # Of all frames: quantiles of episodes cannot be joined.
+        parts |= {key: vector_stats(np.concatenate(values)) for key, values in self._vectors.items()}
+        stats = {key: {name: v.tolist() for name, v in part.items()} for key, part in parts.items()}
+        layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
+
+    def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
+        """Read the vectors and the counts of pixel values of the episodes on disk."""
+        if not self._episodes:
+            return {}, {}
+        rows = find_rows(self.root, self._episodes)
+        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action_dim, layout.REWARD: 1}
+        vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
+        if self.card.env.cameras and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
+            raise EmbodyError(
+                f"{self.root} was collected by an older version, whose statistics of pictures cannot be continued. "
+                "Choose another collect.out; `embodyrl sft data.more` learns from both."
+            )
+        return vectors, _summed(self._episodes, {})
+
+    def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
+        d = demonstration
+        state = {layout.STATE: d.state} if self.card.env.state_dim else {}
+        return {**state, layout.ACTION: d.action, layout.REWARD: d.reward.reshape(-1, 1)}
+
+    # --- contents ---------------------------------------------------------------------------------------------------
+
+    def _prepare(self, demonstration: Demonstration) -> _Pending:
+        d = demonstration
+        images: dict[str, list[bytes]] = {}
+        pixels: dict[str, IntArray] = {}
+        for c, camera in enumerate(self.card.env.cameras):
+            key = image_key(camera)
+            if not self.card.video:
+                images[key] = [encode_png(frame) for frame in d.images[:, c]]
+            pixels[key] = pixel_counts(d.images[:, c])
+        # Encoded frames are small; the raw ones of a whole batch would not be.
+        return _Pending(d if self.card.video else replace(d, images=d.images[:0]), images, pixels)
+
+    def _table(self, pending: _Pending, index: int, start: int) -> pa.Table:
+        d, schema = pending.demonstration, layout.schema_of(self.card)
+        steps = np.arange(len(d))
+        done = steps == len(d) - 1
+        values: dict[str, Any] = {
+            layout.STATE: d.state,
+            layout.ACTION: d.action,
+            layout.REWARD: d.reward,
+            layout.DONE: done,
+            layout.SUCCESS: d.success,
+            "timestamp": (steps / self.card.fps).astype(np.float32),
+            "frame_index": steps,
+            "episode_index": np.full(len(d), index),
+            "index": start + steps,
+            "task_index": np.full(len(d), self._tasks.index(d.instruction)),
+        }
+        columns = []
+        for field in schema:
+            if field.name in pending.images:
+                rows = [{"bytes": png, "path": None} for png in pending.images[field.name]]
+                columns.append(pa.array(rows, field.type))
+            elif pa.types.is_fixed_size_list(field.type):
+                # From one flat array: Arrow would make a Python list of every row.
+                flat = pa.array(np.ascontiguousarray(values[field.name]).reshape(-1), field.type.value_type)
+                columns.append(pa.FixedSizeListArray.from_arrays(flat, field.type.list_size))
+            else:
+                columns.append(pa.array(np.asarray(values[field.name]).reshape(len(d)), field.type))
+        return pa.Table.from_arrays(columns, schema=schema)
+
+    def _episode_row(
+        self, pending: _Pending, index: int, start: int, place: dict[str, int], elapsed: float
+    ) -> dict[str, Any]:
+        d = pending.demonstration
+        row: dict[str, Any] = {"episode_index": index, "tasks": [d.instruction], "length": len(d)}
+        # By these columns readers of the layout find an episode without opening the data.
+        row |= {f"data/{name}": value for name, value in place.items()}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
+        for camera in self.card.env.cameras if self.card.video else ():
+            prefix = f"videos/{image_key(camera)}"
+            row |= {f"{prefix}/{name}": value for name, value in place.items()}
+            row[f"{prefix}/from_timestamp"] = elapsed
+            row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
+        row |= {f"meta/episodes/{name}": value for name, value in place.items()}
+        parts = {key: image_stats(counts, min(len(d), MAX_FRAMES)) for key, counts in pending.pixels.items()}
+        parts |= {key: vector_stats(values) for key, values in self._vectors_of(d).items()}
+        for key, stats in parts.items():
+            row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
+        row |= {f"{_PIXELS}{key}": counts.ravel().tolist() for key, counts in pending.pixels.items()}
+        row |= {f"{layout.OWN}{name}": value for name, value in asdict(d.source).items()}
+        row[f"{layout.OWN}success"] = bool(d.success.any())
+        row[f"{layout.OWN}return"] = float(d.reward.sum())
+        return row
+
+
+def read_episodes(root: Path) -> list[dict[str, Any]]:
+    """Read the table of episodes, in order; empty if there is none.
+
+    Raises:
+        EmbodyError: a file of it is damaged.
+    """
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
+        try:
+            rows += pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+    return sorted(rows, key=lambda row: row["episode_index"])
+
+
+def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
+    """Return the files that hold an episode's data, relative to the folder."""
+    place = {name: row[f"data/{name}"] for name in ("chunk_index", "file_index")}
+    paths = [layout.DATA_PATH.format(**place)]
+    for camera in card.env.cameras if card.video else ():
+        key = image_key(camera)
+        video = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
+        paths.append(layout.VIDEO_PATH.format(video_key=key, **video))
+    return paths
+
+
+def _number(row: dict[str, Any]) -> int:
+    return row["data/chunk_index"] * layout.CHUNKS_SIZE + row["data/file_index"]
+
+
+def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
+    """Add up the counts of pixel values of episodes, and how many frames were counted, by feature."""
+    found = dict(before)
+    for row in rows:
+        for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
+            counts, frames = found.get(key, (np.zeros((3, 256), np.int64), 0))
+            more = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
+            found[key] = counts + more, frames + min(row["length"], MAX_FRAMES)
+    return found
+
+
+def _refuse_other(path: Path, card: Card) -> None:
+    found = read_card(path.parents[1])
+    ours, theirs = ({k: v for k, v in flat(json.loads(c.to_json())).items() if v != {}} for c in (card, found))
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            raise EmbodyError(
+                f"{path.parents[1]} was collected in another way: its {name} is {theirs.get(name)!r}, now it is "
+                f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
+            )

@@ -1,0 +1,1 @@
+"""Off-policy learning: SAC, replay buffers, hindsight goals and filtered behaviour cloning."""

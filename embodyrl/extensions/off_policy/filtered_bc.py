@@ -1,0 +1,46 @@
+"""Filtered behaviour cloning: train on the actions of episodes with a high return.
+
+Also known as rejection-sampling fine-tuning or self-imitation. For rewards of 0 and 1 and without the buffer, the
+expected update is that of REINFORCE without a baseline. No likelihood is needed, so any policy with an SFT loss can be
+trained.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field
+
+from embodyrl.algorithms.protocol import AdvantageEstimator, Credit, Scores
+from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.types import Episode
+
+
+class FilteredSettings(BufferSettings):
+    """Settings of filtered behaviour cloning."""
+
+    imitates = True
+    imitate_above: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
+    """Train on episodes whose return (after algorithm.reward_scale) is larger than this; with 0/1 success rewards:
+    successful episodes."""
+    average: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of the exponential moving average (EMA) of the weights; the averaged weights act and are saved. It reduces
+    the noise of SFT learning rates. 0: no averaging."""
+
+
+def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:
+    """Return credit 1 for all actions of episodes above the return threshold, else 0."""
+    return [
+        Credit(
+            advantage=np.full(e.reward.shape, e.episode_return > cfg.imitate_above, np.float32),
+            returns=np.zeros_like(e.value),
+        )
+        for e in episodes
+    ]
+
+
+FILTERED_BC = AdvantageEstimator(
+    compute=filtered_credits,
+    settings=FilteredSettings,
+    learner="embodyrl.extensions.off_policy.filtered_bc_learner:FilteredLearner",
+)

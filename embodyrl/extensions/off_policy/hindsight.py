@@ -1,0 +1,113 @@
+"""Hindsight experience replay (HER, arXiv 1707.01495): what was done, as if what came of it had been the goal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, cast
+
+import numpy as np
+
+from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.channels.layout import Record
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import GoalFactory
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer, Transitions
+from embodyrl.types import EnvSpec, FloatArray, IntArray
+
+
+class Hindsight:
+    """Gives drawn transitions other goals; the environment itself says what they would have earned."""
+
+    def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
+        assert env.desired_goal[1], "the plan lets no other environment pass"
+        self._judge = cast(GoalFactory, ENVS.get(cfg.env_type)).judge(cfg)
+        self._share = rules.hindsight_goals / (rules.hindsight_goals + 1)
+        self._gamma, self._n_step = rules.gamma, rules.n_step
+        self._factor = rules.reward_scale * env.reward_factor
+        self._achieved, self.desired = slice(*env.achieved_goal), slice(*env.desired_goal)
+
+    def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
+        """Give `hindsight_goals` of each `hindsight_goals` + 1 transitions a goal that their episode reached later.
+
+        All rewards of a transition are those of the new goal, r = sum of gamma^j R(achieved after chunk j, goal), up to
+        n chunks or where that goal ends the episode. What nobody saw the outcome of keeps its goal.
+        """
+        buffer = drawn.buffer
+        moved = np.flatnonzero((rng.random(len(drawn.places)) < self._share) & (buffer["left"][drawn.places] > 0))
+        if not len(moved):
+            return drawn
+        begin = drawn.places[moved, None]
+        left = buffer["left"][begin]
+        goal = self._reached(buffer, buffer.later(begin, rng.integers(1, left + 1)))[:, 0]
+        steps = np.arange(1, self._n_step + 1)
+        ends = buffer.later(begin, np.minimum(steps, left))
+        wanted = np.repeat(goal, len(steps), axis=0)
+        earned, over = self._judge(self._reached(buffer, ends).reshape(wanted.shape), wanted)
+        before = buffer.later(begin, np.minimum(steps, left) - 1)
+        if over is None:
+            # As it was: of one chunk, with nothing to follow.
+            over = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
+        over = over.reshape(ends.shape)
+        counts = (steps <= left) & (np.cumsum(over, axis=1) - over == 0)
+        length = counts.sum(axis=1)
+        reward, discount = drawn.reward.copy(), drawn.discount.copy()
+        after = drawn.after.copy()
+        credit = np.where(counts, self._gamma ** (steps - 1.0), 0.0) * earned.reshape(ends.shape)
+        reward[moved] = self._factor * credit.sum(axis=1)
+        discount[moved] = np.where((over & counts).any(axis=1), 0.0, self._gamma**length)
+        after[moved] = buffer.later(drawn.places[moved], length)
+        return replace(drawn, reward=reward, discount=discount, after=after, moved=moved, goal=goal)
+
+    def _reached(self, buffer: ReplayBuffer, places: IntArray) -> FloatArray:
+        return buffer[Record.observed_state][places][..., self._achieved]
+
+    def close(self) -> None:
+        """Free the environment; idempotent."""
+        self._judge.close()
+
+
+class OpenEpisodes:
+    """Holds back the beginnings of episodes that go on in the next training step: their future is not known yet."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[Frames]] = {}
+
+    def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
+        """Join new frames with what was held; returns the episodes that are over, or that nobody goes on with.
+
+        Args:
+            new: of some episodes.
+            earlier: by episode number in `new`: the key of what it goes on from.
+            going_on: by episode number: the key to hold it by.
+        """
+        held, self._held = self._held, {}
+        found: list[Frames] = []
+        last = np.flatnonzero(np.append(new.episode[1:] != new.episode[:-1], True)) + 1
+        for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
+            part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
+            parts = held.pop(earlier.get(number, -1), [])
+            # What it was cut at is what it goes on from, so it is there once.
+            parts[-1:] = [before.map(lambda array: array[:-1]) for before in parts[-1:]]
+            parts.append(part)
+            if number in going_on:
+                self._held[going_on[number]] = parts
+            else:
+                found.append(join(parts))
+        return [*map(join, held.values()), *found]
+
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint: a resumed run begins new episodes, so these are over."""
+        held = [join(parts) for parts in self._held.values()]
+        numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
+        whole = join(numbered, one=False) if held else None
+        return {item.name: getattr(whole, item.name) for item in fields(Frames)} if whole else {}
+
+
+def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
+    """Parts one after the other, of `one` episode or each of its own."""
+    names = [item.name for item in fields(Frames) if item.name != "seen"]
+    seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
+    joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+    return replace(joined, episode=np.zeros_like(joined.episode)) if one else joined

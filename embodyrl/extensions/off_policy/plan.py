@@ -1,0 +1,125 @@
+"""What learning from a replay buffer asks of environment, policy and demonstrations."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from embodyrl.algorithms.policy_gradient import Algorithm
+from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.settings import flat, plain
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.envs.reward import RewardSection, changed_reward
+from embodyrl.envs.settings import RewardSettings
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
+from embodyrl.plan.load import write_word
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.settings import Labels
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+
+def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+    """What learning from a buffer asks for."""
+    problems = []
+    if isinstance(cfg.algorithm, ReplaySettings) and not policy.draws_with_gradients:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
+            f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
+            "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
+            "model.likelihood=dsrl or residual; for others algorithm=ppo."
+        )
+    if cfg.algorithm.imitates and policy.steers:
+        problems.append(
+            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steers} freezes it. Leave out "
+            "model.likelihood, or use algorithm=sac."
+        )
+    rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
+    folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
+    if rules and folders and policy.steers and not policy.corrects:
+        problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
+        folders = []
+    problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
+    return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
+
+
+def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
+    """Why frames, or transitions, of a data set are not those of this environment."""
+    if env.action_kind is ActionKind.text:
+        yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
+        return
+    if not resolve_asset(folder).is_dir():
+        out = shlex.quote(write_word("collect.out", folder))
+        yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect {out}` fills it."
+        return
+    card = read_card(resolve_asset(folder))
+    shown = card.env
+    if not cfg.algorithm.imitates:
+        yield from _transition_problems(folder, card, cfg, env)
+    if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
+        *(env.action_dim, env.state_dim, env.cameras, env.image_size),
+    ):
+        yield (
+            f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
+            f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
+            f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
+        )
+    elif not {*shown.tasks} & {*env.tasks}:
+        yield (
+            f"algorithm.demonstrations: {folder} shows env '{shown.name}' with none of the tasks of env '{env.name}'. "
+            f"Collect some of these, or imitate those with `embodyrl sft`."
+        )
+
+
+def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
+    """Why the rewards and next states of a data set are not what its actions led to."""
+    if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
+        yield (
+            f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
+            "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
+            "imitate these with `embodyrl sft`."
+        )
+    if not is_ours(resolve_asset(folder)):
+        yield (
+            f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
+            f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
+        )
+    theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
+    if theirs != own:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, this run "
+            f"has {own and own['path']}, or other keys beside it. Collect with the same."
+        )
+    told = resolve_asset(folder) / ENVIRONMENT_PATH
+    saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
+    differs = [key for key in saved if "reward" in key and saved[key] != mine.get(key)]
+    if differs:
+        yield (
+            f"algorithm.demonstrations: {folder} was collected with "
+            f"{', '.join(f'{key}={saved[key]}, this run has {mine.get(key)}' for key in differs)}: critics would learn "
+            "from both as if they were one reward. Collect with the same."
+        )
+
+
+def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+    """Why nobody can tell what transitions had earned with another goal."""
+    key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
+    if not env.desired_goal[1]:
+        yield (
+            f"{key}: env '{env.name}' says nothing of other goals. That takes observations with achieved_goal and "
+            "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
+            "empty info, the rewards of its steps; wrappers keep the observation a dictionary, and vector environments "
+            "have no such method. Fix: such an environment, or leave it out."
+        )
+    if policy.steers or not policy.uses_state:
+        yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not learn from; use model=mlp."
+    if policy.num_action_chunks > 1:
+        yield (
+            f"{key}: nobody sees what each of a chunk's {policy.num_action_chunks} actions achieved; set "
+            "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
+        )
+    if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
+        yield f"{key}: compute_reward gives rewards and not their changes; set env.use_rel_reward=false."
+    if isinstance(cfg, RewardSection) and cfg.reward.path is not None:
+        yield f"{key}: reward.path was asked about the goal that was pursued, and knows no other; leave one of both."

@@ -1,0 +1,314 @@
+"""The learner of soft actor-critic: what a rollout brought goes into a buffer, and updates draw from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.algorithms.settings import ReplaySettings
+from embodyrl.channels.arena import Fields, read_observation
+from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.channels.messages import UpdateRequest
+from embodyrl.checkpoint.tensors import load_state, save_state
+from embodyrl.errors import CheckpointError
+from embodyrl.extensions.demonstrations.augment import shift
+from embodyrl.extensions.demonstrations.shown import load_shown, observed
+from embodyrl.extensions.off_policy.hindsight import Hindsight, OpenEpisodes
+from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer, Transitions
+from embodyrl.extensions.off_policy.sac import actor_loss, critic_loss, soft_target, temperature_loss
+from embodyrl.learners.adam import build_adam
+from embodyrl.learners.protocol import Learner, LearnerContext
+from embodyrl.learners.training import InParts, load_optimizer, mean_metrics
+from embodyrl.policies.protocol import SoftActor
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, IntArray, Observation
+
+CRITICS, REPLAY = "critics", "replay"
+"""Files of a checkpoint."""
+OPEN = "open"
+"""In the latter: episodes that were not over."""
+FEATURES = "features"
+"""Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
+
+
+class SacLearner(Learner):
+    """Trains the policy that it shares with the rollout worker, and critics of its own."""
+
+    def __init__(self, context: LearnerContext) -> None:
+        trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed
+        assert isinstance(rules, ReplaySettings)
+        assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"
+        self._trainer, self._policy, self._arena = trainer, trainer.policy, context.arena
+        self._rules, self._seed = rules, seed
+        self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
+        self._critics, self._targets = (
+            self._policy.build_critics(rules.critics, seed, layer_norm=rules.critic_layer_norm) for _ in range(2)
+        )
+        # Built from the same seed as the critics, so they begin as copies of them.
+        self._targets.requires_grad_(False)
+        device = next(self._critics.parameters()).device
+        self._log_alpha = torch.tensor(math.log(rules.alpha_init), device=device, requires_grad=True)
+        betas = self._optim.adam_beta1, self._optim.adam_beta2
+        adam: dict[str, Any] = {"betas": betas, "eps": self._optim.adam_eps, "weight_decay": 0.0}
+        # What both see is trained by the critics alone: the policy's gradient spoils it (arXiv 1910.01741).
+        trained = [*self._critics.parameters(), *self._policy.encoder]
+        self._optimizers = {
+            "critics": build_adam([{"params": trained}], lr=self._optim.value_lr, **adam),
+            "alpha": build_adam([{"params": [self._log_alpha]}], lr=self._optim.lr, **adam),
+        }
+        self._target_entropy = float(-self._policy.width if rules.target_entropy is None else rules.target_entropy)
+        self._hindsight = None if context.judge is None else Hindsight(rules, context.judge, context.env)
+        self._open = OpenEpisodes()
+        self._replay = ReplayBuffer(rules.replay_size, rules.gamma, rules.n_step)
+        self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
+
+    def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
+        """Store what was seen and take `updates_per_sample` updates for each new chunk, pausing after each.
+
+        Returns metrics averaged over the updates.
+        """
+        # Before anything is learned: the records belong to others as soon as this request is answered.
+        new = self._store(request)
+        self._trainer.take_statistics(self._arena, new)
+        starts = self._replay.starts
+        result = {"replay_size": float(len(starts)), "optimizer_steps": 0.0}
+        if len(starts) < max(self._rules.learning_starts, 1):
+            return result
+        rng = np.random.default_rng(np.random.SeedSequence([self._seed, request.step, 0x0FF]))
+        count = max(1, round(self._rules.updates_per_sample * len(request.tickets)))
+        sources = [(self._replay, starts, self._batch_size)]
+        if self._demonstrations is not None:
+            share = round(self._rules.demonstration_share * self._batch_size)
+            sources = [
+                (self._replay, starts, self._batch_size - share),
+                (self._demonstrations, self._demonstrations.starts, share),
+            ]
+        steps: list[dict[str, float]] = []
+        for done in range(1, count + 1):
+            chosen = [buffer.transitions(rng.choice(places, size)) for buffer, places, size in sources if size]
+            if self._hindsight is not None:
+                chosen = [self._hindsight.relabel(one, rng) for one in chosen]
+            pair = rng.permutation(self._rules.critics)[:2]
+            # The last update of a step is always one of the policy too, however few there are.
+            acting = done % self._rules.policy_interval == 0 or done == count
+            if metrics := self._step(chosen, pair, request.step, acting=acting):
+                steps.append(metrics)
+            yield
+        result["optimizer_steps"], result["skipped_nonfinite"] = float(len(steps)), float(count - len(steps))
+        return result | {"lr": self._trainer.optimization.lr} | mean_metrics(steps)
+
+    def _step(
+        self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
+    ) -> dict[str, float]:
+        """One update of temperature, critics, actor and target critics, in this order; empty: it was left out.
+
+        Without `acting` temperature and actor stay as they are.
+        """
+        # Both sets of pictures are shifted before the network sees either, so that their order stays that of old runs.
+        seen = [self._look(one, one.places) for one in chosen]
+        then = [self._look(one, one.after) for one in chosen]
+        features = torch.cat([self._features(one) for one in seen])
+        action, reward, discount = (
+            on_device(np.concatenate(parts), features.device)
+            for parts in (
+                [one.buffer["action"][one.places] for one in chosen],
+                [one.reward for one in chosen],
+                [one.discount for one in chosen],
+            )
+        )
+        # Drawn once, for temperature and policy alike; no gradient of theirs reaches what both see.
+        drawn, logprob = self._policy.draw(features.detach())
+        alpha = self._log_alpha.detach().exp()
+        alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
+        with torch.no_grad():
+            after = torch.cat([self._features(one) for one in then])
+            next_action, next_logprob = self._policy.draw(after)
+            # The smallest of a pair, whatever the number of critics: of all of them it would be far too low.
+            following = self._targets(after, next_action)[pair]
+            target = soft_target(reward, discount, following, next_logprob, alpha)
+        value = self._critics(features, action)
+        loss = critic_loss(value, target)
+        # Both before the first step, so that a skipped update leaves all weights as they were.
+        if not math.isfinite(loss.item() + alpha_loss.item()):
+            self._trainer.refuse(f"loss {loss.item()} of the critics")
+            return {}
+        norms = {name: self._backward(name, one) for name, one in (("critics", loss), ("alpha", alpha_loss))}
+        if broken := [name for name, norm in norms.items() if not math.isfinite(norm)]:
+            self._trainer.refuse(f"gradient norm {norms[broken[0]]} of the {broken[0]}")
+            return {}
+        for name in ("alpha", "critics") if acting else ("critics",):
+            self._optimizers[name].step()
+        numbers = {"value_loss": loss.item(), "value": value.mean().item(), "entropy": -logprob.mean().item()}
+        if acting:
+            # Through the critics after their step; the gradients that they get here are dropped by their next one.
+            policy_loss = actor_loss(self._critics(features.detach(), drawn), logprob, alpha)
+            self._trainer.optimization.zero_grad()
+            policy_loss.backward()
+            grad_norm = self._trainer.optimization.step(float(step))
+            if not math.isfinite(grad_norm):
+                # This gradient goes through the critics after their step, so nothing can be checked before.
+                self._trainer.refuse(
+                    f"gradient norm {grad_norm}",
+                    kept="the policy was not touched, but critics and temperature have taken their step",
+                )
+                return {}
+            numbers |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
+        with torch.no_grad():
+            for kept, own in zip(self._targets.parameters(), self._critics.parameters(), strict=True):
+                kept.lerp_(own, self._rules.tau)
+        return numbers | {"alpha": alpha.item()}
+
+    def _features(self, seen: Observation | FloatArray) -> Tensor:
+        """[B, F] of what `_look` returned."""
+        if isinstance(seen, Observation):
+            return self._policy.features(seen)
+        return on_device(seen, next(self._critics.parameters()).device)
+
+    def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
+        """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
+
+        Of a frozen policy the features that were kept.
+        """
+        if self._policy.frozen:
+            return drawn.buffer[FEATURES][places]
+        seen = read_observation(drawn.buffer, places)
+        if self._hindsight is not None and len(drawn.moved):
+            seen.state[drawn.moved, self._hindsight.desired] = drawn.goal
+        pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
+        if not (pixels and seen.images.size and self._policy.spec.num_images):
+            return seen
+        down, right = torch.rand(2, count).repeat_interleave(cameras, dim=1)
+        moved = shift(torch.from_numpy(seen.images).flatten(0, 1), down, right, pixels)
+        return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
+
+    def _backward(self, name: str, loss: Tensor) -> float:
+        """Compute the gradients of an optimizer's weights, bounded for the critics; returns their norm before."""
+        optimizer = self._optimizers[name]
+        optimizer.zero_grad()
+        loss.backward()
+        limit = self._optim.value_clip_grad if name == "critics" else None
+        weights = optimizer.param_groups[0]["params"]
+        if limit is not None:
+            return float(torch.nn.utils.clip_grad_norm_(weights, limit))
+        return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
+
+    def _store(self, request: UpdateRequest) -> IntArray:
+        """Put the records of finished and cut episodes into the buffer; returns them."""
+        arena, finals = self._arena, dict(request.finals)
+        acted = arena.read(request.tickets)
+        episode = np.asarray(request.episode, dtype=np.int64)
+        # Records of one episode are neighbours: a batch comes episode by episode.
+        ends = np.flatnonzero(np.append(episode[1:] != episode[:-1], True)) + 1
+        closing = [(end, finals[int(episode[end - 1])]) for end in ends if int(episode[end - 1]) in finals]
+        last = arena.read([ticket for _, ticket in closing])
+        places = [end for end, _ in closing]
+        records = np.insert(acted, places, last)
+        is_action = np.insert(np.ones(len(acted), np.bool_), places, False)
+        valid = arena[Record.valid][records]
+        new = Frames(
+            seen=self._seen(records),
+            action=np.where(is_action[:, None], self._policy.chosen(arena[Record.tokens][records]).cpu(), 0.0),
+            reward=np.where(valid, arena[Record.advantage][records], 0.0).sum(1, dtype=np.float32),
+            acted=is_action,
+            terminated=is_action & (arena[Record.terminated][records] & valid).any(1),
+            episode=np.insert(episode, places, [episode[end - 1] for end in places]),
+        )
+        whole = [new]
+        if self._hindsight is not None:
+            whole = self._open.whole(new, dict(request.earlier), dict(request.open))
+        for frames in whole:
+            self._replay.add(frames)
+        return acted
+
+    def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
+        """What the buffer keeps of the observations of some records."""
+        if not self._policy.frozen:
+            return {str(name): self._arena[name][records] for name in OBSERVATION}
+        return self._kept(self._arena, records)
+
+    def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
+        """Features of the observations of some records."""
+        with torch.no_grad():
+            features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
+        return {FEATURES: torch.cat(features).cpu().numpy()}
+
+    def _parts_of(self, records: IntArray) -> list[IntArray]:
+        """As many as a forward pass takes at a time."""
+        return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
+
+    def _load_demonstrations(self) -> ReplayBuffer:
+        """All chunks of the data sets; a demonstration that ends with its first success is over with it.
+
+        Of a frozen policy features are kept and corrections of what it proposes, which takes two passes for each chunk.
+        """
+        demos = load_shown(self._rules.demonstrations, self._policy.spec)
+        length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
+        pairs = list(zip(demos.start, demos.stop, strict=True))
+        steps = np.concatenate([np.arange(a, b, length) for a, b in pairs])
+        episode = np.repeat(np.arange(len(pairs)), [-(-(b - a) // length) for a, b in pairs])
+        stop = np.minimum(steps + length, demos.stop[episode])
+        earned = np.concatenate([[0.0], demos.reward.cumsum(dtype=np.float64)])
+        wins = np.concatenate([[0], demos.success.cumsum()])
+        # Of cumulative sums: exactly one success so far, and it is the last step of the chunk.
+        first = (wins[stop] - wins[demos.start[episode]] == 1) & demos.success[stop - 1]
+        buffer = ReplayBuffer(len(steps), self._rules.gamma, self._rules.n_step)
+        seen, actions, every = observed(demos, steps, width), demos.chunks(steps, length), np.arange(len(steps))
+        chosen = [self._policy.normalise(actions[p], read_observation(seen, p)).cpu() for p in self._parts_of(every)]
+        buffer.add(
+            Frames(
+                seen=self._kept(seen, every) if self._policy.frozen else seen,
+                action=torch.cat(chosen).numpy(),
+                reward=(self._rules.reward_scale * (earned[stop] - earned[steps])).astype(np.float32),
+                acted=np.ones(len(steps), np.bool_),
+                terminated=first & (stop == demos.stop[episode]),
+                episode=episode,
+            )
+        )
+        return buffer
+
+    def save(self, folder: Path) -> None:
+        """Write critics, temperature and their optimizers and, unless the settings say otherwise, the buffer."""
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
+        if self._rules.save_replay:
+            save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
+
+    def _parts(self) -> dict[str, Any]:
+        """What has a `state_dict`."""
+        return {"nets": self._critics, "targets": self._targets, **self._optimizers}
+
+    def load(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        state = load_state(folder, CRITICS)
+        try:
+            for name, part in self._parts().items():
+                if name in self._optimizers:
+                    load_optimizer(self._optimizers[name], state[name])
+                else:
+                    part.load_state_dict(state[name])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{folder} was written with other critics ({error}): a run goes on with its own algorithm.critics and "
+                "model. To change them, start a new run with ckpt=THIS_RUN."
+            ) from error
+        self._log_alpha.data.copy_(state["log_alpha"])
+        if (folder / f"{REPLAY}.json").is_file():
+            kept = load_state(folder, REPLAY)
+            if "action" in kept and kept["action"].ndim == 3:  # older checkpoints: in the environment's units
+                kept["action"] = self._policy.normalise(kept["action"], None).cpu().numpy()
+            begun = kept.pop(OPEN, None)
+            self._replay.load_state(kept)
+            if begun:
+                self._replay.add(Frames(**begun))
+
+    def close(self) -> None:
+        """Free what was built to judge goals; idempotent."""
+        if self._hindsight is not None:
+            self._hindsight.close()

@@ -1,0 +1,1 @@
+"""Predicts memory and time of a run before it starts."""

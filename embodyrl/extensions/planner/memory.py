@@ -1,0 +1,379 @@
+"""What memory a run will need, derived before anything starts."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
+from embodyrl.channels.layout import OBSERVATION, Record
+from embodyrl.config.paths import resolve_asset
+from embodyrl.devices import gpu_memory, total_gpu_memory, visible_gpus
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.layout import INFO_PATH
+from embodyrl.files import available_bytes
+from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.policies import POLICIES
+from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
+
+MIB, GIB = 2**20, 2**30
+_PROCESS = 290 * MIB
+"""A process with torch and a policy, on the host."""
+_ADAPTERS = 180 * MIB
+"""Added by the adapter library, which imports transformers."""
+_CUDA = 600 * MIB
+"""Context and workspaces on a GPU."""
+_ENV_PROCESS = 160 * MIB
+_ENGINE = 2 * GIB
+"""vLLM's workspaces and the smallest cache worth having."""
+_UNKNOWN_SHARE = 0.4
+"""Of a GPU whose memory is not known."""
+_RESERVE = 0.05
+"""Of a GPU, for fragmentation and for what is not counted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes of each part of one policy process, and of what it shares the host with."""
+
+    weights: int
+    """And those in training, where the policy is their average."""
+    gathered: int
+    """Whole weights while acting, where they are sharded while training."""
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of a micro-batch: what its backward pass needs, and what scoring takes beside that."""
+    in_use: int
+    """While training in shards: what is gathered at a time."""
+    acting_batch: int
+    """What acting takes for its largest batch."""
+    keeps_acting: bool
+    """It is kept while training: recordings of forward passes hold their memory."""
+    building: int
+    """Whole float32 weights before they are sharded or halved, or loading demonstrations, where that is more."""
+    engine: int
+    """What vLLM takes at least."""
+    sleeps: bool
+    """It gives that up while weights are trained."""
+    process: int
+    saving: int
+    """GPUs: of the first rank's host, which gathers whole weights and then whole moments, and has the replay buffer."""
+    offloaded: int
+    """actor.fsdp.cpu_offload: of the host, for each rank: its shards of weights, gradients and moments."""
+    acting: int
+    """Of each process that only acts."""
+    env_worker: int
+    env_gpu: int
+    """Of each env worker on its GPU."""
+    replay: int
+    """Off-policy without GPUs: the buffer of all that was seen, at the end of the run."""
+    arena: int
+    checkpoint: int
+    """On disk."""
+    on_gpu: bool
+    gradient_sync: str
+    """When ranks add up their gradients: step or micro_batch."""
+
+    @property
+    def policy(self) -> int:
+        """Peak of one policy process."""
+        fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
+        training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
+        acting = self.gathered + self.acting_batch + self.engine
+        # What was gathered for acting is freed for training, but in pieces that the C library keeps.
+        running = max(acting, training) if self.on_gpu else self.gathered + training
+        # CUDA graphs keep the memory that they were recorded in.
+        running = acting + training if self.keeps_acting else running
+        return max(fixed + running, self.building + self.process)
+
+    def host(self, ranks: int) -> int:
+        """What policy processes on GPUs take of the host at most, beside what a process takes."""
+        return self.saving + self.offloaded * ranks
+
+    def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
+        """Name and text, human-readable."""
+        parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
+        sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
+        named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
+        named += ["vLLM sleeps while weights are trained"] * self.sleeps
+        env, arena = f"{self.env_worker / GIB:.2f} GiB", self.arena / GIB
+        env += f" and {self.env_gpu / GIB:.2f} on a GPU" if self.env_gpu else ""
+        acting = f"{self.acting / GIB:.2f} GiB for each process that acts · " if self.acting else ""
+        acting += f"{host / GIB:.2f} GiB of the host (checkpoints, offloading) · " if (host := self.host(ranks)) else ""
+        return [
+            ("memory", f"{self.policy / GIB:.2f} GiB for each of {ranks} policy processes: {', '.join(named)}"),
+            ("", f"{acting}{env} for each of {env_workers} env workers · {arena:.2f} GiB shared by all"),
+        ]
+
+
+def plan_memory(blueprint: Blueprint) -> MemoryPlan:
+    """Derive the memory of a training run; `tests/fakegpu` meters the same sums on a GPU that is not there.
+
+    Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
+    stays awake where `rollout.vllm.enable_sleep_mode=null` and they have room for what all slots write.
+    """
+    cfg = blueprint.config(TrainConfig)
+    sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
+    # First as fast as it goes; only where that is more than a GPU has, what is slower and smaller.
+    roomy = _plan(blueprint, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
+    may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
+    # Asked only where it decides something, for it starts a program.
+    gpu = gpu_memory() if may_sleep or (roomy.on_gpu and blueprint.ranks > 1 and sync == "auto") else 0
+    cache = blueprint.policy.acting_bytes * blueprint.num_slots if may_sleep else 0
+    if not gpu or fullest_gpu(blueprint, roomy) + cache <= gpu:
+        return roomy
+    tight = "micro_batch" if sync == "auto" and blueprint.ranks > 1 else roomy.gradient_sync
+    return _plan(blueprint, tight, sleeps=may_sleep or roomy.sleeps)
+
+
+def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
+    cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
+    fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
+    half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
+    trained = total if policy.num_trained is None else policy.num_trained
+    if critic := _beside(blueprint, cfg.critic.path):  # all of it is trained
+        trained += critic.num_parameters
+    whole = total * (2 if half else 4)
+    # Beside adapters the rest is kept in the compute precision; what is trained is float32.
+    kept = (whole if adapters else 0) + 4 * trained
+    sharded = blueprint.ranks > 1 or fsdp.cpu_offload
+    # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
+    shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    single = sharded and _micro_batches(blueprint) == 1
+    whole_gradients = not sharded or (gradient_sync == "step" and not single)
+    activations = _activations(
+        cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
+    )
+    if critic:
+        alone = replace(critic, scoring_bytes=(0, 0))  # it has no probabilities
+        activations += _activations(cfg, alone, critic.num_parameters, copies=half, whole=True)
+    gradients = 4 * trained // (1 if whole_gradients else shards)
+    if single:  # shards appear as kept activations go
+        gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
+    offloaded = fsdp.cpu_offload and on_gpu
+    aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
+    vllm = cfg.rollout.backend == "vllm"
+    replay, loading = _replay(blueprint, cfg)
+    process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
+    acting_batch = _acting_batch(blueprint, cfg, policy) if on_gpu else 0
+    engine = 2 * total + _ENGINE if vllm and on_gpu else 0
+    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
+    return MemoryPlan(
+        weights=0 if offloaded else (kept + aside) // shards,
+        gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
+        reference=_reference(blueprint, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
+        gradients=gradients,
+        optimizer=0 if offloaded else 8 * trained // shards,
+        activations=activations,
+        in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
+        acting_batch=0 if apart else acting_batch,
+        keeps_acting=cfg.model.recorded and on_gpu,
+        building=kept + loading if adapters or not on_gpu else 4 * trained,
+        engine=0 if apart else engine,
+        sleeps=sleeps and engine > 0 and not apart,
+        process=process,
+        saving=max(kept if sharded else 0, 8 * trained, loading) + replay if on_gpu else 0,
+        offloaded=(kept + aside + 12 * trained) // shards if offloaded else 0,
+        acting=process + max(kept, whole + acting_batch + engine) if apart else 0,  # it is built like an actor
+        on_gpu=on_gpu,
+        gradient_sync=gradient_sync,
+        env_worker=_ENV_PROCESS + env.task_bytes,
+        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
+        arena=blueprint.layout.offsets(blueprint.capacity)[1],
+        replay=0 if on_gpu else replay,
+        checkpoint=12 * trained
+        + aside
+        + (whole if policy.steers else 0)  # frozen weights are saved beside what steers them
+        + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
+    )
+
+
+def _acting_batch(blueprint: Blueprint, cfg: TrainConfig, policy: PolicySpec) -> int:
+    """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
+    slots = blueprint.num_slots
+    if cfg.rollout.backend != "vllm":
+        # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
+        copied = policy.num_trained
+        if copied is None:
+            alone = blueprint.ranks == 1 and not cfg.actor.fsdp.cpu_offload
+            copied = policy.num_parameters - policy.outside_layers if alone else 0
+        return policy.acting_bytes * -(-slots // blueprint.ranks) + (2 * copied if cfg.model.half else 0)
+    if policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
+        return policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
+    return 0
+
+
+def _beside(blueprint: Blueprint, path: str | None) -> PolicySpec | None:
+    """A second model of the policy's kind: a teacher, or a critic apart. It has no adapters."""
+    if path is None:
+        return None
+    model = blueprint.cfg.model
+    alone = model.updated({"path": path, **({"is_lora": False} if model.adapted else {})})
+    return POLICIES.get(model.model_type).spec(alone, blueprint.env, 0)
+
+
+def _reference(blueprint: Blueprint, cfg: TrainConfig, own: int) -> int:
+    """Its weights, frozen and in the precision that it computes in; where a server has it, none."""
+    if blueprint.algorithm is None or not blueprint.algorithm.needs_reference or cfg.algorithm.reference_url:
+        return 0
+    teacher = _beside(blueprint, cfg.algorithm.reference_path)
+    return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
+
+
+def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
+    """What is seen and drawn of each record that the run will see, as far as the buffer holds them, and of each chunk
+    of its demonstrations; and what loading these takes beside that: all their frames, and the chunks once more.
+
+    Without critics: of each record that is worth imitating, at most all, and all frames of the demonstrations.
+    """
+    if not isinstance(cfg.algorithm, BufferSettings):
+        return 0, 0
+    policy, size = blueprint.policy, {f.name: f.record_bytes for f in blueprint.layout.fields}
+    kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
+    if policy.steers:  # noise: two numbers to a token
+        kept = 4 * policy.steering_features + size[Record.action if policy.corrects else Record.tokens]
+    shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
+    frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
+    chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
+    if not isinstance(cfg.algorithm, ReplaySettings):
+        longer = (policy.imitated or length) / length  # chunks are kept as far as they are imitated
+        each = whole - size[Record.action] + int(longer * size[Record.action])
+        seen = min(cfg.algorithm.replay_size, blueprint.max_samples * blueprint.total_steps)
+        return each * seen + whole * frames, whole * frames * (len(shown) > 1)
+    seen = min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
+    return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
+
+
+def _micro_batches(blueprint: Blueprint) -> int:
+    """Of an optimizer step on each rank, at most."""
+    cfg = blueprint.config(TrainConfig)
+    steps = max(1, blueprint.optimizer_steps_per_step // cfg.algorithm.update_epoch)
+    samples = -(-blueprint.max_samples // (steps * blueprint.ranks))
+    budget = cfg.actor.max_tokens_per_mbs
+    size = max(1, budget // blueprint.policy.sample_tokens) if budget else cfg.actor.micro_batch_size
+    return -(-samples // size)
+
+
+def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool, whole: bool) -> int:
+    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
+
+    `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
+    are those of a layer and of the output matrix. The embeddings' come last.
+    """
+    replays = isinstance(cfg.algorithm, ReplaySettings)
+    samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
+    if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
+        samples = max(1.0, budget / policy.sample_tokens)
+    apart = 0 if whole else _whole_at_a_time(policy)
+    scoring, again = policy.scoring_bytes
+    if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
+        return int(samples * policy.recomputed_bytes) + max(int(samples * policy.largest_layer[1]) + apart, again)
+    return (
+        int(samples * policy.activation_bytes)
+        + max(scoring, apart)
+        + (2 * (trained - policy.outside_layers) if copies else 0)
+    )
+
+
+def _whole_at_a_time(policy: PolicySpec) -> int:
+    """Gradients of one layer and of the output matrix, before they are cut up; of adapters next to nothing."""
+    return 0 if policy.num_trained is not None else 4 * (policy.outside_layers // 2 + policy.largest_layer[0])
+
+
+def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:
+    """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
+    # It says nothing of its layers, so a quarter of all weights is a guess.
+    if not policy.largest_layer[0]:
+        return total // 4
+    return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
+
+
+def engine_share(blueprint: Blueprint) -> float:
+    """Of a GPU's memory, what vLLM may take: all that the plan of its process leaves, less a reserve."""
+    gpu = gpu_memory()
+    if not gpu:
+        return _UNKNOWN_SHARE
+    if isinstance(blueprint.cfg, TrainConfig) and blueprint.algorithm is not None:
+        plan = plan_memory(blueprint)
+        # What it needs at least was counted: it may take that and all that is left.
+        beside = replace(plan, engine=0)
+        if plan.sleeps:
+            beside = replace(beside, gradients=0, activations=0, in_use=0)
+        left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, beside))
+        if blueprint.is_disaggregated:
+            left += 2 * blueprint.policy.num_parameters + _ENGINE
+    else:
+        left = gpu - (2 if blueprint.cfg.model.half else 4) * blueprint.policy.num_parameters - _CUDA
+    # vLLM takes its share of the whole memory, also where another process has a part of it.
+    return max(0.05, int(100 * (left / (total_gpu_memory() or gpu) - _RESERVE)) / 100)
+
+
+def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
+    """Refuse a run that cannot fit.
+
+    Raises:
+        ConfigError: says what is needed, what is there, and which keys make it smaller.
+    """
+    smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
+    if visible_gpus():
+        gpu, needed = gpu_memory(), fullest_gpu(blueprint, plan)
+        if gpu and needed > gpu:
+            raise ConfigError(
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
+                f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
+                f"Try {_smaller_on_gpu(blueprint, plan)}."
+            )
+    policies, workers = _fullest_host(blueprint, plan)
+    envs = plan.env_worker * workers
+    needed, free = policies + envs + plan.arena, available_bytes()
+    if needed > free:
+        raise ConfigError(
+            f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
+            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), "
+            f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
+        )
+
+
+def _smaller_on_gpu(blueprint: Blueprint, plan: MemoryPlan) -> str:
+    """Name the keys that are not at their smallest."""
+    cfg, workers = blueprint.config(TrainConfig), len(blueprint.env_workers)
+    drawn, keys = fullest_gpu(blueprint, plan) - plan.policy, list[str]()
+    if drawn and not blueprint.env.lockstep:
+        keys.append(f"MUJOCO_GL=osmesa, which draws on the CPU and frees {drawn / GIB:.1f} GiB")
+    if drawn and workers > 1:
+        keys.append(f"launcher.env_workers below {workers}")
+    if not cfg.actor.gradient_checkpointing:
+        keys.append("actor.gradient_checkpointing=true")
+    if getattr(cfg.actor, "micro_batch_size", 1) > 1:
+        keys.append("a smaller actor.micro_batch_size")
+    if blueprint.policy.num_trained is None:
+        keys.append("model.is_lora=true")
+    return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
+
+
+def _fullest_host(blueprint: Blueprint, plan: MemoryPlan) -> tuple[int, int]:
+    """Return the bytes of the policy processes and the number of env workers on the host that needs most."""
+    policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
+    for number in range(blueprint.ranks + blueprint.cfg.acting_processes):
+        trains = number < blueprint.ranks
+        own = plan.policy if trains else plan.acting
+        policies[blueprint.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own
+    policies[blueprint.policy_node(0)] += plan.saving
+    for number in range(len(blueprint.env_workers)):
+        workers[blueprint.env_node(number)] += 1
+    fullest = max({*policies, *workers}, key=lambda node: policies[node] + plan.env_worker * workers[node])
+    return policies[fullest], workers[fullest]
+
+
+def fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
+    """Return what the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
+    devices, needed = blueprint.devices, Counter[tuple[int, str]]()
+    for number, gpu in enumerate(devices.policies or ("inline",)):
+        needed[blueprint.policy_node(number), gpu] += plan.policy if number < blueprint.ranks else plan.acting
+    for number in range(len(blueprint.env_workers) if plan.env_gpu else 0):
+        turn = number // len(blueprint.nodes["env"])
+        gpu = devices.of_env_worker(turn, on_gpu=True) or "inline"
+        needed[blueprint.env_node(number), gpu] += plan.env_gpu
+    return max(needed.values())

@@ -1,0 +1,393 @@
+"""The same workers as Ray actors, on the hosts of a cluster."""
+
+import faulthandler
+import os
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena, RecordState, records_of
+from embodyrl.channels.channel import LOOPBACK
+from embodyrl.channels.layout import SEQUENCE, STATE
+from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
+from embodyrl.cluster.protocol import (
+    ClusterSection,
+    ClusterSettings,
+    Event,
+    Handle,
+    OpenRequests,
+    parse_placement,
+    place_rank,
+)
+from embodyrl.devices import visible_gpus
+from embodyrl.errors import WorkerError
+from embodyrl.extensions.ray_cluster import nodes as ray_nodes
+from embodyrl.extensions.ray_cluster.nodes import Node, ray
+from embodyrl.files import cap_log
+from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
+
+Pools = tuple[Arena, ...]
+"""What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some fields of some records."""
+
+    pool: int
+    """Index in `Pools`."""
+    records: np.ndarray
+    fields: dict[str, np.ndarray]
+    """[n, ...] by name."""
+
+
+def copy_in(pools: Pools, request: Request) -> list[Rows]:
+    """The rows that the worker of a request reads."""
+    return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
+
+
+def copy_out(pools: Pools, request: Request) -> list[Rows]:
+    """The rows that the worker of a request wrote.
+
+    Only complete records: all ranks are asked to publish weights, but one of them writes, and what the others hold in
+    its place must not come back.
+    """
+    rows = []
+    for use in request.writes():
+        records = records_of(use.tickets)
+        rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
+    return rows
+
+
+def paste(pools: Pools, rows: Sequence[Rows]) -> None:
+    """Write rows where they belong."""
+    for part in rows:
+        for name, values in part.fields.items():
+            pools[part.pool][name][part.records] = values
+
+
+def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
+    names = (field.name for field in arena.layout.fields) if use.fields is None else use.fields
+    return Rows(use.pool, records, {name: arena[name][records] for name in (*names, *header)})
+
+
+_GET_S = 60.0
+_STOP_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an actor returns for one request."""
+
+    replies: tuple[Reply, ...]
+    rows: list[Rows]
+    log: bytes
+
+
+class RemoteWorker:
+    """A worker in a Ray actor. Beside the driver it shares the arena; elsewhere it has a mirror of it."""
+
+    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
+        os.environ.update(spec.environ)
+        if spec.component == "env":
+            gpus = () if spec.gpu == "" else visible_gpus()
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[turn % len(gpus)] if gpus else ""
+        # In the folder of Ray's own logs of this node: the last output of a worker that dies.
+        own = os.path.realpath("/proc/self/fd/1")
+        folder = os.path.dirname(own) if os.path.isfile(own) else tempfile.gettempdir()
+        job = ray.get_runtime_context().get_job_id()
+        self._log = open(os.path.join(folder, f"embodyrl-{job}-{spec.name}.log"), "ab+")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(self._log.fileno(), stream.fileno())
+        faulthandler.enable(self._log)
+        self._told = self._log.seek(0, os.SEEK_END)
+        self._spec = spec
+        self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
+        self._pools: Pools | None = None
+        self._worker: Worker | None = None
+
+    def log(self) -> tuple[str, int]:
+        """Return the path of the worker's output on its host, and the size of what earlier workers wrote there."""
+        return self._log.name, self._told
+
+    def start(self) -> _Answer:
+        """Build the worker."""
+        self._pools = pools = _open_pools(self._spec, mirror=not self._beside_driver)
+        init = replace(self._spec.init, shared_arena=pools[0])
+        if len(pools) > 1:
+            init = replace(init, bucket_arena=pools[1].handle)
+        try:
+            self._worker = replace(self._spec, init=init).build()
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(self._worker.ready())
+
+    def handle(self, request: Request, rows: list[Rows]) -> _Answer:
+        """Carry out a request."""
+        assert self._worker is not None and self._pools is not None, "not started"
+        if not self._beside_driver:
+            paste(self._pools, rows)
+        try:
+            replies = tuple(self._worker.handle(request))
+        except Exception as error:
+            return self._answer(describe_failure(error))
+        return self._answer(*replies, rows=[] if self._beside_driver else copy_out(self._pools, request))
+
+    def _answer(self, *replies: Reply, rows: list[Rows] | None = None) -> _Answer:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        size = self._log.seek(0, os.SEEK_END)
+        log = os.pread(self._log.fileno(), size - self._told, self._told)
+        self._told = size
+        return _Answer(replies, rows or [], log)
+
+
+@dataclass(kw_only=True)
+class _Handle(Handle):
+    actor: Any
+    node: Node
+    pools: Pools
+    beside_driver: bool
+    open: deque[Any] = field(default_factory=deque)
+    """References of unanswered requests, oldest first."""
+    output: Any
+    """Reference of the path and first size of the worker's output on its host."""
+    received: int = 0
+    """Bytes of it that have arrived."""
+
+
+class RayLauncher(OpenRequests[_Handle]):
+    """Join the cluster at RAY_ADDRESS or start one on this host; implement `Launcher`."""
+
+    section = ClusterSection
+
+    def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
+        super().__init__(log_dir)
+        cluster = cluster or ClusterSettings()
+        self._ours = ray_nodes.connect()
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._living = ray_nodes.living()
+        self._nodes = self._choose(cluster.num_nodes)
+        hosts = {name: n for n, node in reversed([*enumerate(self._nodes)]) for name in (node.host, node.address)}
+        self._placement = parse_placement(cluster.component_placement, cluster.num_nodes, hosts=hosts)
+        self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        self._watch = ray_nodes.NodeWatch()
+        self._lost: set[str] = set()
+        """Nodes that could not be reached; they are not used again."""
+        self.where = ray_nodes.describe(self._nodes)
+
+    @classmethod
+    def preview(cls, cluster: ClusterSettings | None) -> str:
+        """See `Launcher.preview`."""
+        if ray_nodes.starts_own():
+            return "this one, with a Ray cluster of the run alone (RAY_ADDRESS is not set)"
+        launcher = cls(Path(), cluster)
+        launcher.stop()
+        return launcher.where
+
+    def _choose(self, count: int) -> list[Node]:
+        """Return the hosts of the run by their numbers."""
+        nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
+        if len(nodes) < count:
+            raise WorkerError(
+                f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} living nodes: "
+                f"{', '.join(map(str, nodes))}. Start the others with `ray start --address=HEAD:PORT`, or lower "
+                "cluster.num_nodes."
+            )
+        return nodes[:count]
+
+    @property
+    def host(self) -> str:
+        """Address at which workers reach the driver; loopback while all actors run beside it."""
+        apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
+        return ray.util.get_node_ip_address() if apart else LOOPBACK
+
+    def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
+        """See `Launcher.start`."""
+        assert spec.name not in self._handles, f"worker {spec.name} is already running"
+        number = int(tail) if (tail := spec.name.rpartition("_")[2]).isdecimal() else 0
+        chosen = self._placement[spec.component]
+        self._note_living()
+        if self.lost:
+            return
+        usable = self._living.keys() - self._lost
+        candidates = [self._nodes[i] for i in chosen if self._nodes[i].id in usable] or self._nodes[:1]
+        if spec.component == "actor" and isinstance(spec.init, PolicyHostInit):
+            node = place_rank(number, spec.init.rank_info.world, candidates)
+        else:
+            node = candidates[number % len(candidates)]
+        gpus = 1 if spec.component != "env" and self._has_gpus else 0
+        environ = {**spec.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        if spec.component == "env":
+            # Ray would hide all GPUs from who reserves none; simulators share those of their host with the policy.
+            environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
+        options = {
+            "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": affinity,
+            "runtime_env": {"env_vars": environ},
+        }
+        remote_spec = replace(spec, init=replace(spec.init, shared_arena=None))
+        actor = (
+            ray.remote(RemoteWorker)
+            .options(**options)
+            .remote(remote_spec, self._driver_node, number // len(candidates))
+        )
+        handle = _Handle(
+            actor=actor,
+            node=node,
+            pools=_open_pools(spec, mirror=False),
+            beside_driver=node.id == self._driver_node,
+            output=actor.log.remote(),
+            log=self._log_dir / f"{spec.name}.log",
+            since=self._clock.now(),
+            limits=deque([timeout_s]),
+        )
+        handle.open.append(actor.start.remote())
+        self._handles[spec.name] = handle
+
+    def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
+        """See `Launcher.send`."""
+        handle = self._ask(worker, timeout_s)
+        rows = [] if handle.beside_driver else copy_in(handle.pools, request)
+        handle.open.append(handle.actor.handle.remote(request, rows))
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """See `Launcher.wait`."""
+        oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
+        if oldest and not self._events:
+            # One reply wakes us up, and whatever else has come by then is taken along.
+            ready, _ = ray.wait(list(oldest), num_returns=1, timeout=self._patience(timeout_s))
+            if ready:
+                ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
+            for reference in ready:
+                self._take(oldest[reference], reference)
+        elif not self._events:
+            time.sleep(min(timeout_s, 0.01))
+        self._look_at_nodes()
+        for name in self._late():
+            late = self._handles[name]
+            self._reap(name, f"gave no answer for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
+        return self._take_events()
+
+    def _look_at_nodes(self) -> None:
+        """Reap the workers of lost hosts, whose loss Ray does not always report to those who wait for an answer."""
+        if self.lost:
+            return
+        try:
+            found = self._watch.poll()
+        except WorkerError as error:
+            self.lost = str(error)
+            return
+        if found is None:
+            return
+        self._living = found
+        for name in [name for name, handle in self._handles.items() if handle.node.id not in found]:
+            self._reap_with_host(name)
+
+    def _note_living(self) -> None:
+        """List the living nodes before a worker is placed."""
+        try:
+            self._living = self._living if self.lost else ray_nodes.living()
+        except WorkerError as error:
+            self.lost = str(error)
+
+    def _reap_with_host(self, name: str, log: str = "") -> None:
+        node = self._handles[name].node
+        self._lost.add(node.id)
+        self._reap(name, f"is gone with its host {node}", log=log)
+
+    def _take(self, name: str, reference: Any) -> None:
+        handle = self._handles[name]
+        try:
+            answer: _Answer = ray.get(reference, timeout=_GET_S)
+        except ray.exceptions.RayTaskError as error:
+            self._reap(name, f"raised {error.cause!r}", traceback=str(error))
+            return
+        except ray.exceptions.ActorUnavailableError as error:
+            # The cluster itself notices a lost host only many seconds later, and would place the successor there.
+            self._reap_with_host(name, log=str(error))
+            return
+        except ray.exceptions.RayError as error:  # it died, or its answer is lost or does not come
+            how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its answer"
+            self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
+            return
+        # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.
+        handle.open.popleft()
+        self._answered(handle)
+        if answer.log:
+            handle.received += len(answer.log)
+            _append(handle.log, answer.log)
+        paste(handle.pools, answer.rows)
+        for reply in answer.replies:
+            if isinstance(reply, WorkerFailed):
+                self._reap(name, f"raised {reply.error}", traceback=reply.traceback, exit_code=reply.exit_code)
+                return
+            self._events.append(Event(worker=name, message=reply))
+
+    def _last_output(self, handle: _Handle) -> str:
+        """Fetch what a worker on this host wrote before it died; return the name of the file for a message."""
+        try:
+            path, size = ray.get(handle.output, timeout=1.0)
+        except ray.exceptions.RayError:
+            return ""
+        if handle.beside_driver and os.path.exists(path):
+            with open(path, "rb") as file:
+                file.seek(size + handle.received)
+                _append(handle.log, file.read())
+        return f"; its output there: {path}"
+
+    def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
+        """End a worker and report its death; `log`: what Ray says about it."""
+        handle = self._handles.pop(name)
+        _close(handle.pools)
+        ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))
+        self._bury(name, handle, reason, traceback, exit_code)
+        _append(handle.log, log.encode())
+
+    def stop(self, *, grace_s: float = 10.0) -> None:
+        """See `Launcher.stop`."""
+        actors = [handle.actor for handle in self._handles.values()]
+        for handle in self._handles.values():
+            _close(handle.pools)
+        self._handles.clear()
+        self._events.clear()
+
+        def end() -> None:
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if self._ours and ray.is_initialized():
+                ray.shutdown()
+
+        with suppress(TimeoutError):  # without its head Ray may wait for a minute
+            ray_nodes.in_thread(end).result(_STOP_S) if self.lost else end()
+
+
+def _append(log: Path, text: bytes) -> None:
+    if text:
+        with open(log, "ab") as file:
+            file.write(text)
+        cap_log(log)
+
+
+def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
+    """The driver's pools, on its host; or, elsewhere, empty ones like them."""
+    handles = [handle for handle in (spec.init.arena, spec.init.bucket_arena) if handle]
+    return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
+
+
+def _close(pools: Pools) -> None:
+    for pool in pools:
+        pool.close()

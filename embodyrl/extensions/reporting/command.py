@@ -1,0 +1,196 @@
+"""The commands `report`, `view` and `replay`: what a run did, as a page, in the terminal, or computed again."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.cli.output import printable, show_result
+from embodyrl.cli.runs import find_run, is_running, latest_run
+from embodyrl.config.trust import split_trust
+from embodyrl.errors import CheckFailedError, ConfigError
+from embodyrl.monitor.history import EVENTS_FILE, Evaluation, History, read_history
+from embodyrl.monitor.samples import sample_lines, samples_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+_REPLIES, _REFRESH_S = 3, 15
+_SHOWN = 20
+"""Lines of the table; --json has all."""
+
+
+def report(args: argparse.Namespace) -> int:
+    """Run `embodyrl report`."""
+    from embodyrl.extensions.reporting.page import write_report
+    from embodyrl.plan.keys import all_keys, state_keys
+
+    runs = [find_run(word) for word in args.words] or [latest_run("embodyrl report")]
+    name = "report.html" if len(runs) == 1 else f"report_vs_{'_'.join(run.name for run in runs[1:])}.html"
+    out = args.out or runs[0] / name
+    defaults = {name: key.default for name, key in all_keys().items() if not key.required}
+    write = partial(write_report, runs, defaults=defaults, states=state_keys())
+    try:
+        lines = write(out)
+    except OSError as error:
+        raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
+    if args.watch:
+        return _watch(args, runs, write)
+    if args.gif:
+        from embodyrl.extensions.reporting.media import animate_changes
+
+        animate_changes(read_history(runs[0]), args.gif)
+        lines.append(f"gif   {args.gif}")
+    show_result(args, {"page": out, "summary": lines}, (*lines, f"page  {out}"))
+    if args.open:
+        import webbrowser
+
+        webbrowser.open(out.resolve().as_uri())
+    return 0
+
+
+def card(args: argparse.Namespace) -> int:
+    """Run `embodyrl card`."""
+    from embodyrl.extensions.reporting.card import card_of, card_text, write_card
+
+    if len(args.words) != 1:
+        raise ConfigError("embodyrl card takes one run: embodyrl card runs/my_run.")
+    run = find_run(args.words[0])
+    try:
+        paths = write_card(run, args.out)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {args.out or run}: {error.strerror}. Choose another place with --out."
+        ) from error
+    found = card_of(run)
+    show_result(args, found, (card_text(found), *(f"card  {path}" for path in paths)))
+    return 0
+
+
+def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
+    """Serve the page to this machine; each look sees the run as it stands."""
+    from embodyrl.extensions.serving.loopback import Answer, Loopback
+
+    if args.json or not args.port.isdecimal():
+        raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")
+
+    def page() -> Answer:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "report.html"
+            write(out)
+            text = out.read_text(encoding="utf-8")
+        if any(map(is_running, runs)):
+            text = text.replace("<head>", f'<head><meta http-equiv="refresh" content="{_REFRESH_S}">', 1)
+        return "text/html; charset=utf-8", text.encode()
+
+    Loopback(int(args.port), {"/": page}, {}).show(open_page=args.open)
+    return 0
+
+
+def view(args: argparse.Namespace) -> int:
+    """Run `embodyrl view`."""
+    if len(args.words) > 1:
+        raise ConfigError("embodyrl view takes one run: embodyrl view runs/my_run.")
+    run = find_run(args.words[0]) if args.words else latest_run("embodyrl view")
+    from rich.console import Console
+    from rich.live import Live
+
+    if not args.follow:
+        Console().print(picture(read_history(run)))
+        return 0
+    with Live(picture(read_history(run)), auto_refresh=False) as live:
+        while is_running(run):
+            time.sleep(1.0)
+            live.update(picture(read_history(run)), refresh=True)
+    return 0
+
+
+def picture(history: History) -> RenderableType:
+    """The dashboard of a training, the table of an evaluation."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown = history.evaluations[-1] if history.evaluations else history.unfinished
+    if not (history.rows or shown):
+        return Text(f"{history.name}: nothing was measured yet; embodyrl view --follow shows it as it comes.")
+    if said := list(sample_lines(samples_of(history, _REPLIES))):
+        return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
+    return _numbers(history, shown)
+
+
+def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
+    from rich.table import Table
+
+    from embodyrl.monitor.dashboard import replay
+    from embodyrl.monitor.protocol import RunInfo
+
+    if shown is not None and not history.rows:
+        known = any(e.success_once is not None for e in shown.episodes)
+        title = f"{history.name}{': unfinished, what has ended so far' * (shown is history.unfinished)}"
+        table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
+        for task in [*dict.fromkeys(e.task for e in shown.own), None]:
+            table.add_row(printable(task or "all tasks"), str(shown.score(task)))
+        for suite, score in shown.suites.items():
+            table.add_row(f"suite {suite}", str(score))
+        return table
+    names = {e.task_id: printable(e.task) for e in (shown.episodes if shown else ())}
+    tasks = tuple(names.get(k, "") for k in range(max(names, default=-1) + 1))
+    total = int(history.config["runner"]["max_steps"])
+    events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
+    return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Run `embodyrl replay`."""
+    trust, args.words = split_trust(args.words)
+    if len(args.words) != 1 or not (args.step or "1").isdecimal():
+        raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
+    run = find_run(args.words[0])
+    from embodyrl.commands.dump import dumped_steps, read_dump
+
+    step = int(args.step or max(dumped_steps(run), default=1))
+    if step not in dumped_steps(run):
+        read_dump(run, step)  # says what is missing, before torch is loaded
+    if not args.json:
+        print(f"replaying step {step} of {run} ...", flush=True)
+    from embodyrl.commands.replay import gap
+    from embodyrl.commands.replay import replay as compute
+
+    result = compute(run, step, overrides=trust)
+    columns = {
+        "episode": result.episode,
+        "chunk": result.chunk,
+        "reset_id": result.reset_id,
+        "version": result.version,
+        "reward": result.reward,
+        "advantage": result.advantage[0].mean(axis=1),
+        "replayed": result.advantage[1].mean(axis=1),
+        "gap": gap(result.advantage),
+        "logprob": result.logprob[0].sum(axis=1),
+        "logprob_replayed": result.logprob[1].sum(axis=1),
+        "logprob_gap": gap(result.logprob),
+    }
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
+    worst = sorted(rows, key=_most_different)[:_SHOWN]
+    lines = (
+        f"step {step} of {run}, weights {result.weights}",
+        "".join(f"{name:>17}" for name in columns),
+        *("".join(f"{value:>17.6g}" for value in row.values()) for row in worst),
+        f"above: the {len(worst)} of {len(rows)} chunks that differ most; {int(result.stale.sum())} are stale",
+        *(f"  {name:<20} {a:>14.6g} {b:>14.6g}   {b - a:+.2e}" for name, (a, b) in result.metrics.items()),
+    )
+    show_result(args, {"step": step, "chunks": rows, "metrics": result.metrics, "problems": result.problems}, lines)
+    if result.problems:
+        raise CheckFailedError("; ".join(result.problems) + ".")
+    return 0
+
+
+def _most_different(row: dict[str, float]) -> float:
+    """Sort key: what is not a number, a chunk that is left out now, comes first."""
+    gaps = (row["gap"], row["logprob_gap"])
+    return -math.inf if any(map(math.isnan, gaps)) else -max(gaps)

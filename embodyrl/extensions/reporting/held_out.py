@@ -1,0 +1,156 @@
+"""What the figures of an evaluation stand for: how many different episodes, and who has used their initial states."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from embodyrl.config.paths import resolve_asset, resolve_run
+from embodyrl.config.settings import flat, leaves, plain
+from embodyrl.config.tree import read_plain_yaml
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.text.plan import rows_of
+from embodyrl.monitor.paired import other_worlds
+from embodyrl.plan.blueprint import Blueprint
+from embodyrl.plan.config import run_config
+from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
+from embodyrl.plan.keys import state_keys
+from embodyrl.plan.roots import EvalConfig, TextTask, TrainConfig
+from embodyrl.types import EnvSpec
+
+EXPORTED_CONFIG = "embodyrl_config.yaml"
+"""In an exported folder: the config of its run, or what is known of it."""
+
+
+def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+    """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
+    cfg, env = blueprint.config(EvalConfig), blueprint.env
+    plan = eval_episodes(cfg, env, blueprint.policy)
+    states = {e.reset_id for e in plan.episodes}
+    how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
+    text = f"{plan.num_episodes} {how} episodes of {len(states)} initial states"
+    if (asked := count_asked(cfg, env)) > plan.num_episodes:
+        text += f"; {asked} were asked for, the others would be exact copies of these"
+    lines = [("evaluation", text)]
+    if blueprint.algorithm is not None:
+        training = blueprint.config(TrainConfig)
+        shown = _shown(dict(leaves(training)), env) or {}
+        used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
+        return [*lines, ("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
+    if cfg.ckpt is None:
+        return lines
+    return [*lines, *(("held out", line) for line in _history(cfg.ckpt, states, cfg, env))]
+
+
+def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
+    """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
+    known: set[Path] = set()
+    while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
+        known.add(file)
+        # Numbers are read of it; nothing that it names is loaded.
+        made = flat(read_plain_yaml(file))
+        name = ckpt if file.name == EXPORTED_CONFIG else file.parent
+        used = {f"{what} of {name}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
+        yield _verdict(len(states), used) if used else f"unknown: {name} was about something else, or its data are gone"
+        start = made.get("model.path")
+        if isinstance(made.get("ckpt"), str):
+            ckpt = made["ckpt"]
+        elif isinstance(start, str) and _record_of(resolve_run(start)):  # of other starts nothing is known
+            ckpt = start
+        else:
+            return
+    yield f"unknown: what {ckpt} was trained on is not recorded"
+
+
+def _record_of(path: Path) -> Path | None:
+    """The config of the run that a folder of weights is from: an exported one brings it along."""
+    if (path / EXPORTED_CONFIG).is_file():
+        return path / EXPORTED_CONFIG
+    return run_config(path)
+
+
+def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
+    """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
+    keys = ("env_type", "task_suite_name", "id", "axis")
+    here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
+    # Supervised training has no environment, earlier versions had fewer keys.
+    if "env.env_type" in made and all(made.get(key, value) == value for key, value in here.items()):
+        found, shown = _with_rows_of(made, cfg, env), _shown(made, env)
+        if found is None or shown is None:
+            return {}
+        env = found
+        validates = made.get("runner.val_check_interval") != -1 and not _by_expert(made)
+        parts = {"training": "train"} | ({"validation": "eval"} if validates else {})
+        across = bool(made.get("runner.val_suites"))
+        return {what: _drawn(made, split, env, across and split == "eval") for what, split in parts.items()} | shown
+    return _shown(made, env) or {}
+
+
+def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> EnvSpec | None:
+    """The environment as that run split its rows; None: they were other rows, which this one numbers otherwise."""
+    if not isinstance(cfg, TextTask):
+        return env
+    share = made.get("data.val_share")
+    if other_worlds(made, plain(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}):
+        return None
+    if cfg.data.val_path or cfg.data.val_split or not isinstance(share, float):
+        return env
+    return replace(env, held_out=round(share * env.states_per_task[0]))
+
+
+def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
+    """Reset ids that the demonstrations of this environment may show; None: nobody knows, they are gone or text."""
+    folders = made.get("algorithm.demonstrations") or []
+    if "env.env_type" not in made or _by_expert(made):  # else it is text
+        folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
+    found: dict[str, set[int]] = {}
+    for folder in filter(None, folders):
+        try:
+            card = read_card(resolve_asset(str(folder)))
+        except EmbodyError:
+            return None
+        if card.env.name == env.name:
+            ids = _ids_here(env, EnvSplit(state_ids=card.collected.get("state_ids")))
+            found.setdefault("demonstrations", set()).update(ids)
+    return found
+
+
+def _by_expert(made: Mapping[str, Any]) -> bool:
+    """A round of `embodyrl dagger`: it plays like a training, and learns from demonstrations."""
+    return "dagger.rounds" in made
+
+
+def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
+    """Reset ids that training may have drawn from its split, or those that the validations began with."""
+    ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
+    try:
+        values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
+    except ValidationError:
+        return set()  # no config that we wrote
+    found = _ids_here(env, values, across=across)
+    total, each = made.get("eval.episodes"), made.get("eval.episodes_per_task")
+    if split == "train" or not (isinstance(total, int) or isinstance(each, int)):
+        return found
+    tasks = [sorted(found.intersection(env.reset_ids_of(task))) for task in selected_tasks(env, values, across=across)]
+    return {*first_states(tasks, total or (each or 0) * len(tasks))}
+
+
+def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
+    """Reset ids of another run's split; it may have had more initial states (`env.sampled_states` of LIBERO)."""
+    if split.state_ids is not None:
+        first, last = split.state_ids
+        if first >= (states := min(env.states_per_task)):
+            return set()
+        split = split.model_copy(update={"state_ids": (first, min(last, states - 1))})
+    return {*selected_reset_ids(env, split, across=across)}
+
+
+def _verdict(states: int, used: dict[str, int]) -> str:
+    if not any(used.values()):
+        return f"none of these initial states is used by {' or '.join(used)}"
+    shares = ", ".join(f"{what} uses {count}" for what, count in used.items())
+    return f"warning: of these {states} initial states {shares}; success there says less about others"

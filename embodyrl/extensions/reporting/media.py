@@ -1,0 +1,97 @@
+"""Recordings in a page: each is embedded once, however often it is shown; beyond a budget it is linked."""
+
+import base64
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from embodyrl.errors import ConfigError
+from embodyrl.monitor.history import EpisodeRow, History
+
+EMBED_BYTES = 48 * 2**20
+"""Recordings of a page that are part of its file; the page stays quick to open and to send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One recording and what happened in it."""
+
+    media: str
+    """Key of `Shelf.sources`."""
+    run: str
+    step: int
+    episode: EpisodeRow
+
+    @property
+    def outcome(self) -> str:
+        """See `EpisodeRow.outcome`."""
+        return self.episode.outcome
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Sources of all recordings of a page."""
+
+    page: Path
+    budget: int
+    sources: dict[str, str] = field(default_factory=dict)
+    _keys: dict[Path, str] = field(default_factory=dict)
+
+    def put(self, video: Path) -> str:
+        """Add a recording once; returns its key."""
+        if video not in self._keys:
+            key = self._keys[video] = f"v{len(self._keys)}"
+            size = video.stat().st_size
+            if size <= self.budget:
+                self.budget -= size
+                self.sources[key] = "data:video/mp4;base64," + base64.b64encode(video.read_bytes()).decode("ascii")
+            else:
+                self.sources[key] = os.path.relpath(video, self.page.parent)
+        return self._keys[video]
+
+
+def cards_of(history: History, shelf: Shelf) -> list[Card]:
+    """All recordings of a run's evaluations that are still there, newest evaluation first."""
+    cards = []
+    for evaluation in reversed(history.evaluations):
+        for episode in evaluation.episodes:
+            video = history.find_video(episode.video) if episode.video else None
+            if video is not None:
+                cards.append(Card(media=shelf.put(video), run=history.name, step=evaluation.step, episode=episode))
+    return cards
+
+
+def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
+    """(first, last) recording of each episode that was recorded more than once; those whose outcome changed first."""
+    by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
+    for card in cards:
+        key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
+        by_episode.setdefault(key, []).append(card)
+    pairs = [(min(c, key=lambda x: x.step), max(c, key=lambda x: x.step)) for c in by_episode.values() if len(c) > 1]
+    return sorted(pairs, key=lambda p: (p[0].outcome == p[1].outcome, p[0].run, p[0].episode.episode))
+
+
+def animate_changes(history: History, out: Path) -> None:
+    """Write a GIF of up to three recorded episodes, one of each task, before and after training; changed ones first.
+
+    Raises:
+        ConfigError: no episode was recorded twice.
+        OSError: a recording cannot be read, or `out` cannot be written.
+    """
+    from embodyrl.extensions.reporting.side_by_side import animate
+
+    shelf = Shelf(page=out, budget=0)
+    films = {card.media: card for card in cards_of(history, shelf)}
+    chosen: dict[str, tuple[Path, Path]] = {}
+    for first, last in pairs_of(films.values()):
+        if len(chosen) < 3 and (first.outcome, last.outcome) != ("success", "failure"):
+            paths = [out.parent / shelf.sources[card.media] for card in (first, last)]
+            chosen.setdefault(first.episode.task, (paths[0], paths[1]))
+    if not chosen:
+        raise ConfigError(
+            f"{history.name}: no episode was recorded before and after training, so there is nothing to show. "
+            "Fix: train with video=changed:6."
+        )
+    last_step = history.evaluations[-1].step
+    animate([*chosen.values()], out, labels=("before", f"after {last_step} steps"))

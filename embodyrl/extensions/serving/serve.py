@@ -1,0 +1,97 @@
+"""Let other programs ask a policy: `embodyrl serve`."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from embodyrl.commands.facts import precision_facts
+from embodyrl.commands.run_folder import first_weights, weight_facts
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.errors import ConfigError
+from embodyrl.files import available_cores
+from embodyrl.plan.blueprint import mismatches
+from embodyrl.plan.roots import ServeConfig
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.remote.dialects import names_of, need
+from embodyrl.types import EnvSpec, PolicySpec
+
+_HERE = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+    """Serve a policy until a signal ends it.
+
+    Args:
+        cfg: what to serve, and where.
+        say: takes lines for people.
+        ready: called with the address once clients can connect.
+
+    Raises:
+        Interrupted: always, at the end.
+        EmbodyError: weights are damaged, parts do not fit, or the address is taken.
+    """
+    env, spec = describe(cfg)
+    for package in ("websockets", "msgpack"):
+        need(package)
+    weights = first_weights(cfg, env)
+    for name, text in (*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)):
+        say(f"  {name:<10} {text}")
+    import torch
+
+    from embodyrl.extensions.serving.server import Answering, PolicyServer
+    from embodyrl.policies.tensors import best_device, seed_everything
+
+    torch.set_num_threads(available_cores())
+    seed_everything(cfg.seed, deterministic=False)
+    request = PolicyRequest(env=env, device=best_device(), seed=cfg.seed, trainable=False)
+    policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
+    if weights is not None:
+        policy.load_weights(Path(weights))
+    asyncio.run(PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say).run(ready))
+
+
+def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
+    """What the policy was made for, and the policy; no simulator and no weights are loaded.
+
+    Raises:
+        ConfigError: parts that do not fit together, or a policy that nobody can be served by.
+    """
+    env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
+    spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
+    # Its cameras are another program's: the policy's are the first ones of its environment.
+    env = replace(env, cameras=env.cameras[: spec.num_images] if spec.num_images else env.cameras)
+    problems = mismatches(env, spec)
+    if spec.scripted:
+        problems.append(f"model '{spec.name}' reads the simulator's own state, which no client has; it is not served.")
+    if (named := cfg.serve.image_names) is not None and len(named) < spec.num_images:
+        problems.append(f"serve.image_names={named}: model '{spec.name}' reads {spec.num_images} images; name as many.")
+    if problems:
+        raise ConfigError(problems)
+    return env, spec
+
+
+def server_facts(cfg: ServeConfig) -> list[tuple[str, str]]:
+    """Describe a server before it starts."""
+    env, spec = describe(cfg)
+    weights = first_weights(cfg, env)
+    return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
+
+
+def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
+    """Name and text of the banner's lines."""
+    names = names_of(cfg.serve)
+    parts = [*names.images[: spec.num_images], *names.state[: 1 if spec.uses_state else 0], names.prompt[0]]
+    lines = [
+        ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
+        *precision_facts(cfg),
+        ("weights", str(cfg.ckpt or cfg.model.weights)),
+        ("env", f"{env.name}: its actions and its gripper go out, upright images come in"),
+        ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.uses_state else "")),
+        ("protocol", cfg.serve.protocol),
+    ]
+    if cfg.serve.host not in _HERE:
+        lines.append(("warning", f"serve.host={cfg.serve.host}: whoever reaches this port can use the policy"))
+    return lines

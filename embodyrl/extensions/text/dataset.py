@@ -1,0 +1,337 @@
+"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their pictures."""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.chat import ChatTemplate, RefusedMessages, control_tokens, count_tokens, without_controls
+from embodyrl.config.paths import resolve_asset
+from embodyrl.conversation import PICTURE, Message, TextRow, join_messages, place_pictures, split_pictures
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.pictures import Picture, pictures_of
+from embodyrl.extensions.demonstrations.settings import PairSettings, RowSettings, is_function
+from embodyrl.files import available_bytes, by_number
+from embodyrl.registry import Registry, takes
+from embodyrl.types import IntArray
+
+SOURCES: Registry[Any] = Registry(
+    "data.path", group="embodyrl.text_tasks", wants="a function of yours that returns rows", fits=takes(0)
+)
+"""Functions that return rows: package.module:function, or the entry point of an installed package."""
+SUFFIXES = (".jsonl", ".parquet")
+_VALUE_BYTES = 32
+"""Of one value of a column, at least, as a Python object."""
+
+
+@dataclass(frozen=True)
+class TextRows:
+    """Rows of one or two sources; implements `Rows`. Another process reads the sources again."""
+
+    cfg: RowSettings
+    name: str
+    held_out: int
+    repeated: int = 0
+    """Rows held out that ask what a row to learn from asks too; those with pictures are not compared."""
+    prompt_bytes: int = 0
+    keep: IntArray | None = field(default=None, compare=False)
+    """Rows that are not too long; None: all."""
+    pictures: int = 0
+    """Of the row that has most."""
+    image_size: tuple[int, int] = (0, 0)
+    """Height and width that have room for each of them."""
+    roles: tuple[tuple[str, ...], ...] = ()
+    """Each sequence of roles that a row has."""
+    doubts: tuple[str, ...] = ()
+    """What works, but may not be meant, a line each."""
+
+    @cached_property
+    def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:
+        return tuple((path, _read(path, split, self.cfg)) for path, split in self.cfg.sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f: getattr(self, f) for f in self.__dataclass_fields__}
+
+    @property
+    def total(self) -> int:
+        """Rows before any was left out."""
+        return sum(len(rows) for _, rows in self._raw)
+
+    def __len__(self) -> int:
+        return self.total if self.keep is None else len(self.keep)
+
+    def __getitem__(self, index: int) -> TextRow:
+        return self.row(int(index if self.keep is None else self.keep[index]))
+
+    def row(self, index: int) -> TextRow:
+        """Row by its place in the sources.
+
+        Raises:
+            ConfigError: a column is missing or of the wrong kind; names the source and the row.
+        """
+        for path, rows in self._raw:
+            if index < len(rows):
+                found = None if is_function(path) else resolve_asset(path)
+                folder = None if found is None else found if found.is_dir() else found.parent
+                return _row(rows[index], self.cfg, f"{path}, row {index + 1}", folder)
+            index -= len(rows)
+        raise IndexError(index)
+
+
+def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) -> TextRows:
+    """Open the rows of a run; every row of a file is checked once, here.
+
+    Args:
+        cfg: `data.path` must be set.
+        tokenizer: folder with tokenizer.json that measures prompts; None: the small vocabulary has one token per
+            character.
+        chat: prompts go through the folder's chat template, if there is one.
+
+    Raises:
+        ConfigError: a source cannot be read, a row is malformed, or nothing is left.
+    """
+    assert cfg.path is not None
+    name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
+    rows = TextRows(cfg=cfg, name=name, held_out=0)
+    try:
+        all_rows = [rows.row(i) for i in range(rows.total)]
+    except (TypeError, ValueError, LookupError) as error:
+        if isinstance(error, ConfigError) or not cfg.kwargs:
+            raise
+        raise ConfigError(f"data.path={cfg.path} gives no rows with data.kwargs={cfg.kwargs}: {error}.") from error
+    conversations = [row.messages for row in all_rows]
+    keep = np.arange(rows.total)
+    template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None
+    controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
+    if cfg.max_prompt_length is not None and rows.total:
+        lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
+        keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
+    # With a source of its own for validation, its rows come last and are the held-out ones.
+    own = len(rows._raw[0][1])
+    held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
+    if len(keep) - held_out < 1:
+        raise ConfigError(
+            f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
+            "lower data.val_share."
+        )
+    border = len(keep) - held_out
+    asked = {conversations[i] for i in keep[:border]}
+    longest = max(len(join_messages(conversations[i]).encode()) for i in keep)
+    shown = [[picture.size for picture in all_rows[i].pictures] for i in keep]
+    sizes = [size for row in shown for size in row] or [(0, 0)]
+    return replace(
+        rows,
+        keep=keep if len(keep) < rows.total else None,
+        held_out=held_out,
+        repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
+        prompt_bytes=longest,
+        pictures=max(map(len, shown)),
+        image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
+        roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
+        doubts=tuple(_doubts([conversations[i] for i in keep], keep, controls)),
+    )
+
+
+def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, controls: Collection[str]) -> Iterator[str]:
+    found = [
+        (place, control)
+        for place, messages in zip(places.tolist(), conversations, strict=True)
+        for control in [c for c in controls if any(c in m.content for m in messages)][:1]
+    ]
+    if found:
+        place, control = found[0]
+        first = f"row {place + 1}, {control}"
+        yield f"{len(found)} rows contain control tokens of the model, which are left out (first: {first})"
+
+
+def holds_text(path: str) -> bool:
+    """Whether data.path names rows of text and not the demonstrations that `embodyrl collect` writes."""
+    found = resolve_asset(path)
+    if found.is_dir():
+        return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
+    return is_function(path) or found.suffix in SUFFIXES
+
+
+def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
+    if is_function(path):
+        try:
+            return SOURCES.get(path)(**cfg.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
+    found = resolve_asset(path) / (cfg.subset or "")
+    files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
+    if not files or not files[0].is_file():
+        raise ConfigError(
+            f"data.path={path}: no such file, or a folder without {' or '.join(SUFFIXES)} files: {found}."
+        )
+    if split is not None:
+        names = {f: (f.name, *f.relative_to(found).parent.parts) for f in files}
+        parts = {f: {re.split(r"[-._]", name)[0] for name in some} for f, some in names.items()}
+        files = [f for f in files if split in parts[f]]
+        if not files:
+            known = ", ".join(sorted(set().union(*parts.values())))
+            raise ConfigError(f"data.path={path} has no split '{split}'; its files and folders begin with {known}.")
+    return [row for file in files for row in _read_file(file)]
+
+
+def _read_file(file: Path) -> list[Any]:
+    if file.suffix not in SUFFIXES:
+        raise ConfigError(f"{file}: rows are read from {' and '.join(SUFFIXES)} files, not '{file.suffix}'.")
+    if file.suffix == ".parquet":
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return _read_packed(parquet.ParquetFile(file), file)
+        except (ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
+    rows = []
+    # Not `splitlines`: a text may hold U+2028 and other characters that are line ends elsewhere.
+    # Some editors begin a file with a mark of its encoding.
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number}: not JSON ({error}): {line[:60]!r}.") from error
+    return rows
+
+
+def _read_packed(source: Any, file: Path) -> list[Any]:
+    """Rows of a Parquet file, a few at a time: some hundred bytes can be packed to fill any memory.
+
+    Raises:
+        ConfigError: the rows take more than a quarter of the free memory; as Python objects they take a multiple.
+    """
+    limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
+    values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
+    rows: list[Any] = []
+    size = sum(group.total_byte_size for group in groups)
+    try:
+        batches = source.iter_batches(64) if max(size, _VALUE_BYTES * values) <= limit else iter(())
+        while size <= limit:
+            batch = next(batches, None)
+            if batch is None and len(rows) == source.metadata.num_rows:
+                return rows
+            if batch is None:
+                break
+            size += (
+                batch.nbytes + _VALUE_BYTES * batch.num_rows * batch.num_columns + sum(map(_repeated, batch.columns))
+            )
+            rows += batch.to_pylist() if size <= limit else []
+    except MemoryError:
+        pass  # said below
+    raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
+
+
+def _repeated(column: Any) -> int:
+    """Bytes that texts of a dictionary take once each row has its own."""
+    import pyarrow as pa
+    import pyarrow.compute as compute  # type: ignore[import-untyped]
+
+    if not pa.types.is_dictionary(column.type):
+        return 0
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    if not any(kind(column.type.value_type) for kind in kinds):
+        return len(column) * column.dictionary.nbytes
+    lengths: Any = compute.binary_length(column.dictionary)  # type: ignore[attr-defined]
+    return compute.sum(lengths.take(column.indices)).as_py() or 0  # type: ignore[attr-defined]
+
+
+def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
+    if isinstance(raw, TextRow):
+        if isinstance(cfg, PairSettings) and raw.rejected is None:
+            raise ConfigError(f"{where}: has no worse answer; give TextRow(..., rejected=...).")
+        return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
+    columns = [(cfg.prompt_key, "prompt_key"), (cfg.answer_key, "answer_key")]
+    columns += [(cfg.rejected_key, "rejected_key")] if isinstance(cfg, PairSettings) else []
+    columns += [(cfg.image_key, "image_key")] if cfg.image_key is not None else []
+    for key, option in columns:
+        if _column(raw, key) is None:
+            if key in raw:
+                raise ConfigError(f"{where}: column '{key}' is empty (null); fill it or leave the row out.")
+            raise ConfigError(
+                f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
+            )
+    reference = _answer(_column(raw, cfg.answer_key))
+    if cfg.answer_pattern is not None:
+        match = re.search(cfg.answer_pattern, reference)
+        found = match and match[1 if match.re.groups else 0]
+        if found is None:
+            raise ConfigError(
+                f"{where}: column '{cfg.answer_key}' does not fit data.answer_pattern={cfg.answer_pattern!r}: "
+                f"{reference[-60:]!r}. Correct the row or the pattern."
+            )
+        reference = found.strip()
+    system = () if cfg.system_prompt is None else (Message(role="system", content=cfg.system_prompt),)
+    rejected = _answer(_column(raw, cfg.rejected_key)) if isinstance(cfg, PairSettings) else None
+    messages = system + _messages(_column(raw, cfg.prompt_key), cfg, where)
+    row = TextRow(messages=messages, reference=reference, rejected=rejected)
+    if cfg.image_key is None:
+        return row
+    return _shown(row, pictures_of(_column(raw, cfg.image_key), folder, where, cfg.max_image_edge), where)
+
+
+def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
+    """The row with these pictures, whose sizes its messages tell."""
+    try:
+        messages = place_pictures(row.messages, [picture.size for picture in pictures])
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}; one stands for each picture, or none: then they come first.") from error
+    return replace(row, messages=messages, pictures=pictures)
+
+
+def _answer(value: Any) -> str:
+    """A text, the last message of a conversation, or anything else as JSON."""
+    if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
+        value = value[-1]["content"]
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _column(raw: Mapping[str, Any], key: str) -> Any:
+    """Value of a column, or of a part of one: a.b is b within a."""
+    if key in raw or "." not in key:
+        return raw.get(key)
+    head, _, rest = key.partition(".")
+    inner = raw.get(head)
+    return _column(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
+    if isinstance(prompt, str):
+        return (Message(role="user", content=cfg.prompt_template.replace("{prompt}", prompt)),)
+    try:
+        return tuple(Message(role=str(m["role"]), content=_content(m["content"])) for m in prompt)
+    except (TypeError, KeyError) as error:
+        raise ConfigError(
+            f"{where}: column '{cfg.prompt_key}' is neither text nor a list of messages with role and content: "
+            f"{str(prompt)[:60]!r}."
+        ) from error
+
+
+def _content(content: Any) -> str:
+    """A text, or the list of texts and pictures that processors take."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
+
+
+def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
+    """Return the prompt of a row as the model reads it, without its pictures."""
+    texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
+    texts = [without_controls(text, controls) for text in texts]
+    if template is not None:
+        for in_parts in (True,) if row.pictures else (False, True):
+            contents = [[{"type": "text", "text": text}] if in_parts else text for text in texts]
+            turns = [{"role": m.role, "content": said} for m, said in zip(row.messages, contents, strict=True)]
+            with suppress(RefusedMessages):  # the policy refuses the roles, with what to do
+                return template.render(turns)
+    return "".join(texts)

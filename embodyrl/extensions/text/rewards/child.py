@@ -1,0 +1,43 @@
+"""The process that runs reward functions: batches come in as JSON lines, one line per answer goes out."""
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping
+
+from embodyrl.extensions.text.rewards.services import find
+
+
+def main() -> None:
+    """Judge until the input ends. SIGALRM, which nobody handles, ends the process when an answer takes too long."""
+    names, timeout_s = json.loads(sys.argv[1])
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what reward functions print must not mix with the replies
+    try:
+        functions = [find(name) for name in names]
+        for function in functions:
+            if prepare := getattr(function, "prepare", None):
+                prepare()
+    except Exception as error:  # the judge says it to the user
+        out.write(" ".join(f"{type(error).__name__}: {error}".split())[:300] + "\n")
+        return
+    out.write("ready\n")
+    for line in sys.stdin:
+        for prompt, response, reference in json.loads(line):
+            # One alarm for all functions of an answer, set anew for each answer.
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            reply: list[float] | str = []
+            try:
+                for function in functions:
+                    value = function(prompt, response, reference)
+                    parts = [value[n] for n in function.components] if isinstance(value, Mapping) else [value]  # type: ignore[attr-defined]
+                    reply += [float(part) for part in parts]
+                if not all(map(math.isfinite, reply)):
+                    raise ValueError(f"the reward is {reply}, not a finite number")
+            except Exception as error:  # whatever a user's function raises is an answer too
+                reply = f"{type(error).__name__}: {error}"[:300]
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            out.write(json.dumps(reply) + "\n")

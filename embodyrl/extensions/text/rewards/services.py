@@ -1,0 +1,115 @@
+"""What a reward is and where it is found: by name, by path, at a service over HTTP, in a model trained to judge."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError
+from embodyrl.registry import Registry, takes
+
+
+class Reward(Protocol):
+    """A reward function; it may raise, which counts as 0 and is reported."""
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float | Mapping[str, float]:
+        """Judge a response: one number, best within 0..1, or several by name, which are added."""
+        ...
+
+
+REWARDS: Registry[Reward] = Registry(
+    "reward",
+    group="embodyrl.extensions.text.rewards",
+    wants="a function of (prompt, response, reference)",
+    fits=lambda found: takes(3)(found) and not isinstance(found, type),
+)
+for _name in ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "format", "countdown", "code"):
+    REWARDS.add(_name, f"embodyrl.extensions.text.rewards.functions:{_name if _name != 'format' else 'tagged'}")
+
+
+def find(name: str) -> Reward:
+    """The reward of a registered name, package.module:function, http(s) address, or folder of a reward model.
+
+    Raises:
+        UnknownNameError: nothing has this name.
+    """
+    if name.startswith(("http://", "https://")):
+        return RemoteReward(name)
+    folder = resolve_asset(name)
+    return RewardModel(folder) if "/" in name and (folder / "config.json").is_file() else REWARDS.get(name)
+
+
+_LONGEST = 1 << 16
+"""Bytes of an answer."""
+
+
+@dataclass(frozen=True)
+class RemoteReward:
+    """Posts {prompt, response, reference} as JSON; the answer is a number, or an object with `reward`."""
+
+    url: str
+    components = ("remote",)
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        import urllib.request
+
+        body = json.dumps({"prompt": prompt, "response": response, "reference": reference}).encode()
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as reply:  # the judge's alarm is the deadline
+            value = json.loads(reply.read(_LONGEST))
+        return float(value["reward"] if isinstance(value, dict) else value)
+
+
+VALUE_FILE = "value_head/model.safetensors"
+"""In the folder of a language model that `embodyrl sft objective.name=preference` trained."""
+
+
+@dataclass
+class RewardModel:
+    """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template.
+
+    Or a language model with a value head, which is asked where its own next reply would begin.
+    """
+
+    folder: Path
+    components = ("model",)
+
+    def prepare(self) -> None:
+        """Load the model, before the time of any answer runs.
+
+        Raises:
+            CheckpointError: the folder holds no such model.
+        """
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, **options)
+        self._head: Any = None
+        kind: Any = AutoModelForSequenceClassification
+        if (self.folder / VALUE_FILE).is_file():
+            from safetensors.torch import load_file
+
+            kind, self._head = AutoModelForCausalLM, load_file(self.folder / VALUE_FILE)
+        model: Any = kind.from_pretrained(self.folder, use_safetensors=True, dtype=torch.float32, **options)
+        if self._head is None and model.config.num_labels != 1:
+            raise CheckpointError(f"{self.folder}: a reward model has 1 output, this one {model.config.num_labels}.")
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+    def __call__(self, prompt: str, response: str, reference: str) -> float:
+        import torch
+
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+        if self._tokenizer.chat_template is None:
+            ids = self._tokenizer(prompt + response, return_tensors="pt")["input_ids"]
+        else:
+            begins = {} if self._head is None else {"add_generation_prompt": True}
+            ids = self._tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=False, **begins)
+        with torch.no_grad():
+            ids = ids.to(self._model.device)
+            if self._head is None:
+                return float(self._model(input_ids=ids).logits)
+            last = self._model(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1].cpu()
+            return float(last @ self._head["weight"][0] + self._head["bias"][0])

@@ -1,0 +1,109 @@
+"""Generated text tasks that need no download: the rows are a pure function of the seed, each question comes once."""
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+
+from embodyrl.conversation import Message, TextRow
+
+ROWS = 20_000
+_SPARE = 1000
+"""Questions that may be drawn again before it is said that there are no more."""
+
+Draw = Callable[[random.Random], tuple[str, str]]
+"""Draws (prompt, answer)."""
+COLOURS = {
+    "black": (0, 0, 0),
+    "red": (255, 0, 0),
+    "green": (0, 255, 0),
+    "blue": (0, 0, 255),
+    "yellow": (255, 255, 0),
+    "magenta": (255, 0, 255),
+    "cyan": (0, 255, 255),
+    "white": (255, 255, 255),
+}
+
+
+def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """`5=` wants xxxxx."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        number = rng.randint(1, longest)
+        return f"{number}=", "x" * number
+
+    return _rows(draw, rows, seed)
+
+
+def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """`cab=` wants cab."""
+    return _rows(_word(letters, size, lambda word: word), rows, seed)
+
+
+def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """`1234=` wants 4321."""
+    return _rows(_word(letters, size, lambda word: word[::-1]), rows, seed)
+
+
+def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """`7*8=` wants 56."""
+    apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        a, b, operation = rng.randrange(10**digits), rng.randrange(10**digits), rng.choice(operations)
+        return f"{a}{operation}{b}=", str(apply[operation](a, b))
+
+    return _rows(draw, rows, seed)
+
+
+def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """`3,7,2:23=` wants an expression of all these numbers, each once, that makes 23; always solvable."""
+
+    def draw(rng: random.Random) -> tuple[str, str]:
+        numbers = [rng.randint(1, largest) for _ in range(count)]
+        value = numbers[0]
+        for number in numbers[1:]:
+            value = rng.choice((value + number, value - number, value * number))
+        task = f"{','.join(map(str, rng.sample(numbers, count)))}:{value}"
+        return f"{task}=", task
+
+    return _rows(draw, rows, seed)
+
+
+def colour(
+    *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
+) -> list[TextRow]:
+    """A picture with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
+
+    def draw(rng: random.Random) -> TextRow:
+        pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2
+        answer, x, y = rng.choice(list(COLOURS)), rng.randrange(size - side + 1), rng.randrange(size - side + 1)
+        shown = rng.choice(list(COLOURS)) if shuffled else answer
+        picture = np.full((size, size, 3), 128)
+        picture[y : y + side, x : x + side] = COLOURS[shown]
+        picture = (picture + pixels.integers(-noise, noise + 1, picture.shape)).clip(0, 255).astype(np.uint8)
+        return TextRow(messages=(Message(role="user", content="?"),), reference=answer, pictures=(picture,))
+
+    return [draw(random.Random(f"{seed}/{row}")) for row in range(rows)]
+
+
+def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
+    def draw(rng: random.Random) -> tuple[str, str]:
+        word = "".join(rng.choice(letters) for _ in range(size))
+        return f"{word}=", answer(word)
+
+    return draw
+
+
+def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
+    """`rows` rows, or fewer where there are no more questions: a question that was drawn before is left out, or what is
+    held out would be asked in training too.
+    """
+    rng = random.Random(seed)
+    found: dict[str, str] = {}
+    for _ in range(rows + _SPARE):
+        asked, answer = draw(rng)
+        found[asked] = answer
+        if len(found) == rows:
+            break
+    return [TextRow(messages=(Message(role="user", content=asked),), reference=said) for asked, said in found.items()]

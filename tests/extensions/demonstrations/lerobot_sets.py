@@ -1,0 +1,138 @@
+"""Write small LeRobot v3.0 data sets as other programs do, each with one odd property."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import imageio.v3 as iio
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image
+
+from embodyrl.extensions.demonstrations.layout import tasks_table
+
+LENGTHS = (6, 7, 8)
+_COUNTERS = {
+    "timestamp": "float32",
+    "frame_index": "int64",
+    "episode_index": "int64",
+    "index": "int64",
+    "task_index": "int64",
+}
+
+
+def frame(episode: int, step: int, camera: int, size: int = 32) -> np.ndarray:
+    """Return a frame whose colors name episode, step and camera."""
+    pixels = np.zeros((size, size, 3), np.uint8)
+    pixels[...] = 40 * episode + 10, 12 * step + 5, 60 * camera + 20
+    return pixels
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def numbers(width: int = 3) -> Callable[[int, int], list[float]]:
+    rng = np.random.default_rng(0)
+    table = rng.uniform(-1, 1, (len(LENGTHS), max(LENGTHS), width)).astype(np.float32)
+    return lambda episode, step: table[episode, step].tolist()
+
+
+def write_set(
+    root: Path,
+    *,
+    cameras: Sequence[str] = ("observation.images.front", "observation.images.wrist"),
+    video_files: Sequence[int] | None = None,
+    shape: Sequence[int] = (32, 32, 3),
+    names: Sequence[str] | None = ("height", "width", "channels"),
+    fps: float = 10,
+    tasks: Sequence[str] = ("touch the red block",),
+    task_of: Callable[[int, int], int] = lambda episode, step: 0,
+    columns: Mapping[str, Callable[[int, int], list[float]]] | None = None,
+    data_files: Sequence[int] = (0, 0, 0),
+    info: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write three episodes; `columns`: vectors by name, `video_files`: video file of each episode."""
+    columns = columns or {"observation.state": numbers(4), "action": numbers(3)}
+    kind = "image" if video_files is None else "video"
+    features: dict[str, Any] = {c: {"dtype": kind, "shape": [*shape], "names": names} for c in cameras}
+    for name, values in columns.items():
+        features[name] = {"dtype": "float32", "shape": [len(values(0, 0))], "names": None}
+    features |= {name: {"dtype": dtype, "shape": [1], "names": None} for name, dtype in _COUNTERS.items()}
+    (root / "meta/episodes/chunk-000").mkdir(parents=True)
+    (root / "data/chunk-000").mkdir(parents=True)
+    described = {"codebase_version": "v3.0", "robot_type": "arm", "total_episodes": 3, "total_frames": sum(LENGTHS)}
+    described |= {"fps": fps, "features": features, **(info or {})}
+    (root / "meta/info.json").write_text(json.dumps(described))
+    pq.write_table(tasks_table(list(tasks)), root / "meta/tasks.parquet")
+    _write_rows(root, cameras if kind == "image" else (), fps, task_of, columns, data_files)
+    starts = np.cumsum([0, *LENGTHS])
+    table = []
+    for episode, length in enumerate(LENGTHS):
+        told = list(dict.fromkeys(tasks[task_of(episode, step)] for step in range(length)))
+        row = {"episode_index": episode, "tasks": told, "length": length, "data/chunk_index": 0}
+        row |= {"data/file_index": data_files[episode], "dataset_from_index": int(starts[episode])}
+        table.append(row | {"dataset_to_index": int(starts[episode + 1])})
+    if video_files is not None:
+        _write_videos(root, cameras, fps, video_files, table)
+    pq.write_table(pa.Table.from_pylist(table), root / "meta/episodes/chunk-000/file-000.parquet")
+    return root
+
+
+def edit_episodes(root: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    path = root / "meta/episodes/chunk-000/file-000.parquet"
+    rows = pq.read_table(path).to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def _write_rows(
+    root: Path,
+    cameras: Sequence[str],
+    fps: float,
+    task_of: Callable[[int, int], int],
+    columns: Mapping[str, Callable[[int, int], list[float]]],
+    data_files: Sequence[int],
+) -> None:
+    rows: dict[int, list[dict[str, Any]]] = {}
+    total = 0
+    for episode, length in enumerate(LENGTHS):
+        for step in range(length):
+            row: dict[str, Any] = {name: values(episode, step) for name, values in columns.items()}
+            row |= {"timestamp": step / fps, "frame_index": step, "episode_index": episode, "index": total}
+            row["task_index"] = task_of(episode, step)
+            row |= {c: {"bytes": png(frame(episode, step, i)), "path": None} for i, c in enumerate(cameras)}
+            rows.setdefault(data_files[episode], []).append(row)
+            total += 1
+    for number, part in rows.items():
+        kinds = {name: pa.list_(pa.float32()) for name in columns} | {"timestamp": pa.float32()}
+        kinds |= {c: pa.struct([("bytes", pa.binary()), ("path", pa.string())]) for c in cameras}
+        arrays = {name: pa.array([row[name] for row in part], kinds.get(name, pa.int64())) for name in part[0]}
+        pq.write_table(pa.table(arrays), root / f"data/chunk-000/file-{number:03d}.parquet")
+
+
+def _write_videos(
+    root: Path, cameras: Sequence[str], fps: float, files: Sequence[int], table: list[dict[str, Any]]
+) -> None:
+    """Write the episodes of each file; the second camera has them in reverse order."""
+    for i, camera in enumerate(cameras):
+        folder = root / f"videos/{camera}/chunk-000"
+        folder.mkdir(parents=True)
+        for number in sorted(set(files)):
+            frames, inside = [], [e for e in range(len(LENGTHS)) if files[e] == number]
+            for episode in inside[::-1] if i else inside:
+                begin = len(frames) / fps
+                frames += [frame(episode, step, i) for step in range(LENGTHS[episode])]
+                row = {"chunk_index": 0, "file_index": number, "from_timestamp": begin}
+                row["to_timestamp"] = len(frames) / fps
+                table[episode] |= {f"videos/{camera}/{name}": value for name, value in row.items()}
+            options: dict[str, Any] = {"codec": "libx264", "output_params": ["-crf", "5", "-g", "2"]}
+            path = folder / f"file-{number:03d}.mp4"
+            iio.imwrite(path, np.stack(frames), plugin="FFMPEG", fps=fps, macro_block_size=2, **options)

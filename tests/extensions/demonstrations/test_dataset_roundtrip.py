@@ -1,0 +1,226 @@
+"""What is read back is what was written, also after a crash in the middle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from demos import ENV, card, demonstration
+
+from embodyrl.config.settings import flat
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations import reader
+from embodyrl.extensions.demonstrations import writer as writer_module
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.layout import Demonstration
+from embodyrl.extensions.demonstrations.reader import join_demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
+from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
+
+
+def write(root: Path, demonstrations: list[Demonstration], **options: bool) -> None:
+    writer = DatasetWriter(root, card(**options))
+    for d in demonstrations:
+        writer.append(d)
+    writer.flush()
+    writer.close()
+
+
+def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None:
+    written = [demonstration(n, 3 + n % 4) for n in range(23)]  # more than one file
+    write(tmp_path, written)
+    assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
+    demos = load_demonstrations(tmp_path)
+    for name in ("images", "state", "action", "reward", "success"):
+        found, expected = getattr(demos, name), np.concatenate([getattr(d, name) for d in written])
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    assert demos.instruction.tolist() == [d.instruction for d in written for _ in range(len(d))]
+    assert (demos.stop - demos.start).tolist() == [len(d) for d in written]
+    assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
+    assert read_card(tmp_path).env == ENV
+
+
+def test_videos_come_back_nearly(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 200, 24, dtype=np.uint8)[None, None, None, :, None]
+    cameras = np.array([0, 40], np.uint8)[None, :, None, None, None]
+    smooth = [
+        replace(d, images=np.broadcast_to(ramp + 10 * n + cameras, d.images.shape).copy())
+        for n, d in enumerate([demonstration(0, 5), demonstration(1, 7)])
+    ]
+    write(tmp_path, smooth, video=True)
+    demos = load_demonstrations(tmp_path)
+    error = np.abs(demos.images.astype(int) - np.concatenate([d.images for d in smooth]).astype(int))
+    assert error.mean() < 4
+    np.testing.assert_array_equal(demos.action, np.concatenate([d.action for d in smooth]))
+
+
+def test_one_dimensional_states_and_no_state_at_all(tmp_path: Path) -> None:
+    for width in (0, 1):
+        root = tmp_path / str(width)
+        writer = DatasetWriter(root, replace(card(), env=replace(ENV, state_dim=width)))
+        d = demonstration(0)
+        writer.append(replace(d, state=d.state[:, :width]))
+        writer.flush()
+        writer.close()
+        assert check_layout(root) == []
+        np.testing.assert_array_equal(load_demonstrations(root).state, d.state[:, :width])
+
+
+def test_chunks_repeat_the_last_action_at_the_end_of_an_episode(tmp_path: Path) -> None:
+    write(tmp_path, [demonstration(0, 4), demonstration(1, 3)])
+    demos = load_demonstrations(tmp_path)
+    chunks = demos.chunks(np.array([0, 2, 3, 4, 6]), 3)
+    picked = [[0, 1, 2], [2, 3, 3], [3, 3, 3], [4, 5, 6], [6, 6, 6]]
+    np.testing.assert_array_equal(chunks, demos.action[np.array(picked)])
+
+
+def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Die at every single file of the second batch: what was complete stays readable, and can be continued."""
+    write_file = writer_module.layout.write_file
+    first, second = [demonstration(n) for n in (0, 2, 4)], [demonstration(n) for n in (3, 5)]  # of another task
+    expected = np.concatenate([d.action for d in first + second])
+    for last in range(6):
+        root = tmp_path / str(last)
+        write(root, first)
+        writer = DatasetWriter(root, card())
+        for d in second:
+            writer.append(d)
+        done = [0]
+
+        def dying(path: Path, content: bytes, last: int = last, done: list[int] = done) -> None:
+            if done[0] == last:
+                path.with_name(f".tmp-1-{path.name}").write_bytes(content[: len(content) // 2])
+                raise KeyboardInterrupt
+            done[0] += 1
+            write_file(path, content)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(writer_module.layout, "write_file", dying)
+            if last < 5:
+                with pytest.raises(KeyboardInterrupt):
+                    writer.flush()
+            else:
+                writer.flush()
+        writer.close()
+        again = DatasetWriter(root, card())
+        assert check_layout(root) == []
+        kept = len(again.episodes)
+        assert kept == (3 if last < 2 else 5)
+        assert not list(root.rglob(".tmp-*"))
+        for d in (first + second)[kept:]:
+            again.append(d)
+        again.flush()
+        again.close()
+        assert check_layout(root) == []
+        np.testing.assert_array_equal(load_demonstrations(root).action, expected)
+
+
+def test_a_folder_with_other_contents_or_other_settings_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    with pytest.raises(EmbodyError, match="not empty and holds no data set"):
+        DatasetWriter(tmp_path / "other", card())
+    write(tmp_path / "mine", [demonstration(0)])
+    with pytest.raises(EmbodyError, match=r"its collected.seed is None, now it is 3"):
+        DatasetWriter(tmp_path / "mine", card(seed=3))
+    with pytest.raises(EmbodyError, match=r"its video is False"):
+        DatasetWriter(tmp_path / "mine", card(video=True))
+    DatasetWriter(tmp_path / "seeded", card(seed=3)).close()
+    with pytest.raises(EmbodyError, match=r"its collected.seed is 3, now it is None"):
+        DatasetWriter(tmp_path / "seeded", card())
+
+
+def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EmbodyError, match=r"is no folder.*embodyrl collect"):
+        load_demonstrations(tmp_path / "nowhere")
+    write(tmp_path / "d", [demonstration(0)])
+    (tmp_path / "d/data/chunk-000/file-000.parquet").unlink()
+    with pytest.raises(EmbodyError, match=r"is damaged: .*file-000.parquet of episode 0 is missing"):
+        load_demonstrations(tmp_path / "d")
+
+
+def test_what_came_of_an_episode_is_known_without_its_steps(tmp_path: Path) -> None:
+    """It succeeded on the way and earned before and after."""
+    success, reward = np.zeros(6, np.bool_), np.array([0, 0.5, 1, 0, -0.25, 0], np.float32)
+    success[2] = True
+    write(tmp_path, [replace(demonstration(1), success=success, reward=reward)])
+    (row,) = read_episodes(tmp_path)
+    assert (row["embodyrl/success"], row["embodyrl/return"]) == (True, 1.25)
+
+
+def test_of_joined_sets_each_episode_keeps_what_is_its_own(tmp_path: Path) -> None:
+    for name, numbers in (("a", (0, 1)), ("b", (1, 2, 3))):
+        write(tmp_path / name, [demonstration(n, 3 + n) for n in numbers])
+    parts = [load_demonstrations(tmp_path / name) for name in ("a", "b")]
+    both = join_demonstrations(parts)
+    assert both.reset_id.tolist() == [0, 5, 5, 0, 5]
+    assert (both.start.tolist(), both.stop.tolist()) == ([0, 3, 7, 11, 16], [3, 7, 11, 16, 22])
+    for name in ("images", "state", "action", "reward", "success", "instruction"):
+        np.testing.assert_array_equal(getattr(both, name), np.concatenate([getattr(part, name) for part in parts]))
+
+
+def test_pairs_are_of_one_initial_state_and_the_better_first(tmp_path: Path) -> None:
+    """Success before return; equals, other initial states and those that nobody knows are no pairs."""
+    lengths, earned = (5, 4, 3, 5, 4, 4), (0.0, 3.0, 0.0, 1.0, 0.0, 2.0)
+    won, states = (True, False, False, False, False, False), (0, 0, 0, 5, -1, -1)
+    parts = [demonstration(n, length) for n, length in enumerate(lengths)]
+    for n, part in enumerate(parts):
+        part.success[:], part.reward[:] = False, 0
+        part.success[1], part.reward[0] = won[n], earned[n]
+    write(tmp_path, parts)
+    demos = load_demonstrations(tmp_path)
+    demos.reset_id[:] = states
+    assert demos.ranked(range(6), 2).tolist() == [[0, 5], [2, 7], [0, 9], [2, 11], [5, 9], [7, 11]]
+    assert demos.ranked([0, 3], 2).tolist() == []
+    assert np.flatnonzero(demos.shown).tolist() == [2]
+    demos.success[4] = True
+    assert np.flatnonzero(demos.shown).tolist() == [2], "the next episode begins without it"
+
+
+def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "once", [demonstration(n) for n in range(4)])
+    for numbers in (range(2), range(2, 4)):
+        write(tmp_path / "twice", [demonstration(n) for n in numbers])
+    once, twice = (flat(json.loads((tmp_path / name / "meta/stats.json").read_text())) for name in ("once", "twice"))
+    assert once.keys() == twice.keys()
+    assert all(np.allclose(once[key], twice[key]) for key in once)
+    ramp = vector_stats(np.arange(101))
+    assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
+    two = np.array([0, 200], np.uint8).reshape(2, 1, 1, 1).repeat(3, axis=3)
+    assert image_stats(pixel_counts(two), 2)["q50"].ravel().tolist() == pytest.approx([100 / 255] * 3)
+    frames = np.zeros((40, 4, 4, 3), np.uint8)
+    frames[-1] = 255
+    assert image_stats(pixel_counts(frames), 40)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
+
+
+def test_constant_numbers_of_single_episodes_do_not_narrow_the_quantiles(tmp_path: Path) -> None:
+    """A gripper that is closed in one episode and open in the next has both ends as quantiles."""
+    for n in range(4):
+        d = demonstration(n, 5)
+        d.action[:, 6] = n % 2
+        write(tmp_path, [d])
+    stats = json.loads((tmp_path / "meta/stats.json").read_text())["action"]
+    assert (stats["q01"][6], stats["q99"][6]) == (0, 1)
+
+
+@pytest.mark.parametrize("field", ["state", "action", "reward"])
+def test_non_finite_numbers_are_never_written(tmp_path: Path, field: str) -> None:
+    bad = demonstration(0)
+    getattr(bad, field)[2] = np.nan
+    with pytest.raises(EmbodyError, match=r"of step 2 of 'sweep the floor' \(reset id 0\) is"):
+        write(tmp_path, [demonstration(1), bad])
+
+
+def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [demonstration(0, 4)])
+    needed = demonstration(0, 4).images.nbytes
+    monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 + 1)
+    assert len(load_demonstrations(tmp_path).images) == 4
+    monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 - 1)
+    with pytest.raises(EmbodyError, match="decoded frames need"):
+        load_demonstrations(tmp_path)

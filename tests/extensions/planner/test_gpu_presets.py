@@ -1,0 +1,190 @@
+"""The presets for GPUs: what their dry runs say on machines with a stub `nvidia-smi`, kept word by word.
+
+`DRY_RUNS=write` writes the files anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from doubles import PANDA
+from gpu_host import H100, of_size, stub_nvidia_smi
+
+from embodyrl.commands import facts as command_facts
+from embodyrl.commands.dry_run import describe
+from embodyrl.config.paths import assets_dir
+from embodyrl.envs import factory as env_factory
+from embodyrl.envs.maniskill import factory as maniskill
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.planner import memory, rates
+from embodyrl.plan import blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.plan.roots import TrainConfig
+
+GOLDEN = Path(__file__).parent / "dry_runs"
+GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
+H100_MIB = 81559
+STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """96 cores, 900 GiB, a disk of 4 TiB, GPUs that draw, and vLLM is installed."""
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(*[H100_MIB] * 8))
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in (blueprint, rates, command_facts):
+        monkeypatch.setattr(module, "available_cores", lambda: 96)
+    for module in (memory, command_facts, env_factory):
+        monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
+    monkeypatch.setattr(command_facts, "_free_disk", lambda cfg: 2**42)
+
+
+def vla(folder: Path, statistics: str) -> str:
+    """A folder of the public 7B layout, without weights: a dry run opens none."""
+    source = assets_dir() / "openvla_oft_tiny"
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | {
+        "image_sizes": [224, 224],
+        "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+        "pad_token_id": 32000,
+        "text_config": {"model_type": "llama", "vocab_size": 32064},
+    }
+    config.pop("embodyrl_init", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    known = json.loads((folder / "dataset_statistics.json").read_text())
+    (folder / "dataset_statistics.json").write_text(json.dumps({statistics: next(iter(known.values()))}))
+    (folder / "model.safetensors").touch()
+    return f"model.path={folder}"
+
+
+def text(folder: Path) -> list[str]:
+    """A folder of Qwen2.5-1.5B's sizes whose weight file is a header only, and rows."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+    more = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(sizes | more))
+    (folder / "tokenizer_config.json").write_text("{}")
+    shutil.copy(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", folder)
+    header = json.dumps({"all": {"dtype": "BF16", "shape": [1543714304], "data_offsets": [0, 0]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    rows = [{"question": "word " * 60 + str(i), "answer": f"#### {i}"} for i in range(400)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
+
+
+def config(preset: str, folder: Path, monkeypatch, *more: str, gl: str = "egl") -> TrainConfig:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
+    monkeypatch.setenv("MUJOCO_GL", gl)  # egl: a GPU that draws
+    words = text(folder) if preset.startswith("gsm8k") else [vla(folder, STATISTICS[preset.partition("_")[0]])]
+    return load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
+
+
+def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
+    return describe(config(preset, folder, monkeypatch, *more)).replace(str(folder), "FOLDER") + "\n"
+
+
+@pytest.mark.parametrize(
+    "preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu", "maniskill_ppo_1gpu"]
+)
+def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
+    if preset.startswith("libero"):
+        pytest.importorskip("libero")
+    # ManiSkill would build the task on a GPU; this is what it says on a CPU.
+    monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PANDA)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    said = dry_run(preset, folder, monkeypatch)
+    golden = GOLDEN / f"{preset}.txt"
+    if os.environ.get("DRY_RUNS") == "write":
+        golden.write_text(said)
+    assert said == golden.read_text()
+
+
+def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
+    """24 GB: what is at its smallest already is not advised, and software rendering frees what simulators draw with."""
+    pytest.importorskip("libero")
+    small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
+    words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
+    stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", "24564", *H100[4:6], "NVIDIA GeForce RTX 4090"))
+    with pytest.raises(ConfigError, match=r"a GPU here has 24\.0 GiB free") as refused:
+        dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
+    advice = str(refused.value).partition("Try ")[2]
+    assert re.match(
+        r"MUJOCO_GL=osmesa, which draws on the CPU and frees \d\.\d GiB, launcher.env_workers below 8", advice
+    )
+    assert not any(key in advice for key in ("micro_batch_size", "gradient_checkpointing", "is_lora"))
+    cfg = config("libero_10_lora_1gpu", tmp_path, monkeypatch, *words, gl="osmesa")
+    assert "(RTX 4090): 110 TFLOP/s" in describe(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "speed"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("Quadro P400", None),
+    ],
+)
+def test_rates_are_those_of_the_named_gpu(name, speed, tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = rates._speed()
+    assert (found and found.name) == speed
+
+
+NODES = "cluster.component_placement={env:0-1,rollout:0-1,actor:0-1}"
+TWO_NODES = ("launcher.name=spread_launcher:SpreadLauncher", "cluster.num_nodes=2", NODES)
+
+
+def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
+    """16 ranks in two groups of 8, one on each node: no GPU holds more than a rank and its share of env workers."""
+    pytest.importorskip("libero")
+    ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)
+    plan = blueprint.draw_blueprint(cfg, training=True)
+    assert [plan.policy_node(rank) for rank in range(16)] == [0] * 8 + [1] * 8
+    assert plan.devices.policies == (*"01234567", *"01234567")
+    assert (len(plan.env_workers), plan.env_workers_per_node) == (192, 96)
+    assert [plan.env_node(number) for number in range(4)] == [0, 1, 0, 1]
+    said = describe(cfg)
+    assert "for each of 16 policy processes" in said
+    needed = memory.plan_memory(plan)
+    assert memory.fullest_gpu(plan, needed) == needed.policy + 12 * needed.env_gpu
+    with pytest.raises(ConfigError, match="96 env workers"):
+        memory.require_memory(plan, replace(needed, env_worker=20 * 2**30))
+
+
+def test_ranks_are_counted_over_all_nodes(tmp_path, monkeypatch):
+    pytest.importorskip("libero")
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
+    assert blueprint.count_ranks(cfg) == 16
+    one = (*TWO_NODES[:2], "cluster.component_placement={env:0-1,rollout:1,actor:1}")
+    plan = blueprint.draw_blueprint(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
+    assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
+
+
+def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):
+    again = ("actor.gradient_checkpointing=false", "actor.micro_batch_size=32")
+    with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* a GPU here has 79\.6 GiB"):
+        dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)
+
+
+@pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
+def test_ranks_add_up_their_gradients_as_often_as_the_memory_asks(gib, when, tmp_path, monkeypatch):
+    pytest.importorskip("libero")
+    monkeypatch.setattr(memory, "gpu_memory", lambda: gib * 2**30)
+    cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
+    plan = memory.plan_memory(blueprint.draw_blueprint(cfg, training=True))
+    assert plan.gradient_sync == when
+    assert plan.policy < gib * 2**30

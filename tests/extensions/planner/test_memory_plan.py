@@ -1,0 +1,313 @@
+"""The memory plan: near what the policy process really takes, and a refusal of what cannot fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_host import H100, of_size, stub_nvidia_smi
+from processes import workers_of
+from settings import model_of
+from text_runs import ASKING, text_config
+from toy_runs import running_crew, toy_config
+
+from embodyrl import devices
+from embodyrl.checkpoint.tensors import load_tensors, save_tensors
+from embodyrl.config.shared import Precision
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.layout import Card, info_of
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.extensions.planner import memory
+from embodyrl.extensions.planner.memory import GIB, MemoryPlan, engine_share, plan_memory, require_memory
+from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.config import load_config
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.scheduler.actors import Actors
+from embodyrl.scheduler.rollout import Rollout
+
+SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
+LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")
+
+
+def peak(pid: int) -> int:
+    """Largest resident memory of a process so far, without the arena, bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    high, shared = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmHWM", "RssShmem"))
+    return high - shared
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "words",
+    [(), LARGE, (*SOUP, "actor.gradient_checkpointing=true")],
+    ids=["default", "large batch", "adapters, recomputed"],
+)
+def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
+    with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
+        blueprint, workers = stage.blueprint, stage.workers
+        actors = Actors(workers, blueprint.algorithm, blueprint)
+        plan = train_episodes(blueprint.cfg, blueprint.env, 0, counts_chunk_steps=False)
+        rollout = workers.scheduler.collect(Rollout(plan))
+        actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        workers.scheduler.release(rollout)
+        measured = peak(workers_of(os.getpid())["policy"])
+    assert plan_memory(blueprint).policy == pytest.approx(measured, rel=0.15)
+
+
+def test_sharding_divides_weights_and_moments(tmp_path):
+    one = plan_memory(draw_blueprint(toy_config(tmp_path), training=True))
+    four = draw_blueprint(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
+    assert plan_memory(four).weights == one.weights // 4
+    assert plan_memory(four).optimizer == one.optimizer // 4
+    assert plan_memory(four).gathered == one.weights, "whole while acting"
+    replicas = draw_blueprint(
+        toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4", "actor.fsdp.shard_size=2"), training=True
+    )
+    assert plan_memory(replicas).optimizer == one.optimizer // 2
+
+
+def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
+    words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
+    plan = plan_memory(blueprint)
+    assert plan.gathered == 0
+    assert plan.acting - plan.process == 4 * blueprint.policy.num_parameters, "float32 until it is halved"
+    assert "for each process that acts" in plan.lines(2, 1)[1][1]
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(blueprint, replace(plan, acting=10_000 * GIB))
+
+
+def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
+    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
+    plan = plan_memory(blueprint)
+    require_memory(blueprint, plan)
+    with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
+        require_memory(blueprint, replace(plan, optimizer=10_000 * GIB))
+    with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
+        require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))
+
+
+def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
+    """Fails where both are taken to be as large as the policy, or not to be there."""
+    cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
+    policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
+    for name, more in (("critic", 1_000), ("teacher", 10_000_000)):
+        (tmp_path / name).mkdir()
+        policy.save(tmp_path / name)
+        save_tensors(tmp_path / name / "more.safetensors", {"more": torch.zeros(more)})
+    own = sum(tensor.numel() for tensor in load_tensors(tmp_path / "critic" / "model.safetensors").values())
+
+    def plan(*words):
+        return plan_memory(draw_blueprint(text_config(tmp_path, *words), training=True))
+
+    ppo = ("algorithm=ppo", "algorithm.reward_type=action_level", "actor.fsdp.size=1")
+    alone, apart = plan(*ppo), plan(*ppo, f"critic.path={tmp_path}/critic")
+    assert apart.weights - alone.weights == apart.gradients - alone.gradients == 4 * (own + 1_000)
+    assert apart.optimizer - alone.optimizer == 8 * (own + 1_000)
+    assert apart.activations > alone.activations
+    kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
+    assert plan(*kl).reference == 4 * policy.spec.num_parameters
+    assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
+
+
+def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+    blueprint = draw_blueprint(load_config("train", words), training=True)
+    on_cpu = plan_memory(blueprint)
+    assert on_cpu.replay > 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    on_gpu = plan_memory(blueprint)
+    assert on_gpu.replay == 0, "of the GPU"
+    assert on_gpu.host(1) >= on_cpu.replay
+
+
+def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_path):
+    base = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=filtered_bc"]
+
+    def plan(*more):
+        blueprint = draw_blueprint(load_config("train", [*base, *more]), training=True)
+        return blueprint, plan_memory(blueprint)
+
+    (blueprint, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
+    each = 4 * (blueprint.env.state_dim + blueprint.env.action_dim)
+    seen = blueprint.max_samples * blueprint.total_steps
+    words = max(map(len, blueprint.env.tasks))
+    assert each * seen <= all_seen.replay <= (each + words + 64) * seen
+    assert few.replay == 100 * all_seen.replay // seen
+    _, averaged = plan("algorithm.replay_size=100", "algorithm.average=0.99")
+    trained = few.optimizer // 2
+    assert averaged.weights - few.weights == averaged.checkpoint - few.checkpoint == trained
+
+
+def test_demonstrations_are_kept_and_read_before_that(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=rlpd"]
+
+    def plan(frames):
+        card = Card(env=alone.env, fps=20, video=False, collected={})
+        DatasetWriter(tmp_path / "demos", card).close()
+        info = info_of(card, episodes=1, frames=frames, tasks=1)
+        (tmp_path / "demos" / "meta" / "info.json").write_text(json.dumps(info))
+        cfg = load_config("train", [*words, f"algorithm.demonstrations=[{tmp_path}/demos]"])
+        return plan_memory(draw_blueprint(cfg, training=True))
+
+    alone = draw_blueprint(load_config("train", words), training=True)
+    without, some, many = plan_memory(alone), plan(1000), plan(2000)
+    each = 4 * (alone.env.state_dim + alone.env.action_dim)
+    assert some.replay - without.replay >= 1000 * each
+    assert many.replay - without.replay == 2 * (some.replay - without.replay)
+    assert many.building - without.building == 2 * (many.replay - without.replay), "frames, and chunks of one each"
+
+
+def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
+    monkeypatch.setattr(devices, "_QUERY_S", 0.1)
+    assert devices.gpu_memory() == 0
+
+
+def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def plan(mib, *more):
+        stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
+        drawn = draw_blueprint(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
+        return plan_memory(drawn), engine_share(drawn)
+
+    on = "rollout.vllm.enable_sleep_mode=true"
+    (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
+    assert (large.sleeps, asked.sleeps) == (False, True)
+    given_up = large.gradients + large.activations
+    assert asked.policy == large.policy - min(given_up, large.engine)
+    assert alone >= beside
+    fits = large.policy // 2**20 + 1
+    assert plan(fits)[0].sleeps
+    assert not plan(fits, "rollout.vllm.enable_sleep_mode=false")[0].sleeps
+    assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
+
+
+def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "launcher=local"]
+
+    def share(free):
+        stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
+        drawn = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+        return engine_share(drawn)
+
+    assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
+
+
+def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
+    words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
+
+    def plan(visible):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        drawn = draw_blueprint(toy_config(tmp_path, *words), training=True)
+        drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
+        needed = plan_memory(drawn)
+        assert needed.env_gpu == 4 * GIB, "two slots each"
+        return drawn, replace(needed, gradients=3 * GIB)
+
+    require_memory(*plan("0,1"))
+    with pytest.raises(ConfigError, match=r"with all that shares its GPU 11\.\d.*launcher.env_workers"):
+        require_memory(*plan("0"))
+    assert "4.00 on a GPU for each of 2 env workers" in plan("0")[1].lines(1, 2)[1][1]
+
+
+ZERO = {field.name: 0 for field in fields(MemoryPlan)} | {"on_gpu": True, "gradient_sync": "step"}
+
+
+@pytest.mark.parametrize("part", ["weights", "reference", "replay", "optimizer", "process"])
+def test_what_is_always_there_counts_beside_acting_and_training(part):
+    for on_gpu in (True, False):
+        for busy in ({"gradients": 3}, {"gathered": 3}):
+            assert MemoryPlan(**{**ZERO, "on_gpu": on_gpu, **busy, part: 7}).policy == 10
+
+
+def test_a_peak_is_that_of_acting_or_of_training_and_building_may_exceed_both():
+    acting, training = {"gathered": 5, "acting_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
+    plan = MemoryPlan(**{**ZERO, **acting, **training})
+    assert plan.policy == 8
+    assert replace(plan, in_use=9).policy == 15
+    assert replace(plan, on_gpu=False).policy == 5 + 7, "what was gathered stays in pieces"
+    assert replace(plan, keeps_acting=True).policy == 8 + 7
+    assert (replace(plan, engine=2).policy, replace(plan, engine=2, sleeps=True).policy) == (10, 10)
+    assert (replace(plan, engine=1, in_use=9).policy, replace(plan, engine=1, in_use=9, sleeps=True).policy) == (16, 15)
+    assert replace(plan, building=100, process=1).policy == 101
+    assert replace(plan, saving=5, offloaded=2).host(3) == 11
+
+
+def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
+    words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
+    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    plan = plan_memory(blueprint)
+    with pytest.raises(ConfigError, match=r"10000\.\d shared"):
+        require_memory(blueprint, replace(plan, arena=10_000 * GIB))
+    tasks = plan_memory(replace(blueprint, env=replace(blueprint.env, task_bytes=GIB)))
+    assert tasks.env_worker == plan.env_worker + GIB
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
+    on_gpus = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
+    rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS)
+    require_memory(on_gpus, rest)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS - 1)
+    with pytest.raises(ConfigError, match="of memory"):
+        require_memory(on_gpus, rest)
+
+
+def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_path):
+    words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
+
+    def plan(*more):
+        blueprint = draw_blueprint(load_config("train", [*words, *more]), training=True)
+        return 2 * blueprint.max_samples * blueprint.total_steps, plan_memory(blueprint)
+
+    seen, whole = plan("algorithm.replay_size=100000000")
+    assert plan(f"algorithm.replay_size={seen // 4}")[1].replay == pytest.approx(whole.replay / 4)
+    assert plan(f"algorithm.replay_size={2 * seen}")[1].replay == whole.replay
+    _, unsaved = plan("algorithm.replay_size=100000000", "algorithm.save_replay=false")
+    assert whole.checkpoint - unsaved.checkpoint == whole.replay == unsaved.replay
+
+
+def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
+    def count(*words):
+        return memory._micro_batches(draw_blueprint(text_config(tmp_path, "launcher=local", *words), training=True))
+
+    words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
+    assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)
+    tokens = draw_blueprint(text_config(tmp_path), training=True).policy.sample_tokens
+    assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
+
+
+def test_a_server_keeps_the_reference(tmp_path):
+    kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
+    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
+    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl), training=True)).reference == 0
+
+
+def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
+    words = [
+        "env=tabletop",
+        "model=flow_small",
+        "model.likelihood=dsrl",
+        "algorithm=sac",
+        "algorithm.save_replay=false",
+    ]
+    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    policy, each = blueprint.policy, 2 if blueprint.cfg.model.half else 4
+    assert plan_memory(blueprint).checkpoint == 12 * policy.num_trained + each * policy.num_parameters

@@ -1,0 +1,138 @@
+"""Pages for this host: any request gets an answer, and a client that is slow delays no other."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import random
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+import embodyrl
+from embodyrl.extensions.serving import loopback
+from embodyrl.extensions.serving.loopback import Answer, Loopback
+from embodyrl.extensions.serving.play import Scene
+
+CHECKPOINT = "assets/openvla_oft_tabletop"
+BODIES = [
+    *(b"[]", b"7", b"null", b"true", b'"x"', b"", b"{}", b"{", b"\xff\xfe", b"\x00" * 9, b"[" * 20_000),
+    *(b'{"task":1e999}', b'{"task":-1e999}', b'{"task":NaN}', b'{"task":1.5}', b'{"task":null}', b'{"task":[]}'),
+    *(b'{"task":true}', b'{"task":"1"}', b'{"task":99}', b'{"task":-99}', b'{"task":1' + b"0" * 400 + b"}"),
+    *(b'{"instruction":"\\ud800"}', b'{"instruction":"\xed\xa0\x80"}', b'{"instruction":null}', b'{"instruction":{}}'),
+    *(
+        b'{"instruction":"' + b"a" * 60_000 + b'"}',
+        b'{"instruction":"\\u0000\\u001b"}',
+        b'{"task":1' + b"0" * 5000 + b"}",
+    ),
+]
+
+
+@contextmanager
+def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
+    def end() -> Answer:
+        raise KeyboardInterrupt
+
+    server = Loopback(0, gets, posts)
+
+    def answer() -> None:
+        with suppress(KeyboardInterrupt):
+            server.answer_forever()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield server
+    finally:
+        with suppress(http.client.HTTPException, OSError):
+            threading.Thread(target=server.call, args=(end,), daemon=True).start()
+        thread.join()
+        server.server_close()
+
+
+def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request("POST", name, body, {"X-Token": server.token})
+    answer = connection.getresponse()
+    read = answer.status, answer.read()
+    connection.close()
+    return read
+
+
+def test_every_body_gets_an_answer_and_no_traceback(capfd) -> None:
+    scene = Scene(embodyrl.load_policy(CHECKPOINT, device="cpu"))
+    rng = random.Random(0)
+    fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(200)]
+    for body in fuzzed:
+        for _ in range(rng.randrange(1, 4)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+    acts = {"/step": scene.step, "/reset": scene.reset, "/say": scene.say}
+    with answering({"/state": scene.state}, acts) as server:
+        for number, body in enumerate([*BODIES, *map(bytes, fuzzed)]):
+            for name in ("/reset", "/say"):
+                code, text = post(server, name, body)
+                assert code in (200, 400), (name, body[:80], code, text)
+                assert code == 400 or isinstance(json.loads(text), dict)
+            if number % 20 == 0:
+                assert post(server, "/step", b"{}")[0] == 200
+        assert post(server, "/reset", b'{"task":0}')[0] == 200
+        assert json.loads(post(server, "/say", '{"instruction":"touch it, é"}'.encode())[1])["instruction"].endswith(
+            "é"
+        )
+    scene.env.close()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_any_bytes_leave_the_server_running(capfd) -> None:
+    rng = random.Random(1)
+    with answering({"/": lambda: ("text/plain", b"page")}, {}) as server:
+        address = ("127.0.0.1", server.server_port)
+        start = b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % server.server_port
+        for _ in range(200):
+            raw = bytearray(start)
+            for _ in range(rng.randrange(1, 6)):
+                raw[rng.randrange(len(raw))] = rng.randrange(256)
+            with socket.create_connection(address, timeout=60) as client, suppress(ConnectionError):
+                client.sendall(raw)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(4096):
+                    pass
+        with socket.create_connection(address, timeout=60) as client:
+            client.sendall(start)
+            assert b"page" in client.makefile("rb").read()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_silent_connections_delay_no_other() -> None:
+    with answering({}, {"/step": lambda body: ("text/plain", b"done")}) as server:
+        silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(8)]
+        assert post(server, "/step", b"{}") == (200, b"done")
+        for client in silent:
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+            client.close()
+
+
+def test_a_request_that_drips_is_cut_off(monkeypatch) -> None:
+    monkeypatch.setattr(loopback, "_REQUEST_S", 0.3)
+    with answering({}, {}) as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
+        client.settimeout(0.05)
+        for _ in range(2000):  # a hundred seconds of it
+            with suppress(TimeoutError):
+                client.sendall(b"G")
+                client.recv(1)  # an answer, or the end
+                return
+        raise AssertionError("still connected")
+
+
+def test_clients_beyond_the_limit_are_turned_away(monkeypatch) -> None:
+    monkeypatch.setattr(loopback, "_MOST_CLIENTS", 2)
+    with answering({}, {}) as server:
+        clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]
+        assert clients[2].recv(1) == b""
+        for client in clients:
+            client.close()

@@ -1,0 +1,182 @@
+"""Programs run in the sandbox: results, limits, what they cannot see, and what they cannot leave behind."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from embodyrl.conversation import Answer
+from embodyrl.extensions.text import sandbox
+from embodyrl.extensions.text.rewards.functions import code
+from embodyrl.extensions.text.rewards.judge import build_judge
+from embodyrl.extensions.text.rewards.settings import JudgeSettings
+from embodyrl.extensions.text.sandbox import confinement, run_python, run_tests
+
+
+@pytest.fixture(autouse=True, params=["limits", "bubblewrap"])
+def held(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With and without bubblewrap, where it is installed; no folder of a program is left."""
+    if request.param == "bubblewrap" and not sandbox._bubblewrap():
+        pytest.skip("bubblewrap does not work here")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    if request.param == "limits":
+        monkeypatch.setattr(shutil, "which", lambda _: None)
+        monkeypatch.setenv("PATH", "")
+    sandbox._bubblewrap.cache_clear()
+    yield
+    monkeypatch.undo()
+    sandbox._bubblewrap.cache_clear()
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [below for child in children for below in descendants(child)]
+
+
+def test_share_of_passed_tests():
+    answer = "Here:\n```python\ndef f(x):\n    return x * 2\n```\n"
+    assert code("", answer, json.dumps(["assert f(2) == 4", "assert f(0) == 1"])) == 0.5
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "quit()",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "def f(x):\n    import os; os._exit(0)",
+        "def f(x):\n    raise SystemExit(0)",
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'x' * 16)\n    except OSError: pass\nos._exit(0)",
+    ],
+)
+def test_a_program_that_ends_itself_passes_no_test(program: str):
+    assert code("", program, json.dumps(["assert f(2) == 4"])) == 0.0
+
+
+def test_a_right_program_passes_150_tests():
+    tests = [f"assert f({i}) == {2 * i}" for i in range(150)]
+    judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
+    try:
+        (found,) = judge([Answer(prompt="", response="def f(x): return x * 2", reference=json.dumps(tests), tokens=3)])
+    finally:
+        judge.close()
+    assert (found.reward, found.problem) == (1.0, None)
+
+
+@pytest.mark.integration
+def test_a_sleeping_program_with_120_tests_costs_its_own_answer_only():
+    judge = build_judge(JudgeSettings(name="code", timeout_s=5), 8)
+    answers = [("import time; time.sleep(60)", ["assert True"] * 120), ("x = 1", ["assert x == 1"])]
+    try:
+        found = judge([Answer(prompt="", response=p, reference=json.dumps(t), tokens=3) for p, t in answers])
+    finally:
+        judge.close()
+    assert [f.reward for f in found] == [0.0, 1.0]
+
+
+def test_nothing_is_left_of_a_program_whose_judge_dies(tmp_path: Path):
+    """The judging process is killed while the program sleeps: by then it has a process and a folder."""
+    pid = os.fork()
+    if pid == 0:
+        run_python("import time; time.sleep(60)", seconds=60)
+        os._exit(0)
+    assert wait_until(lambda: len(descendants(pid)) >= 2, 30)
+    below = descendants(pid)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert wait_until(lambda: not [p for p in below if alive(p)], 5)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def test_limits_end_a_program():
+    assert run_python("print(6 * 7)", seconds=20) == (True, "42\n")
+    assert run_python("while True: pass", seconds=1) == (False, "stopped after 1 s")
+    assert run_python("x = 'a' * (1 << 31)", seconds=20) == (False, "MemoryError")
+    assert run_python("import sys; sys.exit('no')", seconds=20) == (False, "no")
+    ended, why = run_python("open('f', 'w').write('a' * (4 << 20))", seconds=20)
+    assert not ended, why
+
+
+def test_output_is_bounded():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for loop in ("print('x' * 100_000)", "os.write(2, b'x' * 100_000)"):
+        ended, why = run_python(f"import os\nwhile True: {loop}", seconds=20)
+        assert not ended
+        assert len(why) <= 200
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+def test_a_program_starts_no_process_and_no_thread():
+    fork = "import os\nif not os.fork():\n    os.setsid()\n    os.fork()\n    import time; time.sleep(60)"
+    thread = "import threading; threading.Thread(target=print).start()"
+    assert "Resource temporarily unavailable" in run_python(fork, seconds=20)[1]
+    assert "can't start new thread" in run_python(thread, seconds=20)[1]
+
+
+def test_a_program_is_not_root_and_imports_what_it_wants():
+    """Also where Python itself lies in a folder that nobody but root may enter."""
+    source = "import os, fractions, encodings.idna, numpy; print(os.getuid() > 0, numpy.ones(2) @ numpy.ones(2))"
+    assert run_python(source, seconds=20) == (True, "True 2.0\n")
+
+
+def test_a_program_cannot_end_those_who_watch_it():
+    """Without rights to do so it fails; with them (same user, no bubblewrap) the answer is lost, and nothing else."""
+    ended, _ = run_python("import os; os.kill(os.getppid(), 9); print(1)", seconds=20)
+    assert not ended or confinement()[0]
+    assert run_python("print(1)", seconds=20) == (True, "1\n")
+
+
+def test_a_long_source_is_run():
+    assert run_python("x = 1\n" * 100_000 + "print(x)", seconds=60) == (True, "1\n")
+
+
+def test_a_program_sees_no_environment(monkeypatch):
+    monkeypatch.setenv("A_SECRET", "value")
+    assert run_python("import os; print('A_SECRET' in os.environ)", seconds=20) == (True, "False\n")
+
+
+def test_a_program_reaches_nothing_but_its_folder(tmp_path: Path):
+    """What would stay behind it, take memory beside its limit, hit other programs, or leave the machine."""
+    shared = "import ctypes, os, socket, time\nlibc = ctypes.CDLL(None)\n"
+    attacks = [
+        f"open('{tmp_path}/left', 'w')",
+        "open('/dev/shm/embodyrl-left', 'w')",
+        "os.mkdir('deeper')",
+        "os.chmod('.', 0o777)",
+        "os.kill(-1, 9)",
+        "os.memfd_create('beside the limit')",
+        "socket.socket()",
+        "kept = [os.open('f', os.O_CREAT | os.O_RDWR) for k in range(100)]",
+        "end = time.monotonic() + 1\nfor k in range(100): open(str(k), 'w')\nwhile time.monotonic() < end: pass",
+        "assert libc.shmget(0, 1 << 26, 0o600) >= 0",
+        "assert libc.unshare(0x10000000) == 0",
+    ]
+    tmp_path.chmod(0o777)
+    passed = run_tests(shared, ["assert libc.getpid() > 0", *attacks], seconds=60)
+    assert [True, *[False] * len(attacks)] == passed, [a for a, p in zip(attacks, passed[1:], strict=True) if p]
+    assert not (tmp_path / "left").exists()
+    assert not Path("/dev/shm/embodyrl-left").exists()
+
+
+def test_what_a_program_may_do_all_the_same():
+    source = "open('f', 'w').write('4'); open('/dev/null', 'w').write('x'); import asyncio, os\n"
+    source += "asyncio.run(asyncio.sleep(0)); print(open('f').read()); os.remove('f')"
+    assert run_python(source, seconds=20) == (True, "4\n")

@@ -1,0 +1,76 @@
+"""Rewards of texts against cases that are right, wrong, and easily confused."""
+
+import pytest
+
+from embodyrl.extensions.text.rewards.functions import choice, countdown, exact, math, overlap, tagged
+from embodyrl.extensions.text.sandbox import calculate
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "worth"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        ("first 7, then 12", "12", 1.0),
+        (r"\boxed{x=3}", "3", 1.0),
+        (r"\boxed{\frac{1}{3}}", "0.5", 0.0),
+        ("no idea", "3", 0.0),
+    ],
+)
+def test_math_is_equality_of_values(response: str, reference: str, worth: float):
+    assert math("", response, reference) == worth
+
+
+def test_exact_and_overlap():
+    assert exact("", " abc ", "abc") == 1.0
+    assert exact("", "abcd", "abc") == 0.0
+    assert overlap("", "abc", "abc") == 1.0
+    assert overlap("", "abx", "abc") == pytest.approx(3 / 4)
+    assert overlap("", "ab", "abc") == pytest.approx(2 / 4)
+    assert overlap("", "abcd", "abc") == pytest.approx(3 / 5)
+    assert overlap("", "", "abc") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [("The answer is (B).", 1.0), (r"\boxed{B}", 1.0), ("A or B? B", 1.0), ("Answer: C", 0.0), ("b", 0.0)],
+)
+def test_choice_finds_the_chosen_letter(response: str, worth: float):
+    assert choice("", response, "B") == worth
+
+
+def test_format_wants_both_tags_once():
+    assert tagged("", "<think>a</think>\n<answer>b</answer>", "") == 1.0
+    assert tagged("", "<think>a</think><answer>b</answer> and more", "") == 0.0
+    assert tagged("", "<think>a</think><answer>b</answer><answer>c</answer>", "") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "worth"),
+    [("7*3+2", 1.0), ("2+3*7=23", 1.0), ("7+3+2", 0.5), ("23", 0.0), ("7*3+2+0", 0.0), ("7*3+", 0.0), ("7*3(2)", 0.0)],
+)
+def test_countdown_wants_every_number_once(response: str, worth: float):
+    assert countdown("", response, "3,7,2:23") == worth
+
+
+@pytest.mark.parametrize(
+    ("response", "reference"),
+    [
+        ("3+7", "3,7,2:10"),
+        ("3_7+2", "3,7,2:39"),
+        ("3.7+2", "3,7,2:5.7"),
+        ("True*11", "11:11"),
+        ("\uff11+1", "1:2"),
+        ("7*3+2#", "3,7,2:23"),
+    ],
+)
+def test_countdown_cannot_be_talked_into_other_numbers(response: str, reference: str):
+    assert countdown("", response, reference) == 0.0
+
+
+def test_calculator_is_arithmetic_only():
+    assert calculate("2*(3+4)") == "14"
+    assert calculate("1/4") == "0.25"
+    for wrong in ("__import__('os')", "2**9", "1/0", "2+", "True*11"):
+        with pytest.raises(ValueError, match=r"calculat|arithmetic"):
+            calculate(wrong)
