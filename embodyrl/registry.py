@@ -64,15 +64,33 @@ def takes(arguments: int) -> Callable[[Any], bool]:
 
 
 def installed(**chosen: Any) -> Iterable[EntryPoint]:
-    """Entry points of a `group`, or with a `value`; their files are read once for the folders of `sys.path`."""
-    return _entry_points(tuple(sys.path)).select(**chosen)
+    """Entry points of a `group`, or with a `value`; their files are read once for the folders of `sys.path`.
+
+    A source checkout declares its own in pyproject.toml: what an earlier installation recorded may be out of date.
+    """
+    declared = _declared()
+    own = [entry for entry in declared if entry.matches(**chosen)]
+    others = _recorded(tuple(sys.path), tuple(chosen.items()))
+    return [*own, *(entry for entry in others if not (declared and entry.dist and entry.dist.name == "embodyrl"))]
 
 
 @functools.cache
-def _entry_points(path: tuple[str, ...]) -> Any:
+def _recorded(path: tuple[str, ...], chosen: tuple[tuple[str, str], ...]) -> list[EntryPoint]:
     from importlib.metadata import entry_points
 
-    return entry_points()
+    return [*entry_points(**dict(chosen))]  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _declared() -> list[EntryPoint]:
+    file = Path(__file__).parents[1] / "pyproject.toml"
+    if not file.is_file():
+        return []
+    import tomllib
+    from importlib.metadata import EntryPoint
+
+    groups = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+    return [EntryPoint(name, value, group) for group, some in groups.items() for name, value in some.items()]
 
 
 def _found_here(module: str) -> str:

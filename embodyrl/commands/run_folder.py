@@ -26,7 +26,7 @@ from embodyrl.files import available_cores
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
 from embodyrl.plan.config import run_config, save_config
 from embodyrl.plan.load import read_saved
-from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TextTask, TrainConfig
+from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnExisting
 from embodyrl.policies import POLICIES
 from embodyrl.policies.adapter import find_adapter
@@ -131,7 +131,7 @@ def _new_root(cfg: RunConfig, command: str) -> Path:
         what = ""
         if isinstance(cfg, ActingConfig):
             what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
-        if isinstance(cfg, SftConfig | TextTask) and cfg.data.path is not None:
+        if (isinstance(cfg, SftConfig) or cfg.reads_rows) and cfg.data.path is not None:
             what = Path(cfg.data.path.partition("@")[0]).resolve().name
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
         return _free_name(parent / name)

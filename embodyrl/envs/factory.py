@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.reward import RewardSection, StepReward
+from embodyrl.envs.reward import StepReward, StepRewardSettings
 from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.files import available_bytes
@@ -22,7 +22,7 @@ class SimFactory(ABC, Generic[S]):
 
     settings: Any
     """Class of its keys, an `EnvSettings` with `RewardSettings`."""
-    section = RewardSection
+    sections = {"reward": StepRewardSettings}
 
     def problems(self, cfg: S) -> Iterator[str]:
         """Yield what is wrong with the config, one line each with the fix; imports nothing of the simulator."""

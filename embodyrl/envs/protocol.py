@@ -1,6 +1,6 @@
 """The environment seam: one protocol, one factory, one registry. An environment never knows a policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -186,7 +186,7 @@ class EnvContext:
     pictures: bool = True
     """Somebody may ask for `render`; false: no video is recorded."""
     reward: StepRewardSettings | None = None
-    """For an environment with a `section` for it; None: the simulator's own reward."""
+    """For an environment with a section `reward`; None: the simulator's own reward."""
     suites: tuple[str, ...] = ()
     """Further suites that evaluations cover, of those that the factory's `suites` names."""
 
@@ -198,8 +198,8 @@ class EnvFactory(Protocol):
     """Its keys below `env`. The methods get an instance, with the splits of the command beside them."""
     reads_rows: bool
     """It is about the rows of `data` and judged by `reward`: both groups exist with it. False may be left out."""
-    section: type[Settings]
-    """Keys beside `env` that exist with it where episodes are played. May be left out."""
+    sections: Mapping[str, type[Settings]]
+    """Sections of keys by name that exist with it where episodes are played. May be left out."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config problems, one line each with the fix; imports nothing heavy."""

@@ -129,19 +129,10 @@ class StepRewardSettings(Settings):
             yield "reward.weights: reward.path is not set; set it to a function, or leave the weights out."
 
 
-class RewardSection(Settings):
-    """What an environment of `SimFactory` brings along."""
-
-    needs = {"reward.path=null or reward.mode=add": "env.use_rel_reward"}
-
-    reward: StepRewardSettings = StepRewardSettings()
-
-
-def changed_reward(cfg: object) -> dict[str, Any]:
+def changed_reward(cfg: Any) -> dict[str, Any]:
     """`reward` and its keys, where a config has another one than the simulator's; else nothing."""
-    if not isinstance(cfg, RewardSection) or cfg.reward.path is None:
-        return {}
-    return {"reward": plain(cfg.reward)}
+    reward = getattr(cfg, "reward", None)
+    return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import COMMAND_LINE, NEEDS, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, selected
+from embodyrl.plan.roots import COMMAND_LINE, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, conditions, selected
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -260,7 +260,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
         env._played = PLAYED.get(command, env._played)
     if problems := [line for node in nodes(cfg) for line in node.problems()]:
         raise ConfigError(problems)
-    cfg._warnings += [*unread, *inert(cfg, cfg.changed, NEEDS.get(command, {}))]
+    cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg, command))]
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
     found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embodyrl.algorithms.shaping import Outcomes, openness
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TextTask, TrainConfig
+from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TrainConfig
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
@@ -263,7 +263,7 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes |
     position = step * count
     while len(stream) < count:
         lap, offset = divmod(position + len(stream), len(ids))
-        shuffle = cfg.data.shuffle if isinstance(cfg, TextTask) else True
+        shuffle = cfg.data.shuffle if cfg.reads_rows else True
         order = _permutation(cfg.seed, lap, len(ids)) if shuffle else np.arange(len(ids))
         stream += ids[order[offset : offset + count - len(stream)]].tolist()
     return stream

@@ -15,12 +15,12 @@ from pydantic import Field, create_model
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection
+from embodyrl.config.sections import SECTIONS, Chosen, Section
 from embodyrl.config.settings import Key, NumbersStates, Settings, join, keys_of, parents_of
 from embodyrl.envs import ENVS
-from embodyrl.envs.reward import RewardSection
+from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, Root, TextTask, name_of, selected
+from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, Root, name_of, selected
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
@@ -34,7 +34,7 @@ def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[S
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Every key of every command with any registered part, by dotted name."""
-    groups = dict.fromkeys(name for section in _SECTIONS for name in section.model_fields)
+    groups = dict.fromkeys([*(name for section in _SECTIONS for name in section.model_fields), *_sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
@@ -44,9 +44,10 @@ def keys_below(group: str) -> Mapping[str, Key]:
     found: dict[str, Key] = {}
     for section in _SECTIONS:
         found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
-    for _, settings in _settings_of(group):
+    parts = [settings for _, settings in _settings_of(group)]
+    for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
         found |= keys_of(settings, f"{group}.")
-    return found | (keys_of(DemonstrationSettings, "data.") if group == "data" else {})
+    return found
 
 
 @functools.cache
@@ -56,8 +57,20 @@ def state_keys() -> frozenset[str]:
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
 
-_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), RewardSection, TextTask, ClusterSection)
+_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), ClusterSection)
+_FURTHER = {"reward": (StepRewardSettings,)}
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
+
+
+@functools.cache
+def _sections() -> Mapping[str, Section]:
+    """Return the sections of extensions by name."""
+    found = {}
+    for name in SECTIONS.names():
+        # An extension may need a package that is not installed.
+        with contextlib.suppress(ConfigError, ImportError):
+            found[name] = SECTIONS.get(name)
+    return found
 
 
 def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
@@ -144,10 +157,9 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
     # What a part brings stands before the root: where both have a section of one name, the part's holds.
     bases: list[type[Settings]] = [root]
     factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    if getattr(factory, "reads_rows", False):
-        bases.insert(0, TextTask)
-    elif issubclass(root, ActingConfig) and (section := getattr(factory, "section", None)):
-        bases.insert(0, section)
+    fields |= getattr(factory, "sections", {}) if issubclass(root, ActingConfig) else {}
+    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
+    fields |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
     if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
         bases.insert(0, section)
     return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
@@ -156,8 +168,14 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Who would have to read a key of other commands or parts, with these values."""
     root, group = ROOTS[command], name.partition(".")[0]
-    if group in TextTask.model_fields and selected(root, "env"):
-        group = "env"  # whose kind decides whether there are rows
+    if section := _sections().get(group):
+        without, within = (
+            section.choose(Chosen(command=command, values=values, reads_rows=rows)) for rows in (False, True)
+        )
+        if without is not None:
+            return f"`embodyrl {command}` with {group} of this kind"
+        if within is not None and selected(root, "env"):
+            group = "env"
     if selected(root, group) is None:
         return f"`embodyrl {command}`"
     keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import PrivateAttr
 
@@ -14,6 +14,7 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection, FaultSettings, LauncherSettings, parse_placement
+from embodyrl.config.sections import SECTIONS
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.devices import multiplies_bfloat16
@@ -21,10 +22,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.settings import DataSettings, DemonstrationSettings, PairSettings, RowSettings
-from embodyrl.extensions.text.dataset import holds_text
-from embodyrl.extensions.text.rewards.settings import JudgeSettings
-from embodyrl.learners.settings import PAIRED, ActorSettings, CriticSettings, Objective, ObjectiveSettings
+from embodyrl.learners.settings import ActorSettings, CriticSettings, ObjectiveSettings
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
 from embodyrl.plan.settings import (
     CheckpointSettings,
@@ -33,7 +31,6 @@ from embodyrl.plan.settings import (
     EvalSettings,
     RolloutSettings,
     RunnerSettings,
-    ServeSettings,
     VideoChoice,
 )
 from embodyrl.policies import POLICIES
@@ -53,6 +50,11 @@ class Root(Settings):
     seed: Index = 0
     """The one seed; every random stream is derived from it."""
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a section of an extension."""
+
     # Private, so that it is no key, is not written to files and does not make two equal configs different.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: list[str] = PrivateAttr(default_factory=list)
@@ -61,6 +63,20 @@ class Root(Settings):
     def sources(self) -> Mapping[str, str]:
         """Where each value came from, a file or `COMMAND_LINE`; absent: the default."""
         return self._sources
+
+    @property
+    def reads_rows(self) -> bool:
+        """The environment is a task in words, with rows in `data` and a judge in `reward`."""
+        env = getattr(self, "env", None)
+        return env is not None and getattr(ENVS.get(env.env_type), "reads_rows", False)
+
+    def problems(self) -> Iterator[str]:
+        """Yield contradictions with the sections of extensions."""
+        yield from super().problems()
+        for name in {*SECTIONS.names()} & {*type(self).model_fields}:
+            section = SECTIONS.get(name)
+            if isinstance(getattr(self, name), section.kinds):
+                yield from section.problems(self)
 
     def typed(self, name: str) -> bool:
         """A person wrote this key, or one below it."""
@@ -202,18 +218,13 @@ class SftConfig(RunConfig):
 
     dry_run = "embodyrl.extensions.demonstrations.sft_setup:sft_facts"
 
-    data: DataSettings = DataSettings()
     objective: ObjectiveSettings = ObjectiveSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
     def problems(self) -> Iterator[str]:
-        """Say which ranks there cannot be, and which data an objective wants."""
+        """Say which ranks there cannot be."""
+        yield from super().problems()
         yield from _ranks(self)
-        either = self.objective.name in (Objective.imitation, Objective.dpo)
-        wanted = PairSettings if self.objective.of_pairs else DemonstrationSettings
-        if not either and not isinstance(self.data, wanted) and self.data.path:
-            kind = "rows of text with two answers" if self.objective.of_pairs else "episodes that `collect` wrote"
-            yield f"objective.name={self.objective.name} learns from {kind}; data.path={self.data.path} holds others."
 
 
 class ServeConfig(PolicyConfig):
@@ -224,7 +235,6 @@ class ServeConfig(PolicyConfig):
     ckpt: Path | None = None
     """Weights to serve: a run, a checkpoint folder, or assets/<name>; default: the model's own."""
     env: EnvSettings
-    serve: ServeSettings = ServeSettings()
 
 
 class DaggerConfig(CollectConfig, SftConfig):
@@ -232,21 +242,7 @@ class DaggerConfig(CollectConfig, SftConfig):
 
     dry_run = "embodyrl.extensions.demonstrations.dagger:dagger_facts"
 
-    data: DemonstrationSettings = DemonstrationSettings()
     dagger: DaggerSettings = DaggerSettings()
-
-
-class TextTask(Settings):
-    """What an environment of rows brings along."""
-
-    needs = {
-        "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
-        "env.eval.max_episode_steps env.train.ignore_terminations env.eval.ignore_terminations",
-        "never: a conversation has no images": "video",
-        "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
-    }
-    data: RowSettings = RowSettings()
-    reward: JudgeSettings = JudgeSettings()
 
 
 ROOTS: dict[str, type[Root]] = {
@@ -304,15 +300,19 @@ NEEDS: dict[str, dict[str, str]] = {
 """Conditions of each command for keys that have no effect without them, as in `Settings.needs`."""
 
 
+def conditions(cfg: Root, command: str) -> dict[str, str]:
+    """Return the conditions of keys that concern several sections, by condition."""
+    found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **NEEDS.get(command, {})}
+    for name in {*SECTIONS.names()} & {*type(cfg).model_fields}:
+        section = SECTIONS.get(name)
+        if isinstance(getattr(cfg, name), section.kinds):
+            found |= section.needs
+    return found
+
+
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
     adv_type = name_of(values, "algorithm.adv_type", "grpo")
     return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
-
-
-def _data(values: Mapping[str, Any]) -> type[Settings]:
-    if not holds_text(str(values.get("data.path", ""))):
-        return DemonstrationSettings
-    return PairSettings if values.get("objective.name") in PAIRED else RowSettings
 
 
 SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {
@@ -320,7 +320,6 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] 
     "model": ("model_type", lambda values: POLICIES.get(name_of(values, "model.model_type")).settings),
     "launcher": ("name", lambda values: LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings),
     "algorithm": ("adv_type", _algorithm),
-    "data": ("path", _data),
 }
 """Groups whose keys depend on a choice: the key that chooses, and the class of the keys that come with the choice."""
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Seconds, Settings, Share, only
-from embodyrl.policies.remote.settings import ConversationSettings
+from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Settings, Share, only
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
 OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
@@ -226,20 +225,3 @@ class CollectSettings(Settings):
     """Actions that are recorded: the policy's own, or what the environment's expert would have done in its place."""
     images: FrameFormat = FrameFormat.png
     """png: lossless, inside the parquet files; mp4: much smaller, but frames come back slightly changed."""
-
-
-class ServeSettings(ConversationSettings):
-    """Where a policy is served, and to whom."""
-
-    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Says("an address")] = "127.0.0.1"
-    """Address to listen at: this machine only; 0.0.0.0 lets everyone in who reaches it, there is no password."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port to listen at; 0: any free one."""
-    answer_timeout_s: Seconds = 120.0
-    """How long the policy may take for one chunk before the client gets an error."""
-    idle_timeout_s: Seconds = 3600.0
-    """How long a client may say nothing, or not read its answer, before its connection is closed."""
-    max_message_mib: Count = 64
-    """Largest message of a client, MiB."""
-    max_clients: Count = 64
-    """Clients that may be connected at a time."""

@@ -16,7 +16,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import selected_reset_ids
-from embodyrl.plan.roots import EvalConfig, TextTask
+from embodyrl.plan.roots import EvalConfig
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 IDS: Mapping[str, str] = {
@@ -138,7 +138,7 @@ def env_of(blueprint: Blueprint) -> SingleEnv:
 
 
 def _single(cfg: EvalConfig) -> SingleEnv:
-    if isinstance(cfg, TextTask):
+    if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such, "
             "`embodyrl view` and `report` show replies."

@@ -10,7 +10,7 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.envs.reward import RewardSection, changed_reward
+from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
@@ -121,5 +121,5 @@ def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> I
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
         yield f"{key}: compute_reward gives rewards and not their changes; set env.use_rel_reward=false."
-    if isinstance(cfg, RewardSection) and cfg.reward.path is not None:
+    if changed_reward(cfg):
         yield f"{key}: reward.path was asked about the goal that was pursued, and knows no other; leave one of both."

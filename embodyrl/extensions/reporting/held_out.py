@@ -19,7 +19,7 @@ from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.config import run_config
 from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
-from embodyrl.plan.roots import EvalConfig, TextTask, TrainConfig
+from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.types import EnvSpec
 
 EXPORTED_CONFIG = "embodyrl_config.yaml"
@@ -92,7 +92,7 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
 
 def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> EnvSpec | None:
     """The environment as that run split its rows; None: they were other rows, which this one numbers otherwise."""
-    if not isinstance(cfg, TextTask):
+    if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
     if other_worlds(made, plain(cfg), {key for key in state_keys() if key.startswith("data.")} - {"data.val_share"}):

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import EmbodyError, Interrupted, NonFiniteError
-from embodyrl.plan.settings import ServeSettings
 from embodyrl.policies.protocol import Policy
 from embodyrl.policies.remote.dialects import MessageError, Names, bytes_keyed, need, pack, text_keyed, unpack, upright
+from embodyrl.policies.remote.settings import ServeSettings
 from embodyrl.specs import convert_gripper
 from embodyrl.types import EnvSpec, FloatArray, Observation
 from embodyrl.version import __version__

@@ -9,14 +9,13 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.reward import RewardSection
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.dataset import TextRows, open_rows
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
-from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TextTask, TrainConfig
+from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
 
@@ -46,9 +45,9 @@ def env_context(cfg: ActingConfig) -> EnvContext:
         ConfigError: a file, row or reward is wrong.
     """
     suites = _further_suites(cfg) if isinstance(cfg, EvalConfig) else ()
-    if not isinstance(cfg, TextTask):
+    if not cfg.reads_rows:
         pictures = not isinstance(cfg, EvalConfig) or cfg.video != "none"
-        reward = cfg.reward if isinstance(cfg, RewardSection) else None
+        reward = getattr(cfg, "reward", None)
         return EnvContext(pictures=pictures, reward=reward, suites=suites)
     rows = checked_rows(cfg, cfg.data)
     return EnvContext(rows=rows, judge=build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1))
@@ -183,7 +182,7 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
     return problems
 
 
-def text_problems(cfg: TextTask, sampling_length: int | None) -> list[str]:
+def text_problems(cfg: ActingConfig, sampling_length: int | None) -> list[str]:
     """What the groups `data` and `reward` lack for an environment of text."""
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Says, Seconds, Settings
+from embodyrl.config.sections import of_commands
+from embodyrl.config.settings import Count, Says, Seconds, Settings
 from embodyrl.policies.settings import ModelSettings
 
 
@@ -32,3 +33,23 @@ class RemoteSettings(ModelSettings, ConversationSettings):
     """How long to wait until somebody listens there."""
     answer_timeout_s: Seconds = 120.0
     """How long an answer may take."""
+
+
+class ServeSettings(ConversationSettings):
+    """Where a policy is served, and to whom."""
+
+    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Says("an address")] = "127.0.0.1"
+    """Address to listen at: this machine only; 0.0.0.0 lets everyone in who reaches it, there is no password."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    """Port to listen at; 0: any free one."""
+    answer_timeout_s: Seconds = 120.0
+    """How long the policy may take for one chunk before the client gets an error."""
+    idle_timeout_s: Seconds = 3600.0
+    """How long a client may say nothing, or not read its answer, before its connection is closed."""
+    max_message_mib: Count = 64
+    """Largest message of a client, MiB."""
+    max_clients: Count = 64
+    """Clients that may be connected at a time."""
+
+
+SECTION = of_commands(ServeSettings, "serve")

@@ -24,11 +24,10 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.errors import CheckpointError, EmbodyError, Interrupted
 from embodyrl.extensions.serving.server import Answering, PolicyServer
 from embodyrl.plan.config import load_config
-from embodyrl.plan.settings import ServeSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote import FACTORY
 from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_keyed, unpack
-from embodyrl.policies.remote.settings import RemoteSettings
+from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import RANDOM, UntrainedPolicy
 from embodyrl.types import EnvSpec, GripperConvention, Observation

@@ -1,0 +1,34 @@
+"""The config section `data`, whose class depends on what `data.path` holds."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from embodyrl.config.sections import Chosen, Section
+from embodyrl.config.settings import Settings
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, PairSettings, RowSettings
+from embodyrl.extensions.text.dataset import holds_text
+
+
+def _choose(chosen: Chosen) -> type[Settings] | None:
+    if chosen.command == "dagger":
+        return DemonstrationSettings
+    if chosen.command == "sft":
+        if not holds_text(str(chosen.values.get("data.path", ""))):
+            return DemonstrationSettings
+        paired = chosen.values.get("objective.name") in ("dpo", "preference")
+        return PairSettings if paired else RowSettings
+    return RowSettings if chosen.reads_rows else None
+
+
+def _problems(cfg: Any) -> Iterator[str]:
+    """Yield the line about an objective that learns from other data."""
+    objective = getattr(cfg, "objective", None)
+    if objective is None or objective.name in ("imitation", "dpo"):
+        return
+    wanted = PairSettings if objective.of_pairs else DemonstrationSettings
+    if not isinstance(cfg.data, wanted) and cfg.data.path:
+        kind = "rows of text with two answers" if objective.of_pairs else "episodes that `collect` wrote"
+        yield f"objective.name={objective.name} learns from {kind}; data.path={cfg.data.path} holds others."
+
+
+SECTION = Section(kinds=(DemonstrationSettings, RowSettings, PairSettings), choose=_choose, problems=_problems)

@@ -1,0 +1,15 @@
+"""The config section `reward` of a task in words; simulators have a class of their own for it."""
+
+from embodyrl.config.sections import Section
+from embodyrl.extensions.text.rewards.settings import JudgeSettings
+
+SECTION = Section(
+    kinds=(JudgeSettings,),
+    choose=lambda chosen: JudgeSettings if chosen.reads_rows else None,
+    needs={
+        "never: a conversation has at most env.max_turns replies": "env.train.max_episode_steps "
+        "env.eval.max_episode_steps env.train.ignore_terminations env.eval.ignore_terminations",
+        "never: a conversation has no images": "video",
+        "algorithm.sampling_params.max_new_tokens=null": "model.num_action_chunks",
+    },
+)
