@@ -54,6 +54,7 @@ class FaultySims(ToySims):
         super().__init__(spec, kwargs)
         self.plant = kwargs["plant"]
         self.steps = 0
+        self.resets = 0
         self.closed = False
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
@@ -64,7 +65,8 @@ class FaultySims(ToySims):
         if self.plant == "last_state_missing" and state == 3:
             raise KeyError(reset_id)
         if self.plant == "unseeded_reset":
-            self._position[slot] += float(np.random.default_rng().uniform(0.1, 0.2))
+            self.resets += 1
+            self._position[slot] += 0.02 * self.resets  # never the same twice, as a random shift might be
         if self.plant == "reset_id_ignored":
             self._position[slot] -= 0.1 * state
 

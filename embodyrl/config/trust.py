@@ -18,6 +18,8 @@ _PLAIN = (
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
 )
 """Keys whose text names nothing."""
+_MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
+"""Modules of version 0.1 that stored runs name, and where they are."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
@@ -64,6 +66,8 @@ def _is_door(text: str) -> bool:
 def _is_known(path: str) -> bool:
     if any(entry.group.startswith("embodyrl.") for entry in installed(value=path)):
         return True
+    module, _, name = path.partition(":")
+    path = f"{_MOVED.get(module, module)}:{name}"
     return any(path in file.read_text(encoding="utf-8").split() for file in conf_dir().rglob("*.yaml"))
 
 

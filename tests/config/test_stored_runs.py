@@ -8,6 +8,7 @@ import pytest
 
 from embodyrl.config.settings import plain
 from embodyrl.config.tree import read_plain_yaml
+from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_saved_config
 
 RUNS = sorted((Path(__file__).parent / "runs_0_1").iterdir())
@@ -21,6 +22,21 @@ def test_a_stored_run_loads_with_its_values(run: Path) -> None:
     missing = [key for key in stored.keys() - found.keys() if not key.startswith("data.")]
     assert missing == []
     assert {key: value for key, value in found.items() if stored.get(key, value) != value} == {}
+
+
+@pytest.mark.parametrize("task", ["copy", "reverse", "arithmetic", "countdown", "length", "colour"])
+def test_a_stored_run_names_the_former_module_of_a_text_task(task: str, tmp_path: Path) -> None:
+    path = f"embodyrl.datasets.tasks:{task}"
+    text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(text.replace("embodyrl.datasets.tasks:copy", path), encoding="utf-8")
+    assert load_saved_config(tmp_path, [], command="train").data.path == path
+
+
+def test_other_functions_of_the_former_module_are_refused(tmp_path: Path) -> None:
+    text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
+    (tmp_path / "config.yaml").write_text(text.replace("datasets.tasks:copy", "datasets.tasks:open"), encoding="utf-8")
+    with pytest.raises(ConfigError, match="trust=true"):
+        load_saved_config(tmp_path, [], command="train")
 
 
 def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
