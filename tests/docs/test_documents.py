@@ -290,7 +290,7 @@ def test_every_metric_is_explained() -> None:
     name = r'"((?:actor|train|eval|env|rollout|time)/[a-z_]+)"'
     code = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "embodyrl").rglob("*.py"))
     names = set(re.findall(name, code))
-    losses = [SOURCE / "embodyrl" / name for name in ("algorithms/metrics.py", "learners/sac.py")]
+    losses = [SOURCE / "embodyrl" / name for name in ("algorithms/metrics.py", "extensions/off_policy/sac_learner.py")]
     values = r'"([a-z_]+)": (?:kl\(|gap,|rows\[|loss\.item|value\.mean|alpha\.item|float\()'
     names |= {f"actor/{found}" for path in losses for found in re.findall(values, path.read_text(encoding="utf-8"))}
     assert len(names) > 50
