@@ -13,6 +13,7 @@ from typing import Any
 
 from embodyrl.cli.output import no_collecting, printable
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
+from embodyrl.commands import command_module
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError, masked
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         if args.command == "eval" or (isinstance(cfg, TrainConfig) and cfg.runner.only_eval)
         else args.command
     )
-    start = getattr(importlib.import_module(f"embodyrl.commands.{name}"), name)
+    start = getattr(importlib.import_module(command_module(name)), name)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
     if args.json:

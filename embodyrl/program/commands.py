@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from embodyrl.commands import command_module
 from embodyrl.plan.config import load_config
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
@@ -94,7 +95,7 @@ def _run(command: str, cfg: Root, **more: Any) -> Any:
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)
-    return getattr(importlib.import_module(f"embodyrl.commands.{command}"), command)(cfg, **more)
+    return getattr(importlib.import_module(command_module(command)), command)(cfg, **more)
 
 
 Reward = Callable[[str, str, str], float]
