@@ -13,9 +13,9 @@ from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_v
 from embodyrl.cli.runs import run_folders
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.charts import changed_settings
-from embodyrl.extensions.text.plan import env_spec
 from embodyrl.monitor.history import read_history
 from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.version import __version__

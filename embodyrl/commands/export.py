@@ -18,9 +18,10 @@ from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, RowSettings
 from embodyrl.extensions.reporting.held_out import EXPORTED_CONFIG
-from embodyrl.extensions.text.plan import ANY_TEXT, env_spec
+from embodyrl.extensions.text.plan import ANY_TEXT
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
+from embodyrl.plan.environment import env_spec
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE

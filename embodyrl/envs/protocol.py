@@ -205,6 +205,18 @@ class EnvFactory(Protocol):
         """Return config problems, one line each with the fix; imports nothing heavy."""
         ...
 
+    def run_problems(self, cfg: Any) -> list[str]:
+        """Return problems with sections other than `env` of a whole config. May be left out."""
+        ...
+
+    def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
+        """Add to the context what the environment reads from other sections of a whole config. May be left out.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
+        ...
+
     def spec(self, cfg: Any, context: EnvContext) -> EnvSpec:
         """Describe the environment without building a simulator.
 

@@ -18,8 +18,9 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.off_policy.plan import replay_problems
-from embodyrl.extensions.text.plan import env_context, fit_lengths, sampling_problems
 from embodyrl.files import available_cores
+from embodyrl.plan.checks import key_problems
+from embodyrl.plan.environment import env_context, fit_lengths
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import follow
 from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
@@ -169,7 +170,7 @@ def _require_small_dump(size: int) -> None:
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
-    problems = sampling_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    problems = key_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="

@@ -1,9 +1,10 @@
 """Checks that join the config with the chosen environment and policy; no simulator, no model, no torch."""
 
+import logging
+
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.text.plan import text_problems
 from embodyrl.monitor.fanout import missing_loggers
 from embodyrl.plan.roots import (
     ActingConfig,
@@ -16,6 +17,19 @@ from embodyrl.plan.roots import (
     SftConfig,
 )
 from embodyrl.policies import POLICIES
+from embodyrl.types import ActionKind, PolicySpec
+
+log = logging.getLogger(__name__)
+_SAMPLING = (
+    *("top_k", "top_p", "repetition_penalty", "stop", "stop_token_ids"),
+    *("min_new_tokens", "max_new_tokens", "frequency_penalty", "presence_penalty"),
+)
+_TEXT_ONLY = ("rollout.backend", "critic.path", "algorithm.reference_url")
+_INERT = (
+    *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
+    *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
+)
+"""Keys for text that do not change what a policy of actions does."""
 
 
 def check_components(cfg: Root) -> None:
@@ -41,11 +55,28 @@ def check_components(cfg: Root) -> None:
     if isinstance(cfg, PolicyConfig):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
     if isinstance(cfg, ActingConfig | CheckConfig | ServeConfig):
-        if cfg.reads_rows:
-            assert isinstance(cfg, ActingConfig)
-            problems += text_problems(cfg, cfg.algorithm.sampling_params.max_new_tokens)
-        elif isinstance(getattr(cfg, "reward", None), StepRewardSettings):
+        if isinstance(getattr(cfg, "reward", None), StepRewardSettings):
             problems += reward_problems(cfg.reward)
-        problems += ENVS.get(cfg.env.env_type).validate(cfg.env)
+        factory = ENVS.get(cfg.env.env_type)
+        if hasattr(factory, "run_problems"):
+            problems += factory.run_problems(cfg)
+        problems += factory.validate(cfg.env)
     if problems:
         raise ConfigError(problems)
+
+
+def key_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
+    """Return keys that the policy cannot follow, one line each."""
+    factory = POLICIES.get(cfg.model.model_type)
+    if hasattr(factory, "run_problems"):
+        return factory.run_problems(cfg, policy)
+    if ActionKind.text in policy.action_kinds:
+        return []
+    for name in cfg.changed:
+        if name in _INERT:
+            log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)
+    return [
+        f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
+        for name in _TEXT_ONLY
+        if name in cfg.changed
+    ]

@@ -198,6 +198,10 @@ class PolicyFactory(Protocol):
         """Describe the policy without building it (no torch)."""
         ...
 
+    def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
+        """Return keys of a whole config that the described policy cannot follow, one line each. May be left out."""
+        ...
+
     def build(self, cfg: Any, request: PolicyRequest) -> Policy:
         """Build the policy and load `cfg.path`."""
         ...

@@ -11,10 +11,10 @@ from gymnasium import spaces
 
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.text.plan import env_context, env_spec
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_context, env_spec
 from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart

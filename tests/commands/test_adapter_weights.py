@@ -14,8 +14,8 @@ from embodyrl import load_policy
 from embodyrl.commands.dry_run import describe
 from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.extensions.text.plan import env_spec
 from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_spec
 from embodyrl.policies import POLICIES
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"

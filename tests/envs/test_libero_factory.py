@@ -12,8 +12,8 @@ from embodyrl.envs.libero.factory import ALL_AXES, AXES, DRAW_S, EGL_DRAW_S, FAC
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError
-from embodyrl.extensions.text.plan import env_context
 from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_context
 
 
 def problems(**changes):
@@ -98,7 +98,7 @@ def test_a_perturbed_suite_is_read_like_its_base():
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        ("env=libero_90 runner.val_suites=[swap]", "'swap' is no suite beside env 'libero'"),
+        ("env=libero_90 runner.val_suites=[swap]", "'swap' is no suite of env 'libero'"),
         ("env=libero_10 runner.val_suites=[swop]", "Did you mean 'swap'"),
         ("env=gym runner.val_suites=[all]", "Known: no further suites"),
     ],

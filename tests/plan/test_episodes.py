@@ -14,8 +14,8 @@ from toy_runs import TOY_COLLECT, toy_config
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import env_context
 from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import (
     EpisodeList,
     demonstration_episodes,

@@ -1,8 +1,11 @@
 """Checks, description and construction of text environments."""
 
+from typing import Any
+
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
 from embodyrl.envs.text.settings import TextSettings
+from embodyrl.extensions.text.plan import give_task, text_problems
 from embodyrl.specs import picture_names
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
@@ -15,6 +18,18 @@ class TextFactory:
 
     settings = TextSettings
     reads_rows = True
+
+    def run_problems(self, cfg: Any) -> list[str]:
+        """Return what the sections `data` and `reward` of a run lack, one line each."""
+        return text_problems(cfg)
+
+    def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
+        """Add the rows and the reward function of a run.
+
+        Raises:
+            ConfigError: a file, row or reward is wrong.
+        """
+        return give_task(cfg, context)
 
     def validate(self, cfg: TextSettings) -> list[str]:
         """Return config problems, one line each."""

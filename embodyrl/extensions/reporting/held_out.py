@@ -13,10 +13,10 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
-from embodyrl.extensions.text.plan import rows_of
 from embodyrl.monitor.paired import other_worlds
 from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.config import run_config
+from embodyrl.plan.environment import rows_of
 from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig

@@ -7,11 +7,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from embodyrl.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
@@ -101,6 +102,10 @@ class CausalLMFactory:
             reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
             rates=not (cfg.is_lora or self.sees),
         )
+
+    def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
+        """Return keys of a run that the policy cannot follow, one line each."""
+        return sampling_problems(cfg, spec)
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         """Build the policy with the weights in `cfg.path`, or the small one that ships with random ones from the seed.

@@ -1,0 +1,79 @@
+"""The environment of a run: its context, its description, and lengths that follow from its description."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from embodyrl.envs import ENVS
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.reward import StepRewardSettings
+from embodyrl.envs.settings import EnvSplit
+from embodyrl.errors import ConfigError
+from embodyrl.plan.roots import ActingConfig, EvalConfig
+from embodyrl.registry import closest
+from embodyrl.types import EnvSpec
+
+C = TypeVar("C", bound=ActingConfig)
+ALL_SUITES = "all"
+
+
+def env_context(cfg: ActingConfig) -> EnvContext:
+    """Return what the environment of a run is built with; its factory adds parts of other sections.
+
+    Raises:
+        ConfigError: a file, row or reward is wrong.
+    """
+    reward = getattr(cfg, "reward", None)
+    context = EnvContext(
+        pictures=not isinstance(cfg, EvalConfig) or cfg.video != "none",
+        reward=reward if isinstance(reward, StepRewardSettings) else None,
+        suites=_further_suites(cfg) if isinstance(cfg, EvalConfig) else (),
+    )
+    complete = getattr(ENVS.get(cfg.env.env_type), "complete", None)
+    return context if complete is None else complete(cfg, context)
+
+
+def env_spec(cfg: ActingConfig) -> EnvSpec:
+    """Describe the environment of a run."""
+    return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
+
+
+def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
+    """Return the suites of `runner.val_suites`, in the order of the environment.
+
+    Raises:
+        ConfigError: the environment has no such suite.
+    """
+    wanted, factory = cfg.runner.val_suites, ENVS.get(cfg.env.env_type)
+    if not wanted:
+        return ()
+    offered: tuple[str, ...] = getattr(factory, "suites", lambda _: ())(cfg.env)
+    if wanted == [ALL_SUITES] and offered:
+        return offered
+    own, known = getattr(factory, "own_suite", lambda _: None)(cfg.env), ", ".join(offered) or "no further suites"
+    if wrong := [name for name in wanted if name not in (*offered, own)]:
+        raise ConfigError(
+            f"runner.val_suites: '{wrong[0]}' is no suite of env '{cfg.env.env_type}'.{closest(wrong[0], offered)} "
+            f"Known: {known}. Leave it out, or choose another env."
+        )
+    return tuple(name for name in offered if name in wanted)
+
+
+def fit_lengths(cfg: C, env: EnvSpec) -> C:
+    """Derive chunk size, time limits and splits where the environment counts chunks and rows."""
+    if not env.max_chunks:
+        return cfg
+    chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
+    changes: dict[str, object] = {"model.num_action_chunks": chunk}
+    for name, split in cfg.env.splits.items():
+        changes[f"env.{name}.max_episode_steps"] = env.max_chunks * chunk
+        if isinstance(split, EnvSplit) and split.state_ids is None:
+            changes[f"env.{name}.state_ids"] = rows_of(env, name)
+    return cfg.updated(changes)
+
+
+def rows_of(env: EnvSpec, split: str) -> list[int] | None:
+    """Return the first and last row of a split where the environment holds rows out; None: all."""
+    last = env.states_per_task[0] - 1
+    border = last - env.held_out
+    return None if not env.held_out else [0, border] if split == "train" else [border + 1, last]
