@@ -273,6 +273,20 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
     assert dead == []
 
 
+def test_the_diagrams_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("make_diagrams", SOURCE / "scripts" / "make_diagrams.py")
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "make_diagrams", script)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "OUT", tmp_path)
+    script.main()
+    for made in tmp_path.iterdir():
+        assert made.read_text() == (DOCS / "images" / made.name).read_text(), "run python scripts/make_diagrams.py"
+    assert len([*tmp_path.iterdir()]) == 4
+
+
 def test_every_algorithm_has_its_formula_and_its_paper() -> None:
     text = (DOCS / "reference" / "algorithms.md").read_text(encoding="utf-8")
     rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+)` \|[^|]+\|[^|]+\|$", text, re.MULTILINE)}
