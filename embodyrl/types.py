@@ -81,7 +81,7 @@ class ChunkResult:
     """The task's goal holds after this action."""
     components: FloatArray | None = None
     """[n, C] the parts of the chunk's reward, in the order of `EnvSpec.components`."""
-    unjudged: dict[int, str] = field(default_factory=dict)
+    reward_errors: dict[int, str] = field(default_factory=dict)
     """By slot: why the reward is not known and counts as 0."""
 
     @classmethod

@@ -133,7 +133,7 @@ class EnvReport:
     render_s: float
     reset_s: float
     recordings: tuple[Recording, ...] = ()
-    unjudged: tuple[tuple[int, str], ...] = ()
+    reward_errors: tuple[tuple[int, str], ...] = ()
     """Slots whose reward is not known, and why."""
     solved: tuple[int, ...] = ()
     """Slots that were reset to a state in which their goal holds."""

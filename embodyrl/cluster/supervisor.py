@@ -169,7 +169,7 @@ class Supervisor:
         # What has never worked will not work the second time: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
-            raise _fatal(f"worker {name} {reason}.{where}", died)
+            raise _worker_error(f"worker {name} {reason}.{where}", died)
         count = self._restarts.get(name, 0)
         if count >= self._faults.max_restarts_per_worker:
             raise WorkerError(
@@ -217,7 +217,7 @@ class Supervisor:
         self._launcher.stop()
 
 
-def _fatal(text: str, died: WorkerDied) -> EmbodyError:
+def _worker_error(text: str, died: WorkerDied) -> EmbodyError:
     """The error that ends the run, with the exit code the worker's own error asked for."""
     if died.exit_code == NonFiniteError.exit_code:
         return NonFiniteError(died.reason.removeprefix("raised "))

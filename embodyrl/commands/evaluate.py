@@ -162,7 +162,7 @@ def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], 
         raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
     for problem, times in Counter(failed).most_common(3):
         warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
-    collection.complain(warn, set())
+    collection.report_reward_errors(warn, set())
 
 
 def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:

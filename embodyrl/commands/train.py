@@ -242,7 +242,7 @@ class _Training:
 
     def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:
         try:
-            rollout.complain(self.monitor.text, self.reasons)
+            rollout.report_reward_errors(self.monitor.text, self.reasons)
         except EmbodyError:
             if self.session.step:
                 self._save(workers, actors)

@@ -235,7 +235,7 @@ class ChunkedEnv:
             earned[place] = own.total(parts)
             if problem is not None and not self._reward_failed[slot]:  # reported once per episode
                 self._reward_failed[slot] = True
-                result.unjudged[slot] = f"{self._where(slot)}: {problem}"
+                result.reward_errors[slot] = f"{self._where(slot)}: {problem}"
         return earned
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:

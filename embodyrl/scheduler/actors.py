@@ -1,4 +1,4 @@
-"""The driver's view of a training step: its rollouts, and the actors that score them and learn from them."""
+"""The driver's part of a training step: rollouts, and requests to the actors to score and train."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ from embodyrl.types import Episode, IntArray, PreparedBatch
 
 
 class StepRollouts:
-    """Keeps the rollouts of the next training steps open.
+    """Open rollouts of the current and the next training steps.
 
-    The staleness rule (arXiv 2505.24298) in terms of fixed lists of episodes: those of training step `s` start once the
+    The staleness rule (arXiv 2505.24298) for fixed lists of episodes: the episodes of training step `s` start once the
     weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own weights. An
-    episode that is running while weights change goes on with the new ones; each of its chunks keeps the version and the
-    log-probabilities that it was drawn with.
+    episode that is running while weights change continues with the new weights; each of its chunks keeps the version
+    and log-probabilities of the weights that sampled it.
     """
 
     def __init__(self, blueprint: Blueprint, workers: Workers, algorithm: Algorithm) -> None:
@@ -38,7 +38,7 @@ class StepRollouts:
         self._lag = self._cfg.algorithm.max_staleness
 
     def collect(self, step: int, progress: Callable[[int, int], None]) -> RolloutResult:
-        """Finish the rollout of a step with its weights; `progress` hears of (done, planned) episodes or chunks."""
+        """Finish the rollout of a step; `progress` is called with (done, planned) episodes or chunks."""
         self._open(step, step + self._lag)
         rollout = self._rollouts.pop(step)
         total = _size(rollout.plan)
@@ -49,7 +49,7 @@ class StepRollouts:
         rollout.on_episode = note
         collection = self._scheduler.finish(rollout)
         if self._algorithm.needs_greedy:
-            # Without records: only their returns are compared with.
+            # Without records: only the returns are compared.
             found = self._scheduler.collect(Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False))
             collection.greedy = {e.spec.group_id: e for e in found.episodes}
             collection.tally.add(found.tally)
@@ -62,7 +62,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Let idle slots reset for the step after the last open one; the policy acts there once its weights are due."""
+        """Reset idle slots for the step after the last open one; the policy acts there once its weights are ready."""
         self._open(step, min(step + self._lag, self._blueprint.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -71,14 +71,14 @@ class StepRollouts:
             if step not in self._rollouts:
                 counts = algorithm.counts_chunk_steps
                 plan = train_episodes(cfg, self._blueprint.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
-                # A batched simulator moves the slots that wait as well.
+                # A batched simulator steps the waiting slots, too.
                 goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
                 goes_on &= not self._blueprint.env.lockstep
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
-        """Run further groups; the records of filtered episodes make room, their results stay in the metrics."""
+        """Run further groups; free the records of filtered episodes, but keep their results for the metrics."""
         keep = {e.spec.episode_id for e in kept}
         filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
         self._scheduler.release(collection, filtered)
@@ -87,10 +87,10 @@ class StepRollouts:
         plan = refill_episodes(self._cfg, self._blueprint.env, step, attempt, missing, seen=self._algorithm.seen)
         more = self._scheduler.collect(Rollout(plan))
         collection.episodes += more.episodes
-        # Episode ids of refills lie behind those of the step, so neither overwrites the other.
+        # Episode ids of refills follow those of the step, so no id is used twice.
         collection.tickets |= more.tickets
         collection.dropped += more.dropped
-        collection.unjudged += more.unjudged
+        collection.reward_errors += more.reward_errors
         collection.refills += missing
         collection.tally.add(more.tally)
 
@@ -103,31 +103,31 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class Actors:
-    """Scores, trains, saves and loads; replay batches are tickets, their contents stay in the arena."""
+    """Client of the actors: score, train, save and load. Batches are lists of tickets; the data stay in the arena."""
 
     def __init__(self, workers: Workers, algorithm: Algorithm, blueprint: Blueprint) -> None:
         self._loop = workers.scheduler
         self._arena = workers.arena
         self._algorithm = algorithm
         self._part_weights = blueprint.env.component_weights
-        # A process that acts and trains does so between the micro-batches of an update.
+        # A process that acts and trains runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not blueprint.is_disaggregated
 
     def score(self, collection: RolloutResult) -> Scores:
-        """Let the reference policy score the collected chunks, and gather what the algorithm asks for."""
+        """Compute reference log-probabilities of the collected chunks, and gather what the algorithm needs."""
         if self._algorithm.needs_reference and collection.episodes:
-            # Without the ticket behind them: it is of the last observation, where nothing was chosen.
+            # Exclude the last ticket: its record has an observation without an action.
             held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]
             self._loop.call(ScoreRequest(tickets=np.concatenate(held)))
         return gather_scores(self._algorithm, self._arena, collection, self._part_weights)
 
     def update(self, step: int, collection: RolloutResult, batch: PreparedBatch) -> dict[str, float]:
-        """Write advantages into the records and train on them; no update where the gradient is exactly zero."""
+        """Write advantages into the records and train; skip the update if the gradient is exactly zero."""
         if not batch.has_signal:
             return {"loss": 0.0, "grad_norm": 0.0, "optimizer_steps": 0.0, "seconds": 0.0}
         self._arena[Record.advantage][batch.records] = batch.advantage
         self._arena[Record.returns][batch.records] = batch.returns
-        # A batch names records, a request the tickets that prove they are still the same ones.
+        # A batch contains record numbers; a request contains tickets, which detect reused records.
         by_record = np.zeros(self._arena.capacity, np.int64)
         held = np.concatenate(list(collection.tickets.values()))
         by_record[records_of(held)] = held
@@ -159,7 +159,7 @@ class Actors:
 def gather_scores(
     algorithm: Algorithm, arena: Arena, collection: RolloutResult, part_weights: tuple[float, ...]
 ) -> Scores:
-    """What the algorithm asks for, out of the records of a collection."""
+    """Gather the algorithm's inputs from the records of a collection."""
     rows = [episode.records for episode in collection.episodes]
     wants = rows if algorithm.needs_reference_in_prepare else []
     return Scores(

@@ -1,4 +1,4 @@
-"""The driver's one event loop, and its side of the policy's processes: what each was asked, who must know the reply."""
+"""Event loop of the driver, and its client of the policy processes."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,21 +18,20 @@ OnDone = Callable[[Done], None]
 
 @dataclass(frozen=True, slots=True)
 class Replies:
-    """What comes back for a request that several processes carry out together."""
+    """Replies to a request that several processes execute together."""
 
     expected: tuple[str, ...]
     arrived: dict[str, Done] = field(default_factory=dict)
 
     def complete(self) -> bool:
-        """Whether all have replied."""
+        """Return True if all processes have replied."""
         return len(self.arrived) == len(self.expected)
 
 
 class PolicyClient:
-    """Keeps the books of requests and replies, and never waits (`EventLoop.run_until` does).
+    """Client of the policy processes: tracks requests and replies, and never blocks (`EventLoop.run_until` does).
 
-    A process answers in the order in which it was asked; a reply that does not belong to its oldest open request is a
-    defect.
+    A process answers requests in order; a reply that does not match its oldest open request is a bug.
     """
 
     def __init__(
@@ -43,13 +42,13 @@ class PolicyClient:
         timeout_s: float,
         bucket_arena: Arena | None = None,
     ) -> None:
-        """Join.
+        """Register the processes with the supervisor.
 
         Args:
-            supervisor: carries the requests.
-            hosts: the processes; the actor ranks act where there are no rollout processes.
+            supervisor: sends the requests.
+            hosts: the processes; without rollout processes, the actor ranks act.
             timeout_s: longest wait for a reply.
-            bucket_arena: where rollout and actor are apart: buckets for new weights. Closed with this client.
+            bucket_arena: buckets for new weights in disaggregated mode; closed with this client.
         """
         self._supervisor = supervisor
         self._training = [spec.name for spec in hosts if spec.component == "actor"]
@@ -64,40 +63,41 @@ class PolicyClient:
 
     @property
     def busy(self) -> bool:
-        """Nobody can act: every process has work, or new weights are on their way."""
+        """True if no process can act: all have work, or new weights are being transferred."""
         return self._publishing or all(self._open[name] for name in self._acting)
 
     @property
     def idle(self) -> bool:
-        """No process has work."""
+        """True if no process has work."""
         return not any(self._open.values())
 
     def submit(self, request: Request, on_done: OnDone) -> None:
-        """Send a request to whoever acts and has the least work; `on_done` runs inside a later `Supervisor.pump`."""
+        """Send a request to the least busy acting process; `on_done` is called inside a later `Supervisor.pump`."""
         self._send(min(self._acting, key=lambda name: len(self._open[name])), request, on_done)
 
     def ask_acting(self, request: Request) -> Replies:
-        """Let all processes that act carry out a request together."""
+        """Send a request to all acting processes."""
         return self._ask(self._acting, request)
 
     def ask_training(self, request: Request) -> Replies:
-        """Let all actor ranks carry out a request together."""
+        """Send a request to all actor ranks."""
         return self._ask(self._training, request)
 
     def publish(self) -> Iterator[Replies]:
-        """Bring new weights from the actor ranks to those who act; yields what must be complete before it goes on.
+        """Transfer new weights from the actor ranks to the acting processes.
 
-        The first time these are all weights, afterwards those that are trained. Nobody acts before all have arrived.
+        Yields the replies that must be complete before the iterator continues. The first transfer contains all weights,
+        later ones the trained weights. No process acts before the transfer is complete.
         """
         if (arena := self._bucket_arena) is None:
             return
-        # Makes the acting processes busy: no inference may run between two buckets, with half of the new weights.
+        # Mark the acting processes busy: an inference between two buckets would use partly updated weights.
         self._publishing = True
         under_way: list[tuple[Ticket, Replies]] = []
         for parts in self._buckets(arena):
             ticket = arena.allocate()
             yield self.ask_training(PublishRequest(ticket=ticket, parts=parts))
-            # One bucket was filled while the one before was taken; there are two.
+            # One of the two buckets is filled while the other is read.
             yield from _taken(arena, under_way)
             under_way.append((ticket, self.ask_acting(LoadWeightsRequest(ticket=ticket, parts=parts))))
         yield from _taken(arena, under_way)
@@ -106,13 +106,13 @@ class PolicyClient:
     def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
         held = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
         wanted = self._weights[self._acting[0]]
-        assert all(weight.name in held for weight in wanted), "rollout and actor were built differently"
-        # Frozen weights are sent once: nobody changes them afterwards.
+        assert all(weight.name in held for weight in wanted), "rollout and actor have different weights"
+        # Frozen weights are sent once: they do not change.
         chosen = [weight for weight in wanted if held[weight.name] or not self._published]
         return fill_buckets(chosen, bucket_arena[BUCKET].shape[1])
 
     def on_message(self, worker: str, message: Message) -> None:
-        """Callback for `Supervisor`."""
+        """Handle a message of a policy process; callback for `Supervisor`."""
         if isinstance(message, WorkerReady):
             self._weights[worker] = message.weights
         elif isinstance(message, Done):
@@ -128,7 +128,7 @@ class PolicyClient:
 
     def _send(self, worker: str, request: Request, on_done: OnDone) -> None:
         self._sequence += 1
-        # Before it is sent, or a reply that is there at once would find no open request.
+        # Register before sending: the reply may arrive inside `send`.
         self._open[worker].append((self._sequence, on_done))
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
 
@@ -139,7 +139,7 @@ class PolicyClient:
 
 
 def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Replies]:
-    """Free the bucket that is under way once everybody has taken it."""
+    """Free the transferred bucket once all acting processes have read it."""
     while under_way:
         ticket, replies = under_way.pop()
         yield replies
@@ -147,14 +147,14 @@ def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Re
 
 
 PATIENCE_S = 1.0
-"""Longest wait for news before signals are looked at again."""
+"""Longest wait for events before signals are checked."""
 
 
 class EventLoop:
-    """The only place where the driver waits: takes in what workers report, sends out what can be sent.
+    """The driver's only blocking wait: receives reports of workers and sends the requests that are ready.
 
-    Callbacks of the supervisor only take notes and requests leave from `advance`, so no code of the driver ever runs
-    inside other code of it. Every request has its deadline at the launcher, so no wait is endless.
+    Callbacks of the supervisor only record events; requests are sent by `advance`, so driver code is not reentrant.
+    Every request has a deadline at the launcher, so every wait ends.
     """
 
     def __init__(self, supervisor: Supervisor, policy: PolicyClient) -> None:
@@ -162,30 +162,30 @@ class EventLoop:
         self._policy = policy
 
     def advance(self) -> float:
-        """Send out all that can be sent now; returns how many seconds to wait for news at most."""
+        """Send all requests that are ready; return the longest time in seconds to wait for events."""
         return PATIENCE_S
 
     @property
     def pending(self) -> bool:
-        """Whether somebody is at work, or somebody could be: else a wait would last for ever."""
+        """True if a request is open or can be sent; otherwise a wait would never end."""
         return not self._policy.idle or bool(self._supervisor.starting)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Go on until `condition` holds.
+        """Process events until `condition` holds.
 
         Raises:
-            Interrupted: a signal asked the run to stop.
+            Interrupted: the run was signalled to stop.
             WorkerError: a worker died that is not restarted.
         """
         patience = self.advance()
         while not condition():
-            assert self.pending, f"nobody is at work, and the wait is not over: {self!r}"
+            assert self.pending, f"no worker is busy, but the wait is not over:{self!r}"
             self._supervisor.pump(patience)
-            # Before the condition is looked at: between two parts of an update, inferences get their turn here.
+            # Before `condition` is checked: inferences run between two parts of an update.
             patience = self.advance()
 
     def call(self, request: Request) -> Done:
-        """Let all actor ranks carry out a request; returns the first one's reply, with the time of the slowest.
+        """Send a request to all actor ranks; return the first rank's reply with the time of the slowest rank.
 
         Raises:
             CheckpointError: a checkpoint could not be written or read.

@@ -34,11 +34,11 @@ from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _ENDS = (Record.terminated, Record.truncated)
 _SUSPICIOUS = 2
-"""Deaths of env workers at an episode after which it runs alone in its worker."""
+"""Worker crashes during an episode after which the episode runs alone in its worker."""
 
 
 class RolloutScheduler(EventLoop):
-    """Runs lists of episodes on the env workers with the policy: the event loop of a run with rollouts."""
+    """Event loop that runs lists of episodes on the env workers with the policy."""
 
     def __init__(self, supervisor: Supervisor, arena: Arena, policy: PolicyClient, blueprint: Blueprint) -> None:
         super().__init__(supervisor, policy)
@@ -46,14 +46,14 @@ class RolloutScheduler(EventLoop):
         cfg, algorithm = blueprint.cfg, blueprint.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
-        # One death says little: the worker's other slots were at work as well.
+        # A single crash is weak evidence: other slots of the worker were busy, too.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
         self._needs_values = algorithm is not None and algorithm.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
         self._needs_all_ends = algorithm is not None and algorithm.needs_all_ends
         self._value_dim = blueprint.policy.value_dim
         self._lockstep = blueprint.env.lockstep
-        # Matrix products may round differently for other batch shapes: a deterministic run has one shape.
+        # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
         self._padded_size = blueprint.num_slots if cfg.runner.deterministic else 0
         self._slots = Slots(blueprint.num_slots, arena)
         self._stages: dict[tuple[str, int], IntArray] = {}
@@ -68,27 +68,27 @@ class RolloutScheduler(EventLoop):
         self._rollouts: list[Rollout] = []
         self._tally = Tally()
         self._tally_since: float | None = None
-        """When the tally began, if rollouts were open then that went on without anybody waiting for them."""
+        """Start of the tally if rollouts were open and progressed outside of `finish`; else None."""
         self._ready_since = 0.0
 
     def publish(self, version: int) -> None:
-        """Let the policy act with these weights from its next chunk on; running episodes go on with them."""
+        """Use these weights from the next chunk on, also in running episodes."""
         for replies in self._policy.publish():
             self.run_until(replies.complete)
-        # Only now may slots act whose episodes wait for this version.
+        # Slots whose episodes wait for this version may act from here on.
         self._version = version
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
-        """Let slots start the rollout's episodes as they get free: after those of earlier rollouts, or `first`."""
+        """Queue a rollout: its episodes start in free slots, after those of earlier rollouts or `first`."""
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()
         return rollout
 
     def finish(self, rollout: Rollout) -> RolloutResult:
-        """Work on all open rollouts until this one is done.
+        """Run all open rollouts until this one is done.
 
-        Its episodes come back in plan order, not in the order in which they ended; its tally holds all that was done
-        since the last call.
+        Episodes are returned in plan order, independent of their order of completion. The tally contains all work since
+        the last call.
         """
         started = time.perf_counter()
         self.run_until(lambda: rollout.done)
@@ -109,12 +109,12 @@ class RolloutScheduler(EventLoop):
         return self.finish(self.open(rollout, first=True))
 
     def advance(self) -> float:
-        """Send idle stages and, if it is time, the policy their work; returns how long to wait for news at most."""
+        """Send requests to idle stages and, if due, to the policy; return the longest time to wait for events."""
         if not self._rollouts:
             return PATIENCE_S
         if any(rollout.replayed is not None for rollout in self._rollouts):
             self._slots.repeat_actions(np.flatnonzero(self._may_act))
-        # Simulators before the policy: whether a small batch waits for more depends on whether one of them is at work.
+        # Simulators before the policy: whether a small batch waits depends on whether a simulator is busy.
         self._dispatch_env()
         self._dispatch_inference()
         waits_for_batch = not self._policy.busy and self._may_act.any()
@@ -122,22 +122,22 @@ class RolloutScheduler(EventLoop):
 
     @property
     def pending(self) -> bool:
-        """Whether somebody is at work, or the policy could be."""
+        """True if a worker or the policy has or can get work."""
         return super().pending or bool(self._busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:
-        """Send no more requests: the run is about to end."""
+        """Stop sending requests, because the run is about to end."""
         self._rollouts.clear()
 
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
-        """Give the records of a collection, or of some of its episodes, back to the arena."""
-        # Popped below, so that no record is freed twice.
+        """Free the records of a collection, or of some of its episodes."""
+        # Popped, so that no record is freed twice.
         chosen = list(collection.tickets) if episodes is None else [e.spec.episode_id for e in episodes]
         if chosen:
             self._arena.free(np.concatenate([collection.tickets.pop(episode_id) for episode_id in chosen]))
 
     def on_message(self, worker: str, message: Message) -> None:
-        """Callback for `Supervisor`: reports and deaths of env workers."""
+        """Handle reports and deaths of env workers; callback for `Supervisor`."""
         if isinstance(message, EnvReport):
             self._on_report(worker, message)
         elif isinstance(message, WorkerReady):
@@ -148,19 +148,19 @@ class RolloutScheduler(EventLoop):
     # --- dispatch ---------------------------------------------------------------------------------------------------
 
     def _dispatch_env(self) -> None:
-        """Send each idle stage its work: a stage steps as a whole, but resets do not wait for inference."""
+        """Send work to each idle stage: a stage steps as a whole, but resets do not wait for inference."""
         for key, rows in self._stages.items():
             if key in self._busy or key[0] in self._supervisor.starting:
                 continue
             phase = self._slots.phase[rows]
-            found = phase.tobytes()  # looked through several times, which arrays take long for
-            # Some actions of this stage may be still to come: a step of half the stage would split it for good.
+            found = phase.tobytes()  # bytes are faster than several array comparisons
+            # If actions of this stage are still missing, wait: half a stage would stay split forever.
             waits = Phase.INFERRING in found or (Phase.READY in found and self._may_act[rows].any())
             acted = rows[phase == Phase.ACTED] if Phase.ACTED in found and not waits else rows[:0]
             resets = self._reset_requests(key[0], rows[phase == Phase.IDLE]) if Phase.IDLE in found else ()
             if not len(acted) and not resets:
                 continue
-            # Before the request is made: this allocates the records that it names as targets.
+            # Before the request is made: this allocates the target records.
             self._slots.step(acted)
             self._sequence += 1
             request = EnvRequest(
@@ -172,21 +172,21 @@ class RolloutScheduler(EventLoop):
                 resets=resets,
             )
             self._busy[key] = request
-            # The slots of a worker may run one after the other, so the deadline grows with their number.
+            # The slots of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
     def _reset_requests(self, worker: str, rows: IntArray) -> tuple[ResetRequest, ...]:
-        """Let slots begin their next episodes; those that go on with a cut one need no reset."""
-        # Of thousands of slots each would look at all rollouts.
-        fatal = any(rollout.fatal for rollout in self._rollouts)
+        """Start the next episodes of slots; slots that continue a cut episode need no reset."""
+        # Look up rollouts once, not for each of thousands of slots.
+        crashed = any(rollout.crash_count for rollout in self._rollouts)
         fresh: list[int] = []
         going_on: list[int] = []
         for row in rows.tolist():
-            rollout = self._next_rollout(worker, row, fatal=fatal)
+            rollout = self._next_rollout(worker, row, crashed=crashed)
             if rollout is None:
                 continue
             slot = self._slots.each[row]
-            # Its simulator holds a cut episode that nobody wants any more: a reset drops it.
+            # The simulator contains a cut episode that is not continued: a reset drops it.
             if not rollout.continues:
                 slot.open = None
             (fresh if slot.open is None else going_on).append(row)
@@ -199,17 +199,18 @@ class RolloutScheduler(EventLoop):
         first = self._first[worker]
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
-    def _next_rollout(self, worker: str, row: int, *, fatal: bool) -> Rollout | None:
-        """The first rollout whose next episode this slot can run now; `fatal`: a worker has died at some episode.
+    def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
+        """Return the first rollout whose next episode this slot can run; `crashed`: some episode has crashed a worker.
 
-        A worker that holds few simulators takes few tasks at once; it then waits rather than take a later rollout's.
+        Workers with few simulators accept few tasks at a time; their slots then wait instead of starting a later
+        rollout.
         """
         limit = self._task_limits.get(worker)
-        if limit is None and not fatal:
-            # Nobody else matters; to look at them all for each of thousands of slots would take quadratic time.
+        if limit is None and not crashed:
+            # Only suspicious episodes matter; checking all for each of thousands of slots would take quadratic time.
             return next((rollout for rollout in self._rollouts if rollout.has_next(row)), None)
         running = [r for r in self._rows_of(worker) if self._slots.each[r].episode is not None]
-        # What waits for new weights may wait for the end of this rollout, so it is in nobody's way.
+        # Slots that wait for new weights are excluded: they may also wait for the end of this rollout.
         may_act, phase = self._may_act, self._slots.phase
         moving = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
         slots = [self._slots.each[r] for r in moving]
@@ -226,16 +227,16 @@ class RolloutScheduler(EventLoop):
         return None
 
     def _suspicious(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
-        """Whether two workers died at this episode: it has one for itself then, so that no other is given up for it."""
-        return rollout is not None and spec is not None and rollout.fatal[spec.episode_id] >= _SUSPICIOUS
+        """Return True if two workers died during this episode: it then runs alone in its worker."""
+        return rollout is not None and spec is not None and rollout.crash_count[spec.episode_id] >= _SUSPICIOUS
 
     @property
     def _may_act(self) -> BoolArray:
-        """[N] the policy may look at the slot's observation with the present weights."""
+        """Mask [N] of slots whose observation the policy may process with the current weights."""
         return self._slots.may_act(self._version)
 
     def _dispatch_inference(self) -> None:
-        """Batch whatever is ready: at the target size, after a short wait, or when nothing else can arrive."""
+        """Batch ready observations: at the target size, after a short wait, or when no more can arrive."""
         slots = self._slots
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
@@ -250,7 +251,7 @@ class RolloutScheduler(EventLoop):
         self._ready_since = 0.0
         rollout = slots.each[ready[0]].rollout
         assert rollout is not None
-        # Temperature and greed hold for a whole batch: slots of another mode wait for the next one.
+        # Temperature and greedy mode apply to a whole batch: slots with another mode wait for the next batch.
         if len({one.mode for one in self._rollouts}) > 1:
             modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
@@ -273,7 +274,7 @@ class RolloutScheduler(EventLoop):
         self._tally.infer_s += done.seconds
         self._tally.inferences += 1
         self._tally.inferred += len(rows)
-        # Their workers died meanwhile. Until now the policy was reading the records, so only now they may be freed.
+        # Records of dead workers: the policy was reading them until now, so they are freed here.
         stale = [row for row in rows.tolist() if self._slots.each[row].stale]
         self._slots.phase[rows] = Phase.ACTED
         for row in stale:
@@ -282,21 +283,21 @@ class RolloutScheduler(EventLoop):
     def _on_report(self, worker: str, report: EnvReport) -> None:
         key = (worker, report.stage)
         request = self._busy.pop(key, None)
-        assert request is not None, f"{worker} reports stage {report.stage}, which was not asked"
+        assert request is not None, f"{worker} reports stage {report.stage}, which has no open request"
         assert request.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {request.sequence}"
         self._tally.sim_s += report.sim_s
         self._tally.render_s += report.render_s
         self._tally.reset_s += report.reset_s
         first = self._first[worker]
-        # What belongs to an episode is noted before `_on_stepped` closes it: its slot then forgets whose it was.
+        # Store results before `_on_stepped` closes the episode and clears the slot.
         recordings = {first + r.slot: r for r in report.recordings}
         for row, recording in recordings.items():
             rollout = self._slots.each[row].rollout
             if recording.problem and rollout is not None:
                 rollout.out.video_problems.append(recording.problem)
-        for local, why in report.unjudged:
+        for local, why in report.reward_errors:
             if (rollout := self._slots.each[first + local].rollout) is not None:
-                rollout.out.unjudged.append(why)
+                rollout.out.reward_errors.append(why)
         if len(request.slots):
             self._on_stepped(np.asarray(request.slots) + first, records_of(request.sources), recordings)
         for local in report.solved:
@@ -306,7 +307,7 @@ class RolloutScheduler(EventLoop):
 
     def _on_stepped(self, rows: IntArray, records: IntArray, recordings: Mapping[int, Recording]) -> None:
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
-        # `take_chunks` has to see every row: it counts the chunks of the quota.
+        # `take_chunks` must get every row: it counts the chunks of the quota.
         over = self._slots.take_chunks(rows) | terminated | truncated
         self._slots.advance(rows[~over])
         if not over.any():
@@ -316,7 +317,7 @@ class RolloutScheduler(EventLoop):
         videos = [recording.path if (recording := recordings.get(row)) else None for row in rows.tolist()]
         instructions = read_instructions(self._arena, records_of(finals))
         rollouts = [self._slots.each[row].rollout for row in rows.tolist()]
-        # The observation after a time limit or a cut is not an action's: it is kept for its value.
+        # The observation after a time limit or a cut has no action; it is kept for its value.
         spare = (terminated & (not self._needs_all_ends)) | ~self._slots.keeps[rows] | (not self._needs_finals)
         final_records = np.where(spare, -1, records_of(finals))
         found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos, self._value_dim)
@@ -327,7 +328,7 @@ class RolloutScheduler(EventLoop):
             if rollout.continues and episode.cut:
                 seen = {str(name): self._arena[name][records_of(finals[i])].copy() for name in OBSERVATION}
                 self._slots.each[row].open = Open(so_far=episode.whole, observation=seen)
-            # Of lost attempts nothing counts, or a crash would show in the numbers of a deterministic run.
+            # Lost attempts are not counted; otherwise a crash would change metrics of a deterministic run.
             self._tally.env_steps += episode.length
             rollout.out.episodes.append(episode)
             if rollout.keep:
@@ -337,8 +338,8 @@ class RolloutScheduler(EventLoop):
         self._arena.free(finals[spare])
 
     def _on_death(self, worker: str) -> None:
-        """Play the running episodes of a dead worker again; the policy may still be reading some of their records."""
-        # The restarted worker knows nothing of these requests, and the old one's replies can no longer come.
+        """Restart the running episodes of a dead worker; the policy may still be reading some of their records."""
+        # Drop open requests: the restarted worker does not have them.
         self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
         for row in self._rows_of(worker):
             slot = self._slots.each[row]
@@ -351,30 +352,30 @@ class RolloutScheduler(EventLoop):
                 self._lose(row, slot.rollout)
 
     def _lose(self, row: int, rollout: Rollout) -> None:
-        """Put the slot's episode back into its queue, or give it up if it is what kills the workers."""
+        """Requeue the slot's episode, or drop it after repeated worker crashes."""
         spec = self._slots.each[row].episode
         assert spec is not None
-        # Only an episode that the worker was busy with can have killed it.
-        rollout.fatal[spec.episode_id] += (at_work := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING))
-        hopeless = at_work and rollout.fatal[spec.episode_id] >= self._max_attempts
+        # Only an episode with an open request can have crashed the worker.
+        rollout.crash_count[spec.episode_id] += (at_work := self._slots.phase[row] in (Phase.RESETTING, Phase.STEPPING))
+        hopeless = at_work and rollout.crash_count[spec.episode_id] >= self._max_attempts
         self._arena.free(self._slots.drop(row, again=not hopeless))
         if hopeless:
             rollout.out.dropped += 1
             if rollout.video is not None and (choice := rollout.video(spec)) is not None:
-                with contextlib.suppress(OSError):  # a folder that nobody may write to has no half films either
+                with contextlib.suppress(OSError):  # partial videos; a read-only folder has none
                     remove_films(Path(choice[0]))
             self._supervisor.say(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
-                f"is given up: {self._max_attempts} times the env worker died at it "
-                "(faults.max_restarts_per_worker); the workers' logs say how. Fix for slow ones: faults.step_timeout_s."
+                f"is dropped: its env worker died {self._max_attempts} times (faults.max_restarts_per_worker). The logs "
+                "of the workers contain the causes. For slow episodes, raise faults.step_timeout_s."
             )
 
     def _bootstrap(self, out: RolloutResult) -> None:
-        """Fetch the values of the observations after truncated and cut episodes."""
+        """Compute values of the final observations of truncated and cut episodes."""
         pending = [e for e in out.episodes if e.final_record >= 0]
         if not pending:
             return
-        # `_on_stepped` appended the record of the last observation to those of the chunks.
+        # `_on_stepped` appended the record of the final observation to those of the chunks.
         tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)

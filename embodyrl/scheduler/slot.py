@@ -1,4 +1,4 @@
-"""The env slots as the scheduler sees them: what changes with every chunk as arrays, the rest slot by slot."""
+"""State of the env slots: values that change with every chunk as arrays, the rest per slot."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -15,31 +15,31 @@ from embodyrl.types import BoolArray, EarlierPart, Episode, EpisodeSpec, Episode
 
 
 class Phase:
-    """What a slot waits for; plain numbers, because several are looked at with every chunk."""
+    """Event that a slot waits for; plain ints, because they are compared with every chunk."""
 
     IDLE = 0
-    """Nothing, or its next episode."""
+    """Idle, or waiting for its next episode."""
     RESETTING = 1
-    """Its first observation."""
+    """Waiting for its first observation."""
     READY = 2
-    """Inference."""
+    """Waiting for inference."""
     INFERRING = 3
-    """Its action."""
+    """Waiting for its action."""
     ACTED = 4
-    """Simulation."""
+    """Waiting for simulation."""
     STEPPING = 5
-    """Its next observation."""
+    """Waiting for its next observation."""
 
 
 KEPT: tuple[str, ...] = (
     *(Record.reward, Record.valid, Record.success, Record.value, Record.components, Record.action, Record.top),
 )
-"""What an `Episode` keeps of each of its chunks, under the same names."""
+"""Fields of each chunk that `Episode` keeps, under the same names."""
 
 
 @dataclass(frozen=True)
 class Open:
-    """An episode that a quota has cut and that may go on: what was, and what is seen now."""
+    """A cut episode that may continue: its earlier part and its current observation."""
 
     so_far: EarlierPart
     observation: Mapping[str, np.ndarray]
@@ -47,63 +47,63 @@ class Open:
 
 @dataclass
 class Slot:
-    """What one slot plays."""
+    """The episode that a slot runs."""
 
     index: int
     """Index over all workers."""
     rollout: Rollout | None = None
-    """What the running episode belongs to."""
+    """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Mapping[str, np.ndarray]] = field(default_factory=list)
-    """`KEPT` of the chunks taken so far, if their records are not kept."""
+    """`KEPT` fields of the chunks taken so far, without records."""
     started: float = 0.0
     room: int = NO_QUOTA
-    """Chunk steps of the quota that were left when the episode began."""
+    """Remaining chunk steps of the quota when the episode began."""
     open: Open | None = None
-    """The cut episode that its simulator still holds; only while idle."""
+    """Cut episode that the simulator still contains; only while idle."""
     earlier: EarlierPart | None = None
-    """What came before the running episode's part of this rollout."""
+    """The part of the running episode before this rollout."""
     stale: bool = False
-    """Its worker died while the policy was reading its record."""
+    """The worker died while the policy was reading the record."""
     solved: bool = False
-    """The goal held when the running episode began."""
+    """The goal was already reached when the running episode began."""
 
 
 class Slots:
-    """All slots [N]. Methods take indices of slots, each at most once."""
+    """All slots [N]. Methods take slot indices, each at most once."""
 
     def __init__(self, count: int, arena: Arena) -> None:
         self.each = [Slot(index) for index in range(count)]
         self._arena = arena
         self.phase = np.zeros(count, np.int8)
         self.not_before, self.noise_seed, self.chunks, self._left = np.zeros((4, count), np.int64)
-        # `not_before`: version of the weights from which on the policy may act; `chunks`: taken so far.
+        # `not_before`: minimum weight version for actions; `chunks`: chunks taken so far.
         self.keeps = np.ones(count, np.bool_)
         self.current, self.target = np.zeros((2, count), np.int64)
-        # Tickets: of the present observation, and of the one that is being written.
-        # Tickets of the chunks taken so far [N, longest]; `take_chunks` doubles it where an episode is longer.
+        # Tickets of the current observation and of the next one. `taken`: tickets of the chunks taken so far [N,
+        # longest]; `take_chunks` doubles its width for longer episodes.
         self._taken = np.zeros((count, 32), np.int64)
 
     def may_act(self, version: int) -> BoolArray:
-        """[N] the policy may look at the slot's observation with these weights."""
-        if Phase.READY not in self.phase.tobytes():  # as mostly, and quicker than to compare arrays
+        """Return a mask [N] of slots whose observation the policy may process with this weight version."""
+        if Phase.READY not in self.phase.tobytes():  # the common case; faster than an array comparison
             return np.zeros(len(self.phase), np.bool_)
         return (self.phase == Phase.READY) & (self.not_before <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
-        """Let a slot take the rollout's next episode; `begin` does what is left."""
+        """Assign the rollout's next episode to a slot; `begin` does the rest."""
         slot = self.each[row]
         slot.rollout, slot.room, slot.episode = rollout, rollout.left(row), rollout.take(row)
         slot.earlier = slot.open.so_far if slot.open is not None and rollout.continues else None
         if slot.earlier is not None:
-            # Its simulator goes on from the earlier start; the noise of its actions is this plan's.
+            # The simulator continues from the earlier start; the action noise is that of this plan.
             began = slot.earlier.spec
             slot.episode = replace(slot.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
 
     def begin(self, rows: IntArray) -> None:
-        """The slots begin the episodes that they were assigned; the first observations go to `target`."""
+        """Begin the assigned episodes; the first observations go to `target`."""
         now = time.perf_counter()
-        # Collected first and assigned at once: element by element numpy would dominate with thousands of slots.
+        # Collect first and assign once: elementwise assignment would dominate with thousands of slots.
         facts = np.zeros((4, len(rows)), np.int64)
         for i, row in enumerate(rows.tolist()):
             slot = self.each[row]
@@ -115,7 +115,7 @@ class Slots:
         self.target[rows] = self._arena.allocate_all(len(rows))
 
     def reset_request(self, row: int, first: int) -> ResetRequest:
-        """What the env worker of a slot that has begun is asked; `first`: the worker's first slot."""
+        """Build the reset request of a slot; `first`: the worker's first slot."""
         slot = self.each[row]
         rollout, spec = slot.rollout, slot.episode
         assert rollout is not None and spec is not None
@@ -134,7 +134,7 @@ class Slots:
         )
 
     def go_on(self, rows: IntArray) -> None:
-        """Show running episodes, cut ones that go on, to the policy: nothing is simulated for that."""
+        """Continue cut episodes: their current observation goes to the policy without simulation."""
         for row in rows.tolist():
             held = self.each[row].open
             assert held is not None
@@ -145,37 +145,37 @@ class Slots:
         self.advance(rows)
 
     def advance(self, rows: IntArray) -> None:
-        """The observations in `target` are complete."""
+        """Mark the observations in `target` as complete."""
         self.current[rows], self.phase[rows] = self.target[rows], Phase.READY
 
     def repeat_actions(self, rows: IntArray) -> None:
-        """Where a rollout repeats episodes, their actions take the policy's place."""
+        """Replace inference by recorded actions in rollouts that repeat episodes."""
         for row in rows.tolist():
             slot = self.each[row]
             if slot.rollout is None or slot.rollout.replayed is None:
                 continue
             assert slot.episode is not None
             chunks = slot.rollout.replayed[slot.episode.episode_id]
-            # A simulator that does not repeat itself may go on for longer than it did.
+            # A simulator that is not reproducible may run for longer than the recording.
             chunk = chunks[min(int(self.chunks[row]), len(chunks) - 1)]
             self._arena[Record.action][records_of(self.current[row])] = chunk
             self.phase[row] = Phase.ACTED
 
     def step(self, rows: IntArray) -> None:
-        """Their next observations are to be written."""
+        """Mark the next observations as being written."""
         self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
 
     def take_chunks(self, rows: IntArray) -> BoolArray:
-        """Take the results of the chunks that were just executed; return [n] whether the quota is used up."""
+        """Store the results of executed chunks; return a mask [n] of slots whose quota is used up."""
         if self.chunks[rows].max() == self._taken.shape[1]:
             self._taken = np.concatenate([self._taken, np.zeros_like(self._taken)], axis=1)
-        # From here on the observation's record stands for its whole chunk: action and results lie beside it.
+        # The observation's record now describes the whole chunk: actions and results are in the same record.
         self._taken[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
         self._left[rows] -= 1
         for row in rows[~self.keeps[rows]].tolist():
             record = records_of(self.current[row])
-            # Before the record is freed: the arena may give it to the next observation at once.
+            # Copy before the record is freed: it may be reallocated immediately.
             self.each[row].copies.append({name: self._arena[name][record].copy() for name in KEPT})
             self._arena.free(self.current[row : row + 1])
         return np.asarray(self._left[rows] == 0)
@@ -190,18 +190,18 @@ class Slots:
         videos: Sequence[str | None],
         value_dim: int,
     ) -> list[tuple[Episode, IntArray]]:
-        """Close the episodes of slots; returns them and the tickets of their records. `target` is left to the caller.
+        """Close the episodes of slots; return them and the tickets of their records.
 
-        Those of `terminated` and `truncated` [n] came to their end, all others are cut; `final_records` [n]: see
+        `target` is not freed. Episodes neither `terminated` nor `truncated` [n] are cut; `final_records` [n]: see
         `Episode`.
         """
         now, lengths = time.perf_counter(), self.chunks[rows]
         keeps = self.keeps[rows].tolist()
-        # Copied, because the row belongs to the slot's next episode as soon as this one is closed.
+        # Copied, because the row is reused by the slot's next episode.
         taken = [self._taken[row, :n].copy() for row, n in zip(rows.tolist(), lengths.tolist(), strict=True)]
         kept = [own for own, keep in zip(taken, keeps, strict=True) if keep]
         records = records_of(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
-        # One gather for all episodes, which get slices of it: they stay right after the records are freed.
+        # One gather for all episodes, whose arrays are slices of it; they remain valid after the records are freed.
         columns: dict[str, Any] = {name: self._arena[name][records] for name in KEPT}
         found, place = [], 0
         for i, row in enumerate(rows.tolist()):
@@ -215,7 +215,7 @@ class Slots:
                 own = slice(0, 0)
                 fields: dict[str, Any] = {name: np.stack([chunk[name] for chunk in slot.copies]) for name in KEPT}
             cut = not (terminated[i] or truncated[i])
-            # Where the quota may cut long episodes, those that end before it are the short ones.
+            # With a quota, episodes that end before the cut are the short ones.
             whole = slot.room * fields[Record.valid].shape[1] >= rollout.plan.max_episode_steps
             episode = Episode(
                 spec=spec,
@@ -234,16 +234,16 @@ class Slots:
                 video=videos[i],
             )
             found.append((episode, taken[i] if keeps[i] else taken[i][:0]))
-            # Before the slot is idle: `Rollout.ended` decides by what is left whether the next wave may start.
+            # Before the slot is idle: `Rollout.ended` uses the remaining quota to start the next wave.
             rollout.spend(slot.index, len(taken[i]))
             self._become_idle(slot)
         return found
 
     def drop(self, row: int, *, again: bool = True) -> list[int]:
-        """Forget this attempt at the slot's episode, which may start `again`; returns the tickets to free."""
+        """Drop this attempt at the slot's episode, which may start `again`; return the tickets to free."""
         slot, phase = self.each[row], self.phase[row]
         assert slot.episode is not None and slot.rollout is not None
-        # Before the slot is idle: `Rollout.ended` must find the episode in its queue again.
+        # Before the slot is idle: `Rollout.ended` must find the episode in its queue.
         slot.rollout.lose(slot.index, slot.episode, again=again)
         tickets = self._taken[row, : self.chunks[row] if self.keeps[row] else 0].tolist()
         tickets += [self.current[row]] * (phase in (Phase.READY, Phase.INFERRING, Phase.ACTED, Phase.STEPPING))

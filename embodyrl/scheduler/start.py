@@ -1,4 +1,4 @@
-"""Starts the workers of a run: those of a blueprint, or the ranks of supervised training, which has no simulators."""
+"""Start the workers of a run: those of a run plan, or the ranks of SFT, which has no simulators."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the actor ranks meet, as long as the driver lives."""
+    """Rendezvous of the actor ranks, for the lifetime of the driver."""
 
     rank_info: RankInfo
-    """What every rank must know."""
+    """Connection data of every rank."""
     store: TCPStore | None = None
     gate: socket.socket | None = None
-    """Listens for ranks on other hosts."""
+    """Authenticated proxy for ranks on other hosts."""
 
     def close(self) -> None:
-        """Listen no longer; idempotent."""
+        """Stop listening; idempotent."""
         if self.gate is not None and self.gate.fileno() != -1:
-            self.gate.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for visitors
+            self.gate.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
             self.gate.close()
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Open a store on the loopback interface and, if ranks come from other hosts, a gate to it at address `host`."""
+    """Open a store on the loopback interface and, for ranks on other hosts, an authenticated proxy to it at `host`."""
     if ranks == 1:
         return Rendezvous(RankInfo())
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    listener = socket.create_server((LOOPBACK, 0))  # left to itself, the store listens on all interfaces
+    listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
     port = listener.getsockname()[1]
-    # The ranks are started later than this, so nobody waits for them here.
+    # Do not wait for the ranks: they start later.
     store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     rank_info = RankInfo(host=host, port=port, timeout_s=timeout_s)
     if host == LOOPBACK:
@@ -77,16 +77,16 @@ def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
 def plan_hosts(
     blueprint: Blueprint, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
 ) -> list[WorkerSpec]:
-    """Say which processes hold the policy of a run, the actor ranks first, who meet at their `rank_info`.
+    """Return the specs of the policy processes of a run, actor ranks first.
 
-    `start_from` replaces the weights of `model.path`; `bucket_arena` are the buckets where rollout and actor are apart.
+    `start_from` replaces the weights of `model.path`; `bucket_arena` contains the weight buckets of disaggregated mode.
     """
     ranks = blueprint.ranks
     common = replace(
         policy_init(blueprint, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
     )
     actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, blueprint.devices)
-    # Built as the actors are, so that both compute the same function.
+    # Built like the actors, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
     learner = blueprint.cfg if isinstance(blueprint.cfg, TrainConfig) else None
     sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
@@ -104,7 +104,7 @@ def plan_hosts(
 
 
 def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
-    """The processes that train a policy together, who meet at their `rank_info`."""
+    """Return the specs of the processes that train a policy together."""
     return [
         _spec(
             f"policy_{rank}" if rank else "policy",
@@ -117,7 +117,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 
 
 def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> PolicyHostInit:
-    """What a process needs that acts and trains alone."""
+    """Return the settings of a process that acts and trains alone."""
     cfg = blueprint.cfg
     learner = cfg if isinstance(cfg, TrainConfig) and blueprint.algorithm is not None else None
     plan = plan_memory(blueprint) if learner is not None and visible_gpus() else None
@@ -141,10 +141,10 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     threads = int(_threads())
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
-            threads = max(threads, available_cores() // blueprint.ranks)  # optimizer steps are the host's then
+            threads = max(threads, available_cores() // blueprint.ranks)  # optimizer steps then run on the CPU
         actor = learner.actor
         if blueprint.ranks > 1:
-            # By the driver, which sees all GPUs: ranks that chose for themselves might choose differently.
+            # Chosen by the driver, which sees all GPUs: ranks might choose differently.
             actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(blueprint)).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
@@ -163,7 +163,7 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         arena=arena.handle,
         total_steps=blueprint.total_steps,
         threads=threads,
-        # Where the expert labels each step (DAgger), the policy is asked at each step too.
+        # If the expert labels each step (DAgger), the policy acts at each step, too.
         single_step=blueprint.single_step and not blueprint.labelled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
@@ -192,31 +192,31 @@ def _threads() -> str:
 
 
 def shared_arena(cfg: ActingConfig | SftConfig, arena: Arena) -> Arena | None:
-    """The driver's own arena object, for workers that live in its process."""
+    """Return the driver's arena object for workers in its process, else None."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 
 
-# Simulators and renderers spin up a thread per core each unless told otherwise; with several worker processes these
-# threads fight (measured: 5 to 15 times slower).
+# Simulators and renderers start one thread per core each by default; with several worker processes these threads
+# compete (measured: 5 to 15 times slower).
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "LP_NUM_THREADS")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """Running workers, and what they share."""
+    """Running workers and their shared memory."""
 
     supervisor: Supervisor
     arena: Arena
     policy: PolicyClient
     meet: Rendezvous
-    """Of the actor ranks."""
+    """Rendezvous of the actor ranks."""
     trace: Path | None = None
-    """Where the timeline goes at the end."""
+    """File of the timeline trace."""
 
     def wait_until_ready(
         self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
     ) -> None:
-        """Start the workers; whatever ends the wait, none of them is left behind."""
+        """Wait until all workers are ready; after an error, stop all of them."""
         policies = {spec.name: (spec, partial(self.policy.on_message, spec.name)) for spec in hosts}
         try:
             with self.supervisor.signals():
@@ -228,7 +228,7 @@ class Started:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Signals are requests, up to the end of the workers when the block is left."""
+        """Handle signals as stop requests inside the block; stop the workers at its end."""
         with self.supervisor.signals():
             try:
                 yield
@@ -236,8 +236,8 @@ class Started:
                 self.close()
 
     def close(self) -> None:
-        """End all workers, write the trace and free the arena."""
-        # Workers first: nobody may write into memory that is let go of.
+        """Stop all workers, write the trace and free the arena."""
+        # Workers first: no process may write into freed memory.
         self.supervisor.stop()
         if self.trace is not None:
             self.supervisor.timeline.write(self.trace)
@@ -248,7 +248,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers(Started):
-    """The running workers of a run that plays episodes."""
+    """Running workers of a run with episodes."""
 
     scheduler: RolloutScheduler
 
@@ -263,9 +263,9 @@ def start_workers(
     timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     supervisor = Supervisor(launcher, cfg.faults, say, timeline)
-    # One bucket is filled while the other is taken.
+    # One bucket is filled while the other is read.
     bucket_arena = Arena.create(bucket_layout(), 2) if blueprint.is_disaggregated else None
-    # Collectives also count the time of a freeze; the driver's own deadline for an update ends them much earlier.
+    # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
     meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
     hosts = plan_hosts(blueprint, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
@@ -274,12 +274,12 @@ def start_workers(
     envs = [env_spec(blueprint, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks)
-    # Only now: a start that failed leaves no timeline behind.
+    # After the start: a failed start writes no timeline.
     return replace(workers, trace=log_dir / "trace.json" if cfg.runner.trace else None)
 
 
 def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
-    """How to start an env worker."""
+    """Return the spec of an env worker."""
     cfg, worker = blueprint.cfg, blueprint.env_workers[number]
     init = EnvWorkerInit(
         env=cfg.env,
@@ -303,21 +303,21 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
 
 
 class Samples(Protocol):
-    """Observations, and what is to be imitated at each."""
+    """Observations with the target actions or replies."""
 
     @property
     def width(self) -> int:
-        """Records of one sample, whose rows follow each other."""
+        """Consecutive records of one sample."""
         ...
 
     def write(self, arena: Arena, record: int, row: int) -> None:
-        """Put one of them into a record."""
+        """Write one sample into a record."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedActors(Started):
-    """The running ranks; samples reach them through the arena."""
+    """Running SFT ranks; samples are passed through the arena."""
 
     loop: EventLoop
 
@@ -327,10 +327,10 @@ class SupervisedActors(Started):
 
     @contextmanager
     def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
-        """Put the samples `rows` into records for as long as the body runs."""
+        """Write the samples `rows` into records, which are valid inside the block."""
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
         tickets = self.arena.allocate_all(len(rows))
-        # Written by the driver itself, which holds the data set: there is no env worker.
+        # Written by the driver, which loads the data set: there is no env worker.
         with self.arena.write_all(tickets) as records:
             for record, row in zip(records.tolist(), rows.tolist(), strict=True):
                 samples.write(self.arena, record, row)
@@ -352,14 +352,14 @@ def start_supervised(
     """Start the ranks and wait until they are ready.
 
     Args:
-        cfg: the run.
+        cfg: config of the run.
         model: its model, with the statistics of its data.
-        request: how to build the policy.
-        layout: of the arena, which holds the samples of one optimizer step.
+        request: arguments of the policy's constructor.
+        layout: of the arena, which contains the samples of one optimizer step.
         width: records of one sample.
-        total_steps: of the run.
-        log_dir: where the ranks write their logs.
-        say: shows a line to the user.
+        total_steps: training steps of the run.
+        log_dir: folder for the ranks' logs.
+        say: prints a line for the user.
 
     Raises:
         WorkerError: a rank could not start.

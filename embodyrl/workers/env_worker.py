@@ -51,7 +51,7 @@ class EnvWorker:
         self._env: Env = ENVS.get(init.env.env_type).make(init.env, init.context)
         self._open_recordings: dict[int, _OpenRecording] = {}
         self._problems: list[Recording] = []
-        self._unjudged: dict[int, str] = {}
+        self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
         self._converses = self._arena[Record.reply].shape[1] > 0
         """The instruction is a conversation that grows with each chunk; otherwise an episode has one."""
@@ -79,7 +79,7 @@ class EnvWorker:
             render_s=self._render_s,
             reset_s=ended - stepped - (self._render_s - step_render_s),
             recordings=tuple(recordings + self._take_problems()),
-            unjudged=tuple(self._unjudged.items()) if len(request.slots) else (),
+            reward_errors=tuple(self._reward_errors.items()) if len(request.slots) else (),
             solved=tuple(solved),
         )
 
@@ -108,7 +108,7 @@ class EnvWorker:
                 arena[name][records, :length] = getattr(result, name)
             else:
                 arena[name][records] = getattr(result, name)
-        self._unjudged = result.unjudged
+        self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
         # Also of episodes that have just ended: a truncated one is bootstrapped from its last observation.
         self._observe(slots, request.targets)

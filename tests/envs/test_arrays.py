@@ -138,10 +138,10 @@ def test_a_reward_that_fails_in_every_step_of_an_episode_is_said_once():
     """As many complaints as episodes would end the run."""
     env = make(2, reward=StepRewardSettings(path="test_arrays:broken"))
     begin(env, [1, 2])
-    said = [env.step_chunk([0, 1], np.zeros((2, 2, 1), np.float32)).unjudged for _ in range(2)]
+    said = [env.step_chunk([0, 1], np.zeros((2, 2, 1), np.float32)).reward_errors for _ in range(2)]
     assert [sorted(one or {}) for one in said] == [[0, 1], []]
     env.reset([1], [EpisodeStart(reset_id=3, seed=0, max_episode_steps=9)])
-    assert list(env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32)).unjudged or {}) == [1]
+    assert list(env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32)).reward_errors or {}) == [1]
 
 
 def test_flags_of_another_shape_are_refused(monkeypatch):

@@ -111,13 +111,13 @@ def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
     env, actions, result = run(own("moody"), rewards=(1, 1, 1, 1))
     assert result.reward.tolist() == [[1, 0, 0, 1, 0]]
     assert result.components.tolist() == [[2.0, 2.0]]
-    (why,) = result.unjudged.values()
+    (why,) = result.reward_errors.values()
     assert "slot 0, task 0 ('do thing 0'), initial state 0, step 2: RuntimeError: bad mood" in why
     env.reset([0], [EpisodeStart(reset_id=0, seed=1, max_episode_steps=9)])
-    assert env.step_chunk([0], actions[:, :1]).unjudged == {}
-    assert list(env.step_chunk([0], actions[:, :1]).unjudged) == [0]
+    assert env.step_chunk([0], actions[:, :1]).reward_errors == {}
+    assert list(env.step_chunk([0], actions[:, :1]).reward_errors) == [0]
     _, _, wrong = run(own("other_parts"))
-    assert "its parts are near; its `components` are near, far" in wrong.unjudged[0]
+    assert "its parts are near; its `components` are near, far" in wrong.reward_errors[0]
 
 
 def test_slots_in_lockstep_see_their_own_step():
@@ -145,7 +145,7 @@ def test_gymnasium_tells_its_info(env_id):
         result = env.step_chunk([0, 1], np.ones((2, 50, 1), np.float32))
     finally:
         env.close()
-    assert result.unjudged == {}
+    assert result.reward_errors == {}
     last = SEEN[-1]
     assert last.terminated
     if single:

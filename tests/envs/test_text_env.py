@@ -82,7 +82,7 @@ def test_a_reason_for_a_missing_reward_belongs_to_its_slot():
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
     env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
     result = env.step_chunk([1, 2, 3], np.zeros((3, 8, 1), np.float32))
-    assert result.unjudged == {2: "no idea", 3: "no clue"}
+    assert result.reward_errors == {2: "no idea", 3: "no clue"}
 
 
 def test_a_tool_answers_and_a_further_reply_follows(env):

@@ -116,8 +116,8 @@ def test_every_episode_without_a_known_reward_is_counted_also_in_refills(tmp_pat
     with running_crew(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1") as stage:
         rollout = collect(stage, sampler_of(stage), 0)
         assert (len(rollout.filtered), len(rollout.episodes)) == (4, 4)
-        assert len(rollout.unjudged) == 8
-        assert all("no reward today" in why for why in rollout.unjudged)
+        assert len(rollout.reward_errors) == 8
+        assert all("no reward today" in why for why in rollout.reward_errors)
 
 
 def test_the_baseline_of_remax_is_the_greedy_episode_of_the_group(tmp_path):

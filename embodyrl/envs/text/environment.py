@@ -149,7 +149,7 @@ class ConversationEnv:
             result.terminated[at], result.truncated[at] = True, conversations[i].cut_off
             result.components[i] = judged.components
             if judged.problem is not None:
-                result.unjudged[slots[i]] = judged.problem
+                result.reward_errors[slots[i]] = judged.problem
             conversations[i].messages.append(
                 Message(role="assistant", content=clip(conversations[i].reply, LAST_BYTES - 16))
             )
