@@ -73,8 +73,8 @@ class RolloutResult:
         for why, times in Counter(self.reward_errors).most_common(3):
             if count and len(self.reward_errors) >= count:
                 raise EmbodyError(
-                    f"None of {count} episodes has a reward: {why}. Check the reward (reward.name, reward.path) and, for "
-                    "text, reward.timeout_s. Its output is in the logs of the env workers."
+                    f"None of {count} episodes has a reward: {why}. Check the reward (reward.name, reward.path) and, "
+                    "for text, reward.timeout_s. Its output is in the logs of the env workers."
                 )
             if why not in seen and len(seen) < _REASONS:
                 log(f"warning: {times} of {count} episodes have an unknown reward, which counts as 0: {why}")

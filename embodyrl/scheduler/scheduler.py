@@ -366,8 +366,8 @@ class RolloutScheduler(EventLoop):
                     remove_films(Path(choice[0]))
             self._supervisor.say(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
-                f"is dropped: its env worker died {self._max_attempts} times (faults.max_restarts_per_worker). The logs "
-                "of the workers contain the causes. For slow episodes, raise faults.step_timeout_s."
+                f"is dropped: its env worker died {self._max_attempts} times (faults.max_restarts_per_worker). The "
+                "logs of the workers contain the causes. For slow episodes, raise faults.step_timeout_s."
             )
 
     def _bootstrap(self, out: RolloutResult) -> None:

@@ -194,7 +194,7 @@ def test_a_toy_run_learns_from_it_and_logs_its_parts(tmp_path):
 
 @pytest.mark.integration
 def test_a_reward_that_always_fails_ends_the_run_in_words(tmp_path):
-    with pytest.raises(EmbodyError, match=r"None of 4 episodes could be judged: .*step 1: RuntimeError: no reward"):
+    with pytest.raises(EmbodyError, match=r"None of 4 episodes has a reward: .*step 1: RuntimeError: no reward"):
         train(toy_config(tmp_path, "reward.path=test_reward:never"))
 
 

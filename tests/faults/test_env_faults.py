@@ -67,7 +67,7 @@ def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is
     done = run_cli("eval", *words, "launcher.env_workers=1", "rollout.pipeline_stage_num=1", cwd=tmp_path)
     assert done.returncode == 4, done.stderr
     said = " ".join(done.stdout.split())
-    assert "episode 2 (task 0, reset id 2, seed 1002) is given up: 3 times the env worker died at it" in said
+    assert "episode 2 (task 0, reset id 2, seed 1002) is dropped: its env worker died 3 times" in said
     result = said.partition("is given up")[2]
     assert result.index("INCOMPLETE: 1 of 4 episodes") < result.index("95 % interval")
     folder = tmp_path / "run" / "eval" / "step_000000"

@@ -40,7 +40,7 @@ def test_the_driver_does_one_thing_at_a_time(tmp_path, monkeypatch, apart):
 
 
 def test_a_wait_that_nobody_can_end_is_a_defect(tmp_path):
-    with running_crew(tmp_path) as stage, pytest.raises(AssertionError, match="nobody is at work"):
+    with running_crew(tmp_path) as stage, pytest.raises(AssertionError, match="no worker is busy"):
         stage.workers.scheduler.run_until(lambda: False)
 
 

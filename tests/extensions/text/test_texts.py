@@ -173,16 +173,16 @@ def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
     run = train(text_config(tmp_path, *path)).run
     assert [0 < row["train/reward_errors"] < 1 for row in rows(run)] == [True, True]
     events = (run / "logs" / "events.log").read_text()
-    assert events.count("could not be judged and earn 0 for it: RuntimeError: no reward for this") == 1
+    assert events.count("have an unknown reward, which counts as 0: RuntimeError: no reward for this") == 1
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("path", ["plain_rewards:broken", "http://127.0.0.1:9/score"])
 def test_a_run_ends_whose_answers_nobody_can_judge(tmp_path: Path, path: str):
     reward = ("reward.name=null", "reward.weights={}", f"reward.path={path}")
-    with pytest.raises(EmbodyError, match=r"None of 8 episodes could be judged: .*(no reward today|refused)"):
+    with pytest.raises(EmbodyError, match=r"None of 8 episodes has a reward: .*(no reward today|refused)"):
         train(text_config(tmp_path, *reward))
-    with pytest.raises(EmbodyError, match=r"None of 4 episodes could be judged: .*(no reward today|refused)"):
+    with pytest.raises(EmbodyError, match=r"None of 4 episodes has a reward: .*(no reward today|refused)"):
         train(text_config(tmp_path, *reward, "runner.experiment_name=eval", "runner.val_check_interval=1"))
 
 
