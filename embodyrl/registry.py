@@ -1,4 +1,4 @@
-"""One registry for every seam: short name, "package.module:attr", or installed entry point."""
+"""One registry for every seam: short name, "package.module:attr", or entry point of a package or extension."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from embodyrl.errors import UnknownNameError
+from embodyrl.manifests import declared
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -64,33 +65,15 @@ def takes(arguments: int) -> Callable[[Any], bool]:
 
 
 def installed(**chosen: Any) -> Iterable[EntryPoint]:
-    """Entry points of a `group`, or with a `value`; their files are read once for the folders of `sys.path`.
-
-    A source checkout declares its own in pyproject.toml: what an earlier installation recorded may be out of date.
-    """
-    declared = _declared()
-    own = [entry for entry in declared if entry.matches(**chosen)]
-    others = _recorded(tuple(sys.path), tuple(chosen.items()))
-    return [*own, *(entry for entry in others if not (declared and entry.dist and entry.dist.name == "embodyrl"))]
+    """Return entry points of other packages, of a `group` or with a `value`; `sys.path` is searched once."""
+    return _entry_points(tuple(sys.path)).select(**chosen)
 
 
 @functools.cache
-def _recorded(path: tuple[str, ...], chosen: tuple[tuple[str, str], ...]) -> list[EntryPoint]:
+def _entry_points(path: tuple[str, ...]) -> Any:
     from importlib.metadata import entry_points
 
-    return [*entry_points(**dict(chosen))]  # pyright: ignore[reportReturnType]
-
-
-@functools.cache
-def _declared() -> list[EntryPoint]:
-    file = Path(__file__).parents[1] / "pyproject.toml"
-    if not file.is_file():
-        return []
-    import tomllib
-    from importlib.metadata import EntryPoint
-
-    groups = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
-    return [EntryPoint(name, value, group) for group, some in groups.items() for name, value in some.items()]
+    return entry_points()
 
 
 def _found_here(module: str) -> str:
@@ -126,13 +109,13 @@ class Registry(Generic[T]):
         self._items[name] = value
 
     def names(self) -> list[str]:
-        """All short names, entry points of installed packages included."""
-        return sorted({*self._items, *(e.name for e in installed(group=self.group))})
+        """Return all short names, entry points of extensions and installed packages included."""
+        return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """What is wrong with the names that `key` holds, one line each; short names are not imported."""
         found: list[str] = []
-        others = {*names} - {*self._items}
+        others = {*names} - {*self._items, *declared(self.group)}
         for name in others - {*self.names()} if others else ():  # names of installed packages take time to read
             try:
                 self.get(name)
@@ -149,7 +132,7 @@ class Registry(Generic[T]):
         """
         value: Any = name
         if ":" not in name:
-            value = self._items[name] if name in self._items else self._installed(name)
+            value = self._items[name] if name in self._items else self._entry_point(name)
             if value is None:
                 raise UnknownNameError(
                     f"Unknown {self.kind} '{name}'.{closest(name, self.names())} Known: {', '.join(self.names())}. "
@@ -160,8 +143,10 @@ class Registry(Generic[T]):
             raise UnknownNameError(f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}.")
         return found
 
-    def _installed(self, name: str) -> str | None:
-        """Where the entry point of an installed package leads."""
+    def _entry_point(self, name: str) -> str | None:
+        """Return the target of an entry point; those of extensions come first."""
+        if (found := declared(self.group).get(name)) is not None:
+            return found
         return next((entry.value for entry in installed(group=self.group) if entry.name == name), None)
 
     def _load(self, target: str) -> Any:

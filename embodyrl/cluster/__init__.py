@@ -4,6 +4,5 @@ from embodyrl.cluster.protocol import LAUNCHERS
 
 LAUNCHERS.add("inline", "embodyrl.cluster.inline:InlineLauncher")
 LAUNCHERS.add("local", "embodyrl.cluster.local:LocalLauncher")
-LAUNCHERS.add("ray", "embodyrl.extensions.ray_cluster.launcher:RayLauncher")
 
 __all__ = ["LAUNCHERS"]

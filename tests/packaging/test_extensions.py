@@ -1,8 +1,10 @@
-"""The core imports no extension, and an extension only those that it declares (extensions.toml)."""
+"""The core imports no extension, and an extension only those that it declares (extension.toml)."""
 
 from __future__ import annotations
 
-from test_imports import EXTENSIONS, NOT_YET_INVERTED, ROOT, imports, owner
+from test_imports import NOT_YET_INVERTED, ROOT, imports, owner
+
+from embodyrl.manifests import declared, extensions
 
 
 def crossing() -> list[tuple[str, str]]:
@@ -16,10 +18,37 @@ def crossing() -> list[tuple[str, str]]:
 
 
 def test_every_listed_path_exists():
-    for name, extension in EXTENSIONS.items():
-        for path in extension["paths"]:
+    for name, extension in extensions().items():
+        for path in extension.paths:
             assert (ROOT / "embodyrl" / path).exists(), (name, path)
-        assert {*extension.get("imports", ())} <= {*EXTENSIONS}, name
+        assert {*extension.imports} <= {*extensions()}, name
+
+
+def test_every_folder_below_extensions_has_a_manifest():
+    folders = {path.name for path in (ROOT / "embodyrl" / "extensions").iterdir() if any(path.glob("*.py"))}
+    assert folders <= {*extensions()}
+
+
+def test_entry_points_name_modules_that_the_extension_owns():
+    for name, extension in extensions().items():
+        for targets in extension.entry_points.values():
+            assert {owner(target.partition(":")[0]) for target in targets.values()} <= {name}
+
+
+def test_names_of_extensions_are_registered():
+    from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+    from embodyrl.cluster import LAUNCHERS
+    from embodyrl.config.sections import SECTIONS
+    from embodyrl.envs import ENVS
+    from embodyrl.monitor import MONITORS
+    from embodyrl.policies import POLICIES
+
+    for registry in (ADVANTAGES, ENVS, LAUNCHERS, LOSSES, MONITORS, POLICIES, SECTIONS):
+        for name, target in declared(registry.group).items():
+            assert name in registry.names()
+            assert registry.problems([name], "key") == []
+            missing = extensions()[owner(target.partition(":")[0]) or ""].install_line()
+            assert missing or registry.get(name)
 
 
 def test_core_imports_no_further_extension():
@@ -32,6 +61,6 @@ def test_extensions_import_only_declared_extensions():
     undeclared = [
         f"{module} ({mine}) -> {target} ({theirs})"
         for module, target in crossing()
-        if (mine := owner(module)) and (theirs := owner(target)) not in EXTENSIONS[mine].get("imports", ())
+        if (mine := owner(module)) and (theirs := owner(target)) not in extensions()[mine].imports
     ]
     assert undeclared == []

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from embodyrl.manifests import extensions
+
 ROOT = Path(__file__).parents[2]
-EXTENSIONS: Mapping[str, Mapping[str, list[str]]] = tomllib.loads(
-    Path(__file__).with_name("extensions.toml").read_text(encoding="utf-8")
-)
 NOT_YET_INVERTED = {
     line for line in Path(__file__).with_name("core_imports.txt").read_text().splitlines() if not line.startswith("#")
 }
@@ -25,8 +24,8 @@ def owner(module: str) -> str | None:
     path = "/".join(module.split(".")[1:])
     found = {
         listed: name
-        for name, extension in EXTENSIONS.items()
-        for listed in extension["paths"]
+        for name, extension in extensions().items()
+        for listed in extension.paths
         if path == listed.removesuffix(".py") or path.startswith(f"{listed}/")
     }
     return found[max(found, key=len)] if found else None

@@ -1,0 +1,53 @@
+"""Extensions of this distribution, read from the file `extension.toml` in the folder of each."""
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent
+FOLDERS = ("extensions", "envs", "policies")
+"""Folders of the package that contain one folder for each extension."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extension:
+    """A part that the core does not need: delete its folders to remove it."""
+
+    summary: str
+    paths: tuple[str, ...]
+    """Its folders, and files that it owns elsewhere, below the package."""
+    imports: tuple[str, ...] = ()
+    """Other extensions that it may import."""
+    requires: Mapping[str, str] = field(default_factory=dict)
+    """Modules that it needs beyond the dependencies of the core, and the pip extra that installs each."""
+    entry_points: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Group, name, `package.module:attr`: the tables that an outside package writes in its `pyproject.toml`."""
+
+    def install_line(self) -> str:
+        """Return the command that installs missing dependencies, or an empty string."""
+        extras = sorted({extra for module, extra in self.requires.items() if find_spec(module) is None})
+        return f"pip install 'embodyrl[{','.join(extras)}]'" if extras else ""
+
+
+@functools.cache
+def extensions() -> Mapping[str, Extension]:
+    """Return the extensions by name, which is that of the folder."""
+    found: dict[str, Extension] = {}
+    for file in sorted(file for folder in FOLDERS for file in PACKAGE.glob(f"{folder}/*/extension.toml")):
+        raw = tomllib.loads(file.read_text(encoding="utf-8"))
+        paths = (file.parent.relative_to(PACKAGE).as_posix(), *raw.pop("paths", ()))
+        points = raw.pop("entry-points", {})
+        found[file.parent.name] = Extension(
+            paths=paths, entry_points=points, imports=tuple(raw.pop("imports", ())), **raw
+        )
+    return found
+
+
+def declared(group: str) -> Mapping[str, str]:
+    """Return the entry points of all extensions in a group."""
+    return {
+        n: value for extension in extensions().values() for n, value in extension.entry_points.get(group, {}).items()
+    }
