@@ -27,8 +27,8 @@ from embodyrl.channels.messages import InferRequest, RankInfo, UpdateRequest
 from embodyrl.config.paths import assets_dir
 from embodyrl.extensions.planner.memory import GIB, plan_memory
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -70,7 +70,7 @@ def write_folder(folder: Path, size: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def draw(folder: Path, case: Case) -> Blueprint:
+def draw(folder: Path, case: Case) -> RunPlan:
     words = (
         *COMMON,
         "actor.micro_batch_size=1",
@@ -78,7 +78,7 @@ def draw(folder: Path, case: Case) -> Blueprint:
         f"actor.fsdp.size={case.ranks}",
         f"actor.global_batch_size={case.samples}",
     )
-    return draw_blueprint(load_config("train", [*words, *case.words]), training=True)
+    return build_run_plan(load_config("train", [*words, *case.words]), training=True)
 
 
 def peak() -> float:
@@ -90,14 +90,14 @@ def peak() -> float:
 
 def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Connection) -> None:
     """Act and train once; send the peak after acting and the one after training."""
-    blueprint = draw(folder, case)
-    arena = Arena.create(blueprint.layout, case.samples)
-    init = replace(policy_init(blueprint, arena, None), rank_info=rank_info)
+    run_plan = draw(folder, case)
+    arena = Arena.create(run_plan.layout, case.samples)
+    init = replace(policy_init(run_plan, arena, None), rank_info=rank_info)
     trainer = actor = PolicyHost(init)
     if twice:
         actor = PolicyHost(replace(init, trains=False))
         actor.policy.module.load_state_dict(trainer.policy.module.state_dict())
-    tickets = fill(arena, blueprint)
+    tickets = fill(arena, run_plan)
     seeds, first = range(len(tickets)), [0] * len(tickets)
     list(actor.handle(InferRequest(tickets=tickets, noise_seeds=seeds, chunks=first, greedy=False, version=0)))
     acted = peak()
@@ -108,13 +108,13 @@ def process(folder: Path, case: Case, rank_info: RankInfo, twice: bool, out: Con
     trainer.close()
 
 
-def fill(arena: Arena, blueprint: Blueprint) -> tuple[Ticket, ...]:
+def fill(arena: Arena, run_plan: RunPlan) -> tuple[Ticket, ...]:
     rng, tickets = np.random.default_rng(0), tuple(arena.allocate() for _ in range(arena.capacity))
     for ticket in tickets:
         with arena.write(ticket) as record:
             arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
             arena[Record.instruction][record] = encode_instruction(
-                blueprint.env.tasks[0], arena[Record.instruction].shape[1]
+                run_plan.env.tasks[0], arena[Record.instruction].shape[1]
             )
             arena[Record.advantage][record] = rng.normal()
             arena[Record.valid][record] = True

@@ -30,9 +30,9 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.simulators import PerSlot, SimStep
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, Wave
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
@@ -126,7 +126,7 @@ class LockStep(RolloutScheduler):
             super()._dispatch_inference()
 
 
-def start(workers: int, sim: float) -> tuple[Workers, Blueprint]:
+def start(workers: int, sim: float) -> tuple[Workers, RunPlan]:
     """Start the real launcher, workers and policy process."""
     os.environ["OVERLAP_POLICY"] = str(sim / workers)
     slots = workers * SLOTS
@@ -136,16 +136,16 @@ def start(workers: int, sim: float) -> tuple[Workers, Blueprint]:
         "model=random", "model.model_type=overlap:POLICY", "model.num_action_chunks=1",
         f"env.eval.max_episode_steps={EPISODE}",
     ]  # fmt: skip
-    blueprint = draw_blueprint(load_config("eval", words), training=False)
-    return start_workers(blueprint, Path(tempfile.mkdtemp()), print), blueprint
+    run_plan = build_run_plan(load_config("eval", words), training=False)
+    return start_workers(run_plan, Path(tempfile.mkdtemp()), print), run_plan
 
 
-def scheduler(running: Workers, blueprint: Blueprint, stages: int, *, lock_step: bool) -> RolloutScheduler:
+def scheduler(running: Workers, run_plan: RunPlan, stages: int, *, lock_step: bool) -> RolloutScheduler:
     """Give the running workers another scheduler."""
     kind = LockStep if lock_step else RolloutScheduler
-    changed = blueprint.cfg.updated({"rollout.pipeline_stage_num": stages})
-    new = kind(running.supervisor, running.arena, running.policy, replace(blueprint, cfg=changed))
-    for worker in blueprint.env_workers:
+    changed = run_plan.cfg.updated({"rollout.pipeline_stage_num": stages})
+    new = kind(running.supervisor, running.arena, running.policy, replace(run_plan, cfg=changed))
+    for worker in run_plan.env_workers:
         running.supervisor._callbacks[worker.name] = partial(new.on_message, worker.name)
     return new
 
@@ -187,10 +187,10 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=24, help="chunks of each slot")
     args = parser.parse_args()
     rows: list[dict[str, object]] = []
-    running, blueprint = start(args.workers, args.sim)
+    running, run_plan = start(args.workers, args.sim)
 
     def run(what: str, stages: int, straggle: str = "none", *, lock_step: bool = False) -> float:
-        speed = chunks_per_second(scheduler(running, blueprint, stages, lock_step=lock_step), straggle, args.chunks)
+        speed = chunks_per_second(scheduler(running, run_plan, stages, lock_step=lock_step), straggle, args.chunks)
         print(f"{what:46} {speed:8.1f} chunks/s", flush=True)
         return speed
 

@@ -334,8 +334,8 @@ class OurVector:
         from embodyrl.cluster.local import LocalLauncher
         from embodyrl.envs import ENVS
         from embodyrl.envs.protocol import EnvContext
-        from embodyrl.plan.blueprint import deal_slots
         from embodyrl.plan.config import load_config
+        from embodyrl.plan.run_plan import deal_slots
         from embodyrl.policies import POLICIES
         from embodyrl.workers.env_worker import EnvWorkerInit
         from embodyrl.workers.lifecycle import WorkerSpec

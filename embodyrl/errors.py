@@ -106,7 +106,7 @@ class Interrupted(EmbodyError):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
 
 
-STARTER_LEAVES = signal.SIGUSR2
+PARENT_EXITED = signal.SIGUSR2
 """Tells a run that whoever started it was asked to stop, or is gone: it stops as well, like on SIGTERM. A batch system
 that signals every process has told the run already, so this one is never the second signal that ends it at once."""
 

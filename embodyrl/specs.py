@@ -1,4 +1,4 @@
-"""What environments and policies declare before any worker starts; joined by `plan/blueprint.py`.
+"""What environments and policies declare before any worker starts; joined by `plan/run_plan.py`.
 
 Their sizes (bytes, FLOPs and seconds) are what a run's memory and rates are planned from.
 """

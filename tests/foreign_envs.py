@@ -88,7 +88,7 @@ class TrueStack(RedPicture):
 
 
 class LateSuccess(Plain):
-    """Says only at the end whether it succeeded."""
+    """Must only at the end whether it succeeded."""
 
     def step(self, action):
         seen, reward, over, _, _ = super().step(action)

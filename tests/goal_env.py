@@ -55,7 +55,7 @@ def started_vector(num_envs: int, **_: Any) -> Any:
 
 
 class Ending(Walk):
-    """Says with which goals it would have ended, one goal at a time."""
+    """Must with which goals it would have ended, one goal at a time."""
 
     def __init__(self) -> None:
         super().__init__(ends=True)

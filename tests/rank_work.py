@@ -17,7 +17,7 @@ from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record, encode_instruction
 from embodyrl.channels.messages import InferRequest, LoadRequest, RankInfo, SaveRequest, UpdateRequest
 from embodyrl.learners import policy_gradient
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.start import policy_init, rendezvous
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -97,10 +97,10 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     if job.at_once is not None:
         policy_gradient.AT_ONCE = job.at_once
     cfg = toy_config(folder, "launcher=local", *words)
-    blueprint = draw_blueprint(cfg, training=True)
-    arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-    host = PolicyHost(replace(policy_init(blueprint, arena, None), rank_info=rank_info))
-    tickets = fill(arena, blueprint, host)
+    run_plan = build_run_plan(cfg, training=True)
+    arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
+    host = PolicyHost(replace(policy_init(run_plan, arena, None), rank_info=rank_info))
+    tickets = fill(arena, run_plan, host)
     if job.poison:
         arena[Record.advantage][records_of(tickets[0])] = np.nan
     if job.load is not None:
@@ -117,7 +117,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
     arena.close()
 
 
-def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float = 0.05) -> IntArray:
+def fill(arena: Arena, run_plan: RunPlan, host: PolicyHost, *, drift: float = 0.05) -> IntArray:
     """Records as a rollout would leave them, drawn from one seed; `drift`: how far log-probabilities are moved."""
     rng = np.random.default_rng(0)
     tickets = arena.allocate_all(RECORDS)
@@ -126,7 +126,7 @@ def fill(arena: Arena, blueprint: Blueprint, host: PolicyHost, *, drift: float =
             arena[Record.images][record] = rng.integers(0, 256, arena[Record.images].shape[1:])
             arena[Record.observed_state][record] = rng.normal(size=arena[Record.observed_state].shape[1:])
             width = arena[Record.instruction].shape[1]
-            arena[Record.instruction][record] = encode_instruction(blueprint.env.tasks[0], width)
+            arena[Record.instruction][record] = encode_instruction(run_plan.env.tasks[0], width)
             arena[Record.advantage][record] = rng.normal()
             arena[Record.returns][record] = rng.normal(size=arena[Record.returns].shape[1:])
             arena[Record.valid][record] = rng.random(arena[Record.valid].shape[1:]) < 0.9

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.commands.train import train
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.start import Workers, start_workers
 
 TOY = (
@@ -91,7 +91,7 @@ def weights(run: Path, step: int) -> dict[str, bytes]:
 class Stage:
     """A workers that waits for rollouts, without a run folder or a loop."""
 
-    blueprint: Blueprint
+    run_plan: RunPlan
     workers: Workers
     said: list[str]
     """What the supervisor told the user."""
@@ -100,10 +100,10 @@ class Stage:
 @contextmanager
 def running_crew(folder: Path, *overrides: str, cfg: TrainConfig | None = None) -> Iterator[Stage]:
     """Start the workers of a config, by default an inline one, and stop them at the end."""
-    blueprint = draw_blueprint(cfg or toy_config(folder, *overrides), training=True)
+    run_plan = build_run_plan(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []
-    workers = start_workers(blueprint, folder, said.append)
+    workers = start_workers(run_plan, folder, said.append)
     try:
-        yield Stage(blueprint, workers, said)
+        yield Stage(run_plan, workers, said)
     finally:
         workers.close()

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
 from embodyrl.algorithms.settings import RISING, AggregationMode, TokenLevel
-from embodyrl.config.settings import Positive, Says, Settings, Weight
+from embodyrl.config.settings import Must, Positive, Settings, Weight
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class CovarianceSettings(Settings):
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Clip-Cov."""
 
-    cov_bounds: Annotated[list[float], RISING, Says("[low,high] with low < high")] = [1.0, 5.0]
+    cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
 
 

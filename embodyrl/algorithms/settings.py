@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Index, Path, Positive, Says, Settings, Share, Weight, only
+from embodyrl.config.settings import Count, Index, Must, Path, Positive, Settings, Share, Weight, only
 from embodyrl.config.shared import SamplingSettings
 
 RewardLevel = StrEnum("RewardLevel", ["chunk_level", "action_level"])
@@ -16,7 +16,7 @@ TokenLevel = StrEnum("TokenLevel", ["token_level", "action_level", "chunk_level"
 RewardNorm = StrEnum("RewardNorm", ["none", "group", "batch"])
 TruncatedEpisodes = StrEnum("TruncatedEpisodes", ["train", "mask", "zero_reward"])
 OldLogprob = StrEnum("OldLogprob", ["rollout", "recompute"])
-_Address = Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")]
+_Address = Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")]
 WeightMode = StrEnum("WeightMode", ["mask", "truncate"])
 WeightLevel = StrEnum("WeightLevel", ["token", "sequence", "geometric"])
 AggregationMode = Literal[
@@ -90,7 +90,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """Target KL per token of an adaptive kl_beta (with kl_in_reward); null: constant kl_beta."""
     kl_horizon: Count = 10000
     """Horizon of the adaptive kl_beta, in episodes."""
-    advantage_clip: Annotated[list[float], _AROUND_ZERO, Says("[low,high] with low < 0 < high")] | None = None
+    advantage_clip: Annotated[list[float], _AROUND_ZERO, Must("[low,high] with low < 0 < high")] | None = None
     """[low, high] bounds of advantages."""
     reward_scale: Weight = 1.0
     """Factor on rewards, after reward_bias; 0 with kl_beta > 0: pure distillation."""
@@ -154,10 +154,10 @@ class GroupSettings(AlgorithmSettings):
     needs = {"filter_rewards or filter_returns": "filter_refills"}
 
     filter_rewards: (
-        Annotated[list[float], _SHARES, Says("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
+        Annotated[list[float], _SHARES, Must("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
     ) = None
     """[low, high]: exclude groups whose mean success lies outside from the update."""
-    filter_returns: Annotated[list[float], RISING, Says("two numbers [low,high] with low < high")] | None = None
+    filter_returns: Annotated[list[float], RISING, Must("two numbers [low,high] with low < high")] | None = None
     """[low, high]: exclude groups whose mean return (before algorithm.reward_scale) lies outside; for rewards other
     than success."""
     filter_refills: Index = 0

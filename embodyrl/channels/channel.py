@@ -1,8 +1,7 @@
-"""Ticket channels between two workers: small messages, the payload stays in the arena. And gates between hosts.
+"""Message channels between two workers (payload stays in the arena), and authenticated proxies between hosts.
 
-A gate is a port that only those pass who know a secret, for servers that ask nobody, such as torch's stores. The server
-itself listens on the loopback interface of its host. Whoever connects to the gate must answer a challenge (HMAC-SHA256
-of random bytes); before that, nothing that is sent is looked at.
+A proxy gives hosts access to a server without authentication, such as a torch store, which listens on the loopback
+interface. A client must answer a challenge (HMAC-SHA256 of random bytes) before any of its data is forwarded.
 """
 
 import hmac
@@ -120,30 +119,30 @@ _HANDSHAKE_S = 30.0
 _NONCE = 32
 
 
-def open_gate(host: str, port: int, secret: bytes) -> socket.socket:
+def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
     """Listen at one address of this host and connect who knows the secret with a port of the loopback interface."""
-    return _serve(socket.create_server((host, 0)), partial(_admit, port, secret))
+    return _serve(socket.create_server((host, 0)), partial(_authenticate, port, secret))
 
 
-def pass_gate(host: str, port: int, secret: bytes) -> socket.socket:
-    """Listen on this host's loopback interface and connect everybody there with what is behind the gate."""
-    return _serve(socket.create_server((LOOPBACK, 0)), partial(_knock, host, port, secret))
+def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
+    """Listen on this host's loopback interface and connect everybody there with what is behind the proxy."""
+    return _serve(socket.create_server((LOOPBACK, 0)), partial(_connect, host, port, secret))
 
 
-def _admit(port: int, secret: bytes, visitor: socket.socket) -> socket.socket:
+def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
     # A fresh question each time: an answer that somebody overheard opens nothing.
     nonce = secrets.token_bytes(_NONCE)
-    visitor.settimeout(_HANDSHAKE_S)
-    visitor.sendall(nonce)
-    if not hmac.compare_digest(_receive(visitor), hmac.digest(secret, nonce, "sha256")):
+    client.settimeout(_HANDSHAKE_S)
+    client.sendall(nonce)
+    if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
         raise ConnectionError("wrong secret")
     return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
 
 
-def _knock(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
-    gate = socket.create_connection((host, port), _HANDSHAKE_S)
-    gate.sendall(hmac.digest(secret, _receive(gate), "sha256"))
-    return gate
+def _connect(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
+    proxy = socket.create_connection((host, port), _HANDSHAKE_S)
+    proxy.sendall(hmac.digest(secret, _receive(proxy), "sha256"))
+    return proxy
 
 
 def _receive(peer: socket.socket) -> bytes:

@@ -75,8 +75,8 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 def _probe_config(cfg: TrainConfig) -> list[Finding]:
     """Let the chosen environment and policy look for what they need on this machine."""
     from embodyrl.commands.facts import memory_of_tasks
-    from embodyrl.plan.blueprint import count_env_workers, plan_devices
     from embodyrl.plan.checks import check_components
+    from embodyrl.plan.run_plan import count_env_workers, plan_devices
 
     try:
         check_components(cfg)

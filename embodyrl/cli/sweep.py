@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from embodyrl.cli.runs import describe_run, run_folders
-from embodyrl.errors import STARTER_LEAVES, ConfigError
+from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
 from embodyrl.plan.config import config_of_ckpt, load_config
 from embodyrl.plan.roots import TrainConfig
@@ -86,13 +86,13 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 def _check_parts(configs: Sequence[TrainConfig]) -> None:
     """Refuse parts that do not fit each other."""
-    # Only now: a wrong key is refused without what the blueprint needs.
-    from embodyrl.plan.blueprint import draw_blueprint
+    # Only now: a wrong key is refused without what the run_plan needs.
     from embodyrl.plan.checks import check_components
+    from embodyrl.plan.run_plan import build_run_plan
 
     for cfg in configs:
         check_components(cfg)
-        draw_blueprint(cfg, training=not cfg.runner.only_eval)
+        build_run_plan(cfg, training=not cfg.runner.only_eval)
 
 
 def _written(place: Path) -> dict[Path, int]:
@@ -123,16 +123,16 @@ class _Running:
     def _hand_on(self, signum: int, frame: object) -> None:
         # The first one only as news: a terminal or a batch system may have sent it to the run itself as well.
         if self._process is not None:
-            self._process.send_signal(signal.SIGTERM if self.stopped else STARTER_LEAVES)
+            self._process.send_signal(signal.SIGTERM if self.stopped else PARENT_EXITED)
         self.stopped = self.stopped or (signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
 
     def run(self, words: Sequence[str]) -> int:
         """Run a command to its end and return its exit code."""
         from embodyrl.leftovers import signal_at_parents_end
 
-        self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, STARTER_LEAVES))
+        self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
         if self.stopped:  # in the moment before
-            self._process.send_signal(STARTER_LEAVES)
+            self._process.send_signal(PARENT_EXITED)
         return self._process.wait()
 
 

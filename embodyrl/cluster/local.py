@@ -155,7 +155,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         handle.process.kill()
         handle.process.join(_JOIN_S)
         self._forget(handle)
-        self._bury(name, handle, reason, traceback, exit_code)
+        self._report_death(name, handle, reason, traceback, exit_code)
 
     def _forget(self, handle: _Handle) -> None:
         for descriptor in handle.descriptors:

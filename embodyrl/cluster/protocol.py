@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Generic, Literal, Protoco
 from pydantic import Field
 
 from embodyrl.clock import RunClock
-from embodyrl.config.settings import Index, Says, Seconds, Settings
+from embodyrl.config.settings import Index, Must, Seconds, Settings
 from embodyrl.errors import ConfigError, WorkerError
 from embodyrl.registry import Registry
 
@@ -59,7 +59,7 @@ class ProcessSettings(LauncherSettings):
     """A launcher that starts processes."""
 
     env_workers: Annotated[
-        Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Says("auto or an integer of at least 1")
+        Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Must("auto or an integer of at least 1")
     ] = "auto"
     """Number of env worker processes, or auto: one per core, at most one per slot."""
 
@@ -320,7 +320,7 @@ class OpenRequests(Generic[H]):
         self._events.clear()
         return events
 
-    def _bury(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
+    def _report_death(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
         """Report the death of a worker that is gone."""
         from embodyrl.workers.lifecycle import log_tail  # here, as every command looks up a launcher's settings
 

@@ -9,7 +9,7 @@ from embodyrl.channels.messages import Request, WorkerReady
 from embodyrl.cluster.protocol import FaultSettings, Launcher, Message, OnEnvCrash, WorkerDied
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.errors import (
-    STARTER_LEAVES,
+    PARENT_EXITED,
     ClusterLost,
     EmbodyError,
     Interrupted,
@@ -49,14 +49,14 @@ class StopRequest:
     ) -> Iterator[None]:
         """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
 
-        SIGHUP stays ignored where it is (nohup). `STARTER_LEAVES` is a request too, but never a second one. SIGUSR1 is
+        SIGHUP stays ignored where it is (nohup). `PARENT_EXITED` is a request too, but never a second one. SIGUSR1 is
         remembered for `looked`.
         """
 
         def note(signum: int, frame: object) -> None:
             # A lost terminal means the same as a request to terminate.
             meant = signum if signum == signal.SIGINT else signal.SIGTERM
-            if signum != STARTER_LEAVES:
+            if signum != PARENT_EXITED:
                 if self._asked:
                     on_second()
                     raise StoppedAtOnce(meant)
@@ -68,7 +68,7 @@ class StopRequest:
         def look(signum: int, frame: object) -> None:
             self._looked = True
 
-        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, STARTER_LEAVES: note}
+        wanted = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGHUP: note, PARENT_EXITED: note}
         wanted |= {signal.SIGUSR1: look}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             del wanted[signal.SIGHUP]

@@ -6,8 +6,8 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.commands.facts import facts, training_facts
 from embodyrl.commands.run_folder import first_weights, resolve_weights, weight_facts
 from embodyrl.extensions.reporting.held_out import evaluation_facts
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
+from embodyrl.plan.run_plan import build_run_plan
 
 
 def describe(cfg: Root) -> str:
@@ -25,8 +25,8 @@ def run_facts(cfg: EvalConfig) -> list[tuple[str, str]]:
     if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
         resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
     training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
-    blueprint = draw_blueprint(cfg, training=training)
-    lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
+    run_plan = build_run_plan(cfg, training=training)
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     if training:
-        lines += training_facts(blueprint)
-    return [*lines, *evaluation_facts(blueprint)]
+        lines += training_facts(run_plan)
+    return [*lines, *evaluation_facts(run_plan)]

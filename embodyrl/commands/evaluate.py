@@ -35,11 +35,11 @@ from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
 from embodyrl.monitor.paired import other_worlds, pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
@@ -58,27 +58,27 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
-    blueprint = draw_blueprint(cfg, training=False)
-    cfg = blueprint.config(EvalConfig) if cfg.eval.protocol.name else cfg
+    run_plan = build_run_plan(cfg, training=False)
+    cfg = run_plan.config(EvalConfig) if cfg.eval.protocol.name else cfg
     if cfg.eval.baseline is not None:
         read_baseline(cfg)  # before anything starts
-    weights = first_weights(cfg, blueprint.env)
+    weights = first_weights(cfg, run_plan.env)
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
         raise ConfigError(f"{resume}: no evaluation of step {step} was begun there; ckpt={cfg.ckpt} has moved on.")
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [
-            *facts(blueprint),
-            *evaluation_facts(blueprint),
+            *facts(run_plan),
+            *evaluation_facts(run_plan),
             *weight_facts(cfg, weights),
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)
         folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume goes on with it
         try:
-            workers = start_workers(blueprint, folder.logs, monitor.text, start_from=weights)
+            workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights)
             with workers.running():
-                result = run_evaluation(blueprint, workers, folder, monitor, step, resume=resume is not None)
+                result = run_evaluation(run_plan, workers, folder, monitor, step, resume=resume is not None)
         except (Interrupted, WorkerError) as error:
             if error.exit_code in (ConfigError.exit_code, CheckpointError.exit_code):
                 raise  # another try would end like this one
@@ -100,7 +100,7 @@ def _step_of(weights: Path | None) -> int:
 
 
 def run_evaluation(
-    blueprint: Blueprint, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
+    run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
 ) -> EvalResult:
     """Evaluate the weights that the workers hold and write `eval.json` and `episodes.jsonl` into the step's folder.
 
@@ -109,8 +109,8 @@ def run_evaluation(
     Raises:
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
     """
-    cfg = blueprint.config(EvalConfig)
-    plan = eval_episodes(cfg, blueprint.env, blueprint.policy)
+    cfg = run_plan.config(EvalConfig)
+    plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     folder = run.eval_folder(step)
     folder.mkdir(parents=True, exist_ok=True)
     if cfg.video != "none":
@@ -120,7 +120,7 @@ def run_evaluation(
     with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
 
         def note(episode: Episode) -> None:
-            rows.append(episode_row(episode, blueprint.env))
+            rows.append(episode_row(episode, run_plan.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation goes on with the episodes that it has.
             log.flush()
@@ -131,20 +131,20 @@ def run_evaluation(
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
             keep=False,
-            video=video_choice(cfg.video, plan, blueprint, run.videos, step),
+            video=video_choice(cfg.video, plan, run_plan, run.videos, step),
             on_episode=note,
         )
         collection = workers.scheduler.collect(rollout)
     _complain(cfg, collection, monitor.text)
     if not rows:
         raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
-    result = summarise(rows, collection, blueprint.env, folder)
-    result = replace(result, protocol=protocol_record(cfg, blueprint.env), **_against_baseline(cfg, rows))
+    result = summarise(rows, collection, run_plan.env, folder)
+    result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
     for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
         monitor.text(line)
-    table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": blueprint.env.name}
+    table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": run_plan.env.name}
     write_atomically(folder / TABLE_FILE, json_text(table))
     return result
 
@@ -189,7 +189,7 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
     return history.evaluations[-1].episodes
 
 
-def video_choice(pattern: str, plan: EpisodeList, blueprint: Blueprint, videos: Path, step: int) -> VideoChoice | None:
+def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:
     """Turn `none | failures | first:N | all` into the choice per episode; `changed:N` is chosen afterwards."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None
@@ -198,11 +198,11 @@ def video_choice(pattern: str, plan: EpisodeList, blueprint: Blueprint, videos: 
     keep = "failures" if pattern == "failures" else "all"
 
     return lambda spec: (
-        (str(videos / film_stem(blueprint.env, spec, step)), keep) if spec.episode_id in wanted else None
+        (str(videos / video_stem_of(run_plan.env, spec, step)), keep) if spec.episode_id in wanted else None
     )
 
 
-def film_stem(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
+def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
     """Name of an episode's recording, before outcome and length."""
     task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
     _, state = env.task_of(spec.reset_id)
@@ -241,7 +241,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=spent), env, folder)
 
 
-def telling_episodes(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
+def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
     """Numbers of the episodes to look at: of every task one that went from failure to success, then of every task one
     that still fails, and so on; afterwards those that got worse and those that always worked.
 
@@ -266,19 +266,19 @@ def telling_episodes(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], 
 
 
 def film(
-    blueprint: Blueprint, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
+    run_plan: RunPlan, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
 ) -> EvalResult:
     """Play episodes of a validation again, action by action, and record them; the result with its recordings.
 
     What does not come out as it did then is left out and said: a simulator need not repeat itself.
     """
-    cfg = blueprint.config(EvalConfig)
-    plan = eval_episodes(cfg, blueprint.env, blueprint.policy)
+    cfg = run_plan.config(EvalConfig)
+    plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     with np.load(result.folder / ACTIONS_FILE) as kept:
         actions = {episode: kept[str(episode)] for episode in wanted if str(episode) in kept}
 
     def choose(spec: EpisodeSpec) -> tuple[str, str]:
-        return str(videos / film_stem(blueprint.env, spec, result.step)), "all"
+        return str(videos / video_stem_of(run_plan.env, spec, result.step)), "all"
 
     again = Rollout(
         plan.without({e.episode_id for e in plan.episodes} - actions.keys()), keep=False, video=choose, replayed=actions
@@ -301,16 +301,16 @@ def film(
 
 
 def film_changes(
-    blueprint: Blueprint, workers: Workers, ends: tuple[EvalResult, EvalResult], videos: Path, say: Say
+    run_plan: RunPlan, workers: Workers, ends: tuple[EvalResult, EvalResult], videos: Path, say: Say
 ) -> tuple[EvalResult, EvalResult]:
     """With `video=changed:N`: films of N telling episodes in the first and the last validation."""
-    choice = blueprint.config(EvalConfig).video
+    choice = run_plan.config(EvalConfig).video
     if not choice.startswith("changed:") or not all((end.folder / ACTIONS_FILE).is_file() for end in ends):
         return ends
     before, after = (read_episodes(end.folder / EPISODES_FILE) for end in ends)
-    wanted = telling_episodes(before, after, int(choice.removeprefix("changed:")))
+    wanted = select_episodes_to_record(before, after, int(choice.removeprefix("changed:")))
     videos.mkdir(parents=True, exist_ok=True)
-    first, last = (film(blueprint, workers, end, wanted, videos, say) for end in ends)
+    first, last = (film(run_plan, workers, end, wanted, videos, say) for end in ends)
     order = {episode: place for place, episode in enumerate(wanted)}
     return first, replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
 

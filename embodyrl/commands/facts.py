@@ -11,21 +11,21 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.planner.memory import GIB, MIB, engine_share, plan_memory, require_memory
 from embodyrl.extensions.planner.rates import predict
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
 
 
-def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
-    cfg, env, policy = blueprint.cfg, blueprint.env, blueprint.policy
-    workers = len(blueprint.env_workers)
-    split = cfg.env.splits["train" if blueprint.algorithm or blueprint.single_step else "eval"]
-    slots = f"{blueprint.num_slots} slots"
-    if isinstance(cfg, TrainConfig) and blueprint.algorithm and cfg.env.train.total_num_envs < blueprint.num_slots:
-        slots = f"{cfg.env.train.total_num_envs} slots (while validating {blueprint.num_slots})"
+    cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
+    workers = len(run_plan.env_workers)
+    split = cfg.env.splits["train" if run_plan.algorithm or run_plan.single_step else "eval"]
+    slots = f"{run_plan.num_slots} slots"
+    if isinstance(cfg, TrainConfig) and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
+        slots = f"{cfg.env.train.total_num_envs} slots (while validating {run_plan.num_slots})"
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
         f"{_limit(env, split)} · {_sight(env)}",
@@ -47,17 +47,17 @@ def facts(blueprint: Blueprint) -> list[tuple[str, str]]:
         lines["inputs"] = (
             f"cameras {cameras}{turned} · {gripper_text(policy.gripper)}, env: {gripper_text(env.gripper)}"
         )
-    if env.cameras and not policy.num_images and blueprint.algorithm is not None:
+    if env.cameras and not policy.num_images and run_plan.algorithm is not None:
         lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
     if env.task_bytes:
-        lines["simulators"] = memory_of_tasks(env, split, blueprint.env_workers_per_node)
-    if blueprint.algorithm is not None:
-        a = blueprint.algorithm.settings
+        lines["simulators"] = memory_of_tasks(env, split, run_plan.env_workers_per_node)
+    if run_plan.algorithm is not None:
+        a = run_plan.algorithm.settings
         clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
-        level = "" if blueprint.algorithm.needs_replay else f" · {a.logprob_type.value}"
+        level = "" if run_plan.algorithm.needs_replay else f" · {a.logprob_type.value}"
         lines["algorithm"] = f"{a.method} · group {a.group_size}{clip}{level}"
-    mib = blueprint.layout.offsets(blueprint.capacity)[1] / MIB
-    arena = f"shared arena {mib:.0f} MiB ({blueprint.capacity} records)"
+    mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
+    arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
 
@@ -79,29 +79,29 @@ def memory_of_tasks(env: EnvSpec, split: EnvSplit, workers: int) -> str:
     )
 
 
-def training_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Samples per step, steps, memory and disk of a training.
 
     Raises:
         ConfigError: there is too little of them.
     """
-    cfg = blueprint.config(TrainConfig)
-    assert blueprint.algorithm is not None
-    plan = train_episodes(cfg, blueprint.env, 0, counts_chunk_steps=blueprint.algorithm.counts_chunk_steps)
+    cfg = run_plan.config(TrainConfig)
+    assert run_plan.algorithm is not None
+    plan = train_episodes(cfg, run_plan.env, 0, counts_chunk_steps=run_plan.algorithm.counts_chunk_steps)
     quota = plan.waves[0].quota_chunks
     if quota is not None:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
     else:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
-    memory = plan_memory(blueprint)
-    require_memory(blueprint, memory)
-    require_disk(cfg, memory.checkpoint, blueprint.total_steps)
-    samples, rates = blueprint.max_samples, predict(blueprint)
+    memory = plan_memory(run_plan)
+    require_memory(run_plan, memory)
+    require_disk(cfg, memory.checkpoint, run_plan.total_steps)
+    samples, rates = run_plan.max_samples, predict(run_plan)
     return [
-        ("per step", f"{per_step} · up to {samples} samples, {blueprint.optimizer_steps_per_step} optimizer steps"),
-        ("in total", f"{blueprint.total_steps} training steps"),
-        *memory.lines(blueprint.ranks, len(blueprint.env_workers)),
-        *([("", f"vLLM gets {engine_share(blueprint):.0%} of its GPU")] if memory.engine else []),
+        ("per step", f"{per_step} · up to {samples} samples, {run_plan.optimizer_steps_per_step} optimizer steps"),
+        ("in total", f"{run_plan.total_steps} training steps"),
+        *memory.lines(run_plan.ranks, len(run_plan.env_workers)),
+        *([("", f"vLLM gets {engine_share(run_plan):.0%} of its GPU")] if memory.engine else []),
         *(rates.lines(samples) if rates else []),
         ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
     ]

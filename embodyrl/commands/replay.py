@@ -18,9 +18,9 @@ from embodyrl.commands.dump import Dump, read_dump, weights_folder
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.errors import CheckpointError, NonFiniteError
 from embodyrl.monitor.history import read_rows
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.settings import RolloutSettings
 from embodyrl.scheduler.actors import ALGORITHM_FILE, gather_scores
 from embodyrl.scheduler.start import policy_init
@@ -70,22 +70,22 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
         CheckpointError: the dump or its checkpoint is missing or damaged, or does not fit the run's config.
     """
     dump, weights = read_dump(run, step), weights_folder(run, step)
-    blueprint = draw_blueprint(_alone(load_saved_config(run, overrides)), training=True)
-    algorithm, batch, episodes = blueprint.algorithm, dump.batch, dump.collection.episodes
+    run_plan = build_run_plan(_alone(load_saved_config(run, overrides)), training=True)
+    algorithm, batch, episodes = run_plan.algorithm, dump.batch, dump.collection.episodes
     assert algorithm is not None
     if algorithm.needs_replay:
         raise CheckpointError(f"{run} learned from a buffer, which no dump holds; its steps cannot be repeated.")
-    arena, tickets = _refill(blueprint, dump)
-    host = _host(blueprint, arena, weights)
+    arena, tickets = _refill(run_plan, dump)
+    host = _host(run_plan, arena, weights)
     try:
         if weights is not None:
             algorithm.load_state(json.loads((weights / ALGORITHM_FILE).read_text(encoding="utf-8")))
-        scores = gather_scores(algorithm, arena, dump.collection, blueprint.env.component_weights)
+        scores = gather_scores(algorithm, arena, dump.collection, run_plan.env.component_weights)
         again = algorithm.prepare(episodes, scores)
         # Not a number where nothing was computed again, so that a missing chunk shows as different.
         advantage = np.full_like(arena[Record.advantage], np.nan)
         advantage[again.records] = again.advantage
-        logprob = _logprobs(host, arena, batch.records, blueprint.config(TrainConfig).actor.micro_batch_size)
+        logprob = _logprobs(host, arena, batch.records, run_plan.config(TrainConfig).actor.micro_batch_size)
         try:
             now = _update(host, dump, tickets) if batch.has_signal else {}
             problems = []
@@ -97,7 +97,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
     then = next((row for row in read_rows(run / "metrics.jsonl") if row.get("step") == step), {})
     version = dump.fields[Record.version][batch.records]
     result = Replay(
-        weights=str(weights or blueprint.cfg.ckpt or blueprint.cfg.model.weights or "none"),
+        weights=str(weights or run_plan.cfg.ckpt or run_plan.cfg.model.weights or "none"),
         episode=batch.episode,
         chunk=np.concatenate([np.arange(len(e.records)) for e in episodes])[batch.records],
         reset_id=np.concatenate([np.full(len(e.records), e.spec.reset_id) for e in episodes])[batch.records],
@@ -109,7 +109,7 @@ def replay(run: Path, step: int, *, overrides: Sequence[str] = ()) -> Replay:
         metrics={name: (then[f"actor/{name}"], now[name]) for name in now if f"actor/{name}" in then},
         problems=tuple(problems),
     )
-    return replace(result, problems=(*problems, *_differences(result, _TOLERANCE[blueprint.cfg.model.half])))
+    return replace(result, problems=(*problems, *_differences(result, _TOLERANCE[run_plan.cfg.model.half])))
 
 
 def gap(pair: tuple[FloatArray, FloatArray]) -> FloatArray:
@@ -138,13 +138,13 @@ def _alone(cfg: TrainConfig) -> TrainConfig:
     return cfg.updated({"launcher": launcher, "rollout": rollout, "actor.fsdp": one_rank})
 
 
-def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, IntArray]:
+def _refill(run_plan: RunPlan, dump: Dump) -> tuple[Arena, IntArray]:
     """An arena whose records are the rows of the dump."""
     count = sum(len(episode.records) for episode in dump.collection.episodes)
-    shapes = {f.name: (count, *f.shape) for f in blueprint.layout.fields}
+    shapes = {f.name: (count, *f.shape) for f in run_plan.layout.fields}
     if shapes != {name: values.shape for name, values in dump.fields.items()}:
         raise CheckpointError(f"The dump of step {dump.step} does not fit the run's config.yaml; was that changed?")
-    arena = Arena.create(blueprint.layout, count)
+    arena = Arena.create(run_plan.layout, count)
     tickets = arena.allocate_all(count)
     for name, values in dump.fields.items():
         arena[name][records_of(tickets)] = values
@@ -156,9 +156,9 @@ def _refill(blueprint: Blueprint, dump: Dump) -> tuple[Arena, IntArray]:
     return arena, tickets
 
 
-def _host(blueprint: Blueprint, arena: Arena, weights: Path | None) -> PolicyHost:
-    first = first_weights(blueprint.cfg, blueprint.env)
-    host = PolicyHost(policy_init(blueprint, arena, first))
+def _host(run_plan: RunPlan, arena: Arena, weights: Path | None) -> PolicyHost:
+    first = first_weights(run_plan.cfg, run_plan.env)
+    host = PolicyHost(policy_init(run_plan, arena, first))
     if weights is not None:
         CheckpointStore(weights.parent).verify(weights)
         (done,) = host.handle(LoadRequest(folder=str(weights)))

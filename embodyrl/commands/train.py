@@ -31,10 +31,10 @@ from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.planner.memory import plan_memory
 from embodyrl.extensions.reporting.held_out import evaluation_facts
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -83,14 +83,14 @@ def train(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     cfg = _with_reference(cfg)
-    blueprint = draw_blueprint(cfg, training=True)
-    cfg = blueprint.config(TrainConfig) if cfg.eval.protocol.name else cfg
-    require_disk(cfg, plan_memory(blueprint).checkpoint, blueprint.total_steps)
-    weights = first_weights(cfg, blueprint.env)
+    run_plan = build_run_plan(cfg, training=True)
+    cfg = run_plan.config(TrainConfig) if cfg.eval.protocol.name else cfg
+    require_disk(cfg, plan_memory(run_plan).checkpoint, run_plan.total_steps)
+    weights = first_weights(cfg, run_plan.env)
     if resume is not None:
-        check_resumed(cfg, blueprint.env, resume)
+        check_resumed(cfg, run_plan.env, resume)
     with closing(open_run(cfg, "train", overrides, resume)) as folder:
-        return _Training(blueprint, folder, weights, on_step, on_eval).run()
+        return _Training(run_plan, folder, weights, on_step, on_eval).run()
 
 
 def _with_reference(cfg: TrainConfig) -> TrainConfig:
@@ -104,7 +104,7 @@ def _with_reference(cfg: TrainConfig) -> TrainConfig:
 class _Training:
     """One process's share of a run."""
 
-    blueprint: Blueprint
+    run_plan: RunPlan
     folder: RunFolder
     weights: Path | None
     on_step: OnStep | None
@@ -113,8 +113,8 @@ class _Training:
     last: EvalResult | None = None
 
     def __post_init__(self) -> None:
-        assert self.blueprint.algorithm is not None
-        self.algorithm, self.cfg = self.blueprint.algorithm, self.blueprint.config(TrainConfig)
+        assert self.run_plan.algorithm is not None
+        self.algorithm, self.cfg = self.run_plan.algorithm, self.run_plan.config(TrainConfig)
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reasons: set[str] = set()
@@ -124,11 +124,11 @@ class _Training:
         start = session.find_start()
         validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
         where = [("output", f"{folder.root}{validation}"), folder.following]
-        held_out = evaluation_facts(self.blueprint) if self._validates else []
-        lines = [*facts(self.blueprint), *weight_facts(self.cfg, self.weights), *held_out, *where]
-        session.announce(lines, self.blueprint.total_steps, self.blueprint.env.tasks)
+        held_out = evaluation_facts(self.run_plan) if self._validates else []
+        lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights), *held_out, *where]
+        session.announce(lines, self.run_plan.total_steps, self.run_plan.env.tasks)
         # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
-        start_all = partial(start_workers, self.blueprint, folder.logs, self.monitor.text, start_from=self.weights)
+        start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
         with session.running(start_all) as workers:
             # What was imported and built stays, so a step of thousands of episodes need not search it for garbage.
             gc.freeze()
@@ -138,7 +138,7 @@ class _Training:
                 gc.unfreeze()
 
     def _train(self, workers: Workers, start: Path | None) -> TrainResult:
-        actors = Actors(workers, self.algorithm, self.blueprint)
+        actors = Actors(workers, self.algorithm, self.run_plan)
 
         def save() -> Path:
             workers.scheduler.abandon()  # what began for steps that will not come
@@ -164,7 +164,7 @@ class _Training:
 
     def _begin(self, workers: Workers) -> None:
         """Validate the start, or take over what an earlier process of this run found out."""
-        folder, env = self.session.folder, self.blueprint.env
+        folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
             self.first = self._validate(workers)
             self.monitor.log(0, self.first.metrics())
@@ -183,7 +183,7 @@ class _Training:
         try:
             ends = (self.first, self.last)
             videos = self.session.folder.videos
-            self.first, self.last = film_changes(self.blueprint, workers, ends, videos, self.monitor.text)
+            self.first, self.last = film_changes(self.run_plan, workers, ends, videos, self.monitor.text)
         except OSError as error:  # what was learned is saved
             self.monitor.text(f"warning: no films, they cannot be written: {error}")
             return
@@ -193,7 +193,7 @@ class _Training:
     def _loop(self, workers: Workers, actors: Actors) -> None:
         """Rollout, score, advantages, update, log, save: the order in which data flows."""
         session, algorithm = self.session, self.algorithm
-        sampler = StepRollouts(self.blueprint, workers, algorithm)
+        sampler = StepRollouts(self.run_plan, workers, algorithm)
         while (step := session.step) < session.total:
             started = time.perf_counter()
             workers.supervisor.timeline.begin()
@@ -201,7 +201,7 @@ class _Training:
             self._check_rewards(rollout, workers, actors)
             with workers.supervisor.shield():
                 if self.cfg.algorithm.curriculum:
-                    by_task = weighs_tasks(self.blueprint.env, self.cfg.env.train)
+                    by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)
                     note_outcomes(algorithm.seen, [*rollout.episodes, *rollout.filtered], by_task=by_task)
                 # Before the update, so that simulators reset while the weights change.
                 if not self._validates_after(step):
@@ -221,7 +221,7 @@ class _Training:
                 workers.scheduler.publish(session.step)
                 publish_s = time.perf_counter() - published
             restarts = session.restarts + workers.supervisor.restarts
-            metrics = rollout_metrics(rollout, self.blueprint.env, len(self.blueprint.env_workers), restarts)
+            metrics = rollout_metrics(rollout, self.run_plan.env, len(self.run_plan.env_workers), restarts)
             metrics |= workers.supervisor.timeline.metrics() | batch.metrics
             metrics |= {"time/update": result.pop("seconds"), "time/publish": publish_s}
             metrics |= {f"actor/{name}": value for name, value in result.items()}
@@ -260,7 +260,7 @@ class _Training:
 
     def _validate(self, workers: Workers) -> EvalResult:
         session = self.session
-        result = run_evaluation(self.blueprint, workers, session.folder, self.monitor, session.step)
+        result = run_evaluation(self.run_plan, workers, session.folder, self.monitor, session.step)
         if result.dropped:
             self.monitor.text(f"step {session.step}: {result.losses}")
         for path in result.videos:
@@ -279,7 +279,7 @@ class _Training:
 
     def _save(self, workers: Workers, actors: Actors) -> Path:
         with workers.supervisor.shield():
-            meta = {"env": self.blueprint.env.name, "model": self.blueprint.policy.name}
+            meta = {"env": self.run_plan.env.name, "model": self.run_plan.policy.name}
             return self.session.save(actors.save, meta)
 
     def _report(self, checkpoint: Path) -> None:
@@ -295,6 +295,6 @@ class _Training:
             videos = compare_recordings(self.first, self.last, folder, fps=fps, warn=self.monitor.text)
         root, trust = str(self.session.folder.root), trust_words(self.cfg)
         uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
-        self.session.conclude(checkpoint, *(uses if self.blueprint.env.draws else uses[:2]))
+        self.session.conclude(checkpoint, *(uses if self.run_plan.env.draws else uses[:2]))
         for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

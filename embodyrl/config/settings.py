@@ -22,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 
 def only(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Let values pass for which this holds; the field's `Says` puts it in words."""
+    """Let values pass for which this holds; the field's `Must` puts it in words."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -33,10 +33,13 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 
 @dataclass(frozen=True, slots=True)
-class Says:
-    """Wording after "must be", for a field whose type and bounds do not say it."""
+class Must:
+    """Constraint of a field in the words of its error message, after "must be"."""
 
     wording: str
+
+
+Says = Must  # alias for one release
 
 
 class NumbersStates:
@@ -46,7 +49,7 @@ class NumbersStates:
 Count = Annotated[int, Field(ge=1, le=10**6)]
 """How many of something there are."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
-CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Says("at least 1, or -1")]
+CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Must("at least 1, or -1")]
 """-1 stands for no limit, or for all."""
 Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -54,11 +57,11 @@ Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
 # No system has longer names, and asking for one is an error of its own.
 _short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
-Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Says("a path")]
+Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Must("a path")]
 Name = Annotated[
     str,
     Field(pattern=r"^[^./\s\x00][^/\s\x00]*$", max_length=100),
-    Says("a name without '/' and blanks that begins with no dot"),
+    Must("a name without '/' and blanks that begins with no dot"),
 ]
 
 
@@ -210,7 +213,7 @@ class Key:
     def expectation(self) -> str:
         """Type and range in words, for messages."""
         hint, metadata, optional = self._type
-        said = next((item.wording for item in metadata if isinstance(item, Says)), None)
+        said = next((item.wording for item in metadata if isinstance(item, Must)), None)
         if said is None:
             said = f"one of {', '.join(self.choices)}" if self.choices else _noun(hint, metadata)
         return f"{said} or null" if optional and "null" not in said else said

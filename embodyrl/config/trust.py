@@ -41,7 +41,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))
-        if _is_door(text) and not _is_known(text)
+        if _may_execute_code_or_connect(text) and not _is_known(text)
     ]
 
 
@@ -57,7 +57,7 @@ def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
 
 
-def _is_door(text: str) -> bool:
+def _may_execute_code_or_connect(text: str) -> bool:
     # The values of this user's own environment are this user's; other interpolations could hide a path.
     plain = _ENV_VALUE.sub("x", text)
     return "${" in plain or _DOOR.fullmatch(plain) is not None

@@ -82,14 +82,14 @@ def choose_renderer() -> Renderer:
         return Renderer("osmesa", f"EGL knows GPUs by number, and {hidden[0]} is a slice or not listed", fix)
     with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are dealt over all of them
         frames = list(pool.map(lambda gpu: draw_frame("egl", egl_device(gpu)), gpus))
-    judged = [judge_egl(frame) for frame in frames]
+    judged = [check_egl(frame) for frame in frames]
     bad = next((number for number, one in enumerate(judged) if one.backend != "egl"), None)
     if bad is None or len(gpus) == 1:
         return judged[bad or 0]
     return Renderer("osmesa", f"{judged[bad].why} (GPU {gpus[bad]})", judged[bad].fix)
 
 
-def judge_egl(frame: Frame) -> Renderer:
+def check_egl(frame: Frame) -> Renderer:
     """Prefer EGL if a GPU drew with it."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
     folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field, PrivateAttr
 
-from embodyrl.config.settings import Count, NumbersStates, Positive, Says, Settings, only
+from embodyrl.config.settings import Count, Must, NumbersStates, Positive, Settings, only
 
 RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
@@ -13,7 +13,7 @@ RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 _RANGE = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
 _TASKS = only(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
-    float, Field(ge=-(10**6), le=10**6), only(bool), Says("different from 0 (0 removes every reward)")
+    float, Field(ge=-(10**6), le=10**6), only(bool), Must("different from 0 (0 removes every reward)")
 ]
 Slots = Annotated[int, Field(ge=1, le=65536)]
 
@@ -27,9 +27,9 @@ class EnvSplit(Settings):
     """Go on after success until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
-    task_ids: Annotated[list[int], _TASKS, Says("a list of different task numbers, [0,1]")] | None = None
+    task_ids: Annotated[list[int], _TASKS, Must("a list of different task numbers, [0,1]")] | None = None
     """Tasks to use; default all."""
-    state_ids: Annotated[list[int], _RANGE, Says("[first,last] with 0 <= first <= last")] | None = None
+    state_ids: Annotated[list[int], _RANGE, Must("[first,last] with 0 <= first <= last")] | None = None
     """[first, last]: initial states of each task that this split may use; default all."""
 
 
@@ -37,7 +37,7 @@ class TrainSplit(EnvSplit):
     """Episodes to train on."""
 
     task_weights: (
-        Annotated[list[Positive], Field(min_length=2), Says("a list of two or more numbers above 0, [1,0.5]")] | None
+        Annotated[list[Positive], Field(min_length=2), Must("a list of two or more numbers above 0, [1,0.5]")] | None
     ) = None
     """How often groups are of each of the selected tasks, in relation to each other; null: equally often."""
 

@@ -45,7 +45,7 @@ class VideoError(EmbodyError):
     """A recording could not be written; nothing of it is left on disk."""
 
 
-def remove_films(stem: Path) -> None:
+def remove_videos(stem: Path) -> None:
     """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two films."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
@@ -65,7 +65,7 @@ class VideoRecorder:
         self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, judged: bool = True
     ) -> None:
         """`judged`: whether the environment says anything of success."""
-        remove_films(path_stem)
+        remove_videos(path_stem)
         self._stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
         self._fps = fps

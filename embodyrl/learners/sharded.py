@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embodyrl.channels.channel import LOOPBACK, pass_gate
+from embodyrl.channels.channel import LOOPBACK, forward_to_proxy
 from embodyrl.channels.messages import RankInfo
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.precision import layers
@@ -212,7 +212,7 @@ def _join(rank_info: RankInfo, device: str) -> None:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:
-        host, port = pass_gate(host, port, rank_info.secret).getsockname()
+        host, port = forward_to_proxy(host, port, rank_info.secret).getsockname()
     # A rank that meets nobody needs no listening socket.
     store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Name, Path, Says, Settings, Share, only
+from embodyrl.config.settings import Count, CountOrAll, Must, Name, Path, Settings, Share, only
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
 OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
@@ -15,7 +15,7 @@ OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
 VideoChoice = Annotated[
     str,
     Field(pattern=r"^(none|failures|all|(first|changed):[1-9]\d{0,5})$"),
-    Says("one of none, failures, first:N, changed:N, all"),
+    Must("one of none, failures, first:N, changed:N, all"),
 ]
 
 
@@ -25,7 +25,7 @@ _DIFFERENT = only(lambda names: len(set(names)) == len(names))
 class LoggerSettings(Settings):
     """Where metrics go."""
 
-    backends: Annotated[list[str], _DIFFERENT, Says("a list of different names, for example [console,jsonl,wandb]")] = [
+    backends: Annotated[list[str], _DIFFERENT, Must("a list of different names, for example [console,jsonl,wandb]")] = [
         "console",
         "jsonl",
         "tensorboard",
@@ -56,7 +56,7 @@ class RunnerSettings(Settings):
     """Evaluate `ckpt` (or the model's own weights) and stop."""
     val_check_interval: CountOrAll = -1
     """Training steps between validations; also before the first and after the last step; -1: never."""
-    val_suites: Annotated[list[str], _DIFFERENT, Says("a list of different names")] = []
+    val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
     """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
     one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
     tabletop, or [all]."""
@@ -114,7 +114,7 @@ class RolloutSettings(Settings):
     """Processes that act with rollout.mode=disaggregated."""
     backend: Literal["hf", "vllm", "server"] = "hf"
     """hf: the policy's own module; vllm, or a server with its completions protocol: language models only."""
-    url: Annotated[str, Field(pattern=r"^https?://\S+$"), Says("an address such as http://host:8000/v1")] | None = None
+    url: Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")] | None = None
     """server: its address, with /v1."""
     served_model: str | None = None
     """server: name of the model there; default its first."""

@@ -76,12 +76,12 @@ class GaussianChain(ABC):
     """
 
     def __init__(
-        self, record: ChunkRecord, *, num_steps: int, every_step: bool, drawn_steps: int, terms: int = 1
+        self, record: ChunkRecord, *, num_steps: int, every_step: bool, sampled_steps: int, terms: int = 1
     ) -> None:
-        """Chains of `num_steps` steps; the one stochastic step is one of the first `drawn_steps`."""
+        """Chains of `num_steps` steps; the one stochastic step is one of the first `sampled_steps`."""
         self.record = record
         self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
-        self._drawn_steps, self._terms = drawn_steps, terms
+        self._sampled_steps, self._terms = sampled_steps, terms
 
     @abstractmethod
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
@@ -91,7 +91,7 @@ class GaussianChain(ABC):
         """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         # Each chunk draws its own step: one for a whole batch would make a row depend on what it was batched with.
-        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._drawn_steps).astype(np.int64)
+        place = (uniforms(seeds, PLACE, 1)[:, 0] * self._sampled_steps).astype(np.int64)
         chosen = on_device(place, device)[:, None, None]
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]

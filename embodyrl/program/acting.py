@@ -12,10 +12,10 @@ import numpy as np
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.config.paths import resolve_run
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import Blueprint, draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, run_config
 from embodyrl.plan.load import write_word
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.program.environment import SingleEnv, env_of
@@ -29,7 +29,7 @@ class LoadedPolicy:
 
     policy: Policy
     """The module (`policy.module`) and its own interface: `score` for gradients, `values`, `save`."""
-    blueprint: Blueprint
+    run_plan: RunPlan
 
     def __repr__(self) -> str:
         spec = self.policy.spec
@@ -38,11 +38,11 @@ class LoadedPolicy:
     @property
     def env_name(self) -> str:
         """Environment that its run was about."""
-        return self.blueprint.env.name
+        return self.run_plan.env.name
 
     def make_env(self) -> SingleEnv:
         """That environment, with the cameras and sizes that the policy knows."""
-        return env_of(self.blueprint)
+        return env_of(self.run_plan)
 
     def act(
         self, obs: dict[str, Any], *, instruction: str | None = None, noise: FloatArray | None = None
@@ -69,7 +69,7 @@ class LoadedPolicy:
 
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
         """Put observations of single environments together as the policy wants them."""
-        env, reads = self.blueprint.env, self.policy.spec
+        env, reads = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras), *env.image_size, 3)
         images = [self._part(one, "images", shape, reads.num_images > 0)[: shape[0]] for one in seen]
         state = [self._part(one, "state", (env.state_dim,), reads.uses_state) for one in seen]
@@ -95,7 +95,7 @@ class LoadedPolicy:
         return found
 
     def _instruction(self, one: dict[str, Any]) -> str:
-        env = self.blueprint.env
+        env = self.run_plan.env
         texts = env.instructions or env.tasks
         if "instruction" in one or len(texts) == 1:
             return str(one.get("instruction", *texts[:1]))
@@ -108,7 +108,7 @@ class LoadedPolicy:
         out = self.policy.act(obs, noise=noise)
         # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
         actions = np.array(out.actions)
-        convert_gripper(actions, self.policy.spec.gripper, self.blueprint.env.gripper)
+        convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.gripper)
         return replace(out, actions=actions)
 
 
@@ -135,13 +135,13 @@ def load_policy(
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [named, write_word("model.path", place), *words])
     check_components(cfg)
-    blueprint = draw_blueprint(cfg, training=False)
-    weights = first_weights(cfg, blueprint.env)
+    run_plan = build_run_plan(cfg, training=False)
+    weights = first_weights(cfg, run_plan.env)
     from embodyrl.policies.tensors import best_device
 
     drawn = cfg.algorithm.sampling_params
     request = PolicyRequest(
-        env=blueprint.env,
+        env=run_plan.env,
         device=device or best_device(),
         seed=cfg.seed,
         trainable=trainable,
@@ -151,7 +151,7 @@ def load_policy(
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(weights)
-    return LoadedPolicy(policy, blueprint)
+    return LoadedPolicy(policy, run_plan)
 
 
 def _is_batch(obs: dict[str, Any]) -> bool:

@@ -11,12 +11,12 @@ from gymnasium import spaces
 
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
 from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.roots import EvalConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 IDS: Mapping[str, str] = {
@@ -132,9 +132,9 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
     return _single(load_config("eval", typed))
 
 
-def env_of(blueprint: Blueprint) -> SingleEnv:
+def env_of(run_plan: RunPlan) -> SingleEnv:
     """The environment that a run is about, with the pictures that its policy knows."""
-    return _single(blueprint.config(EvalConfig))
+    return _single(run_plan.config(EvalConfig))
 
 
 def _single(cfg: EvalConfig) -> SingleEnv:

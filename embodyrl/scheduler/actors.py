@@ -12,9 +12,9 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers
 from embodyrl.types import Episode, IntArray, PreparedBatch
@@ -29,9 +29,9 @@ class StepRollouts:
     and log-probabilities of the weights that sampled it.
     """
 
-    def __init__(self, blueprint: Blueprint, workers: Workers, algorithm: Algorithm) -> None:
-        self._blueprint = blueprint
-        self._cfg = blueprint.config(TrainConfig)
+    def __init__(self, run_plan: RunPlan, workers: Workers, algorithm: Algorithm) -> None:
+        self._run_plan = run_plan
+        self._cfg = run_plan.config(TrainConfig)
         self._scheduler = workers.scheduler
         self._algorithm = algorithm
         self._rollouts: dict[int, Rollout] = {}
@@ -63,17 +63,17 @@ class StepRollouts:
 
     def ahead(self, step: int) -> None:
         """Reset idle slots for the step after the last open one; the policy acts there once its weights are ready."""
-        self._open(step, min(step + self._lag, self._blueprint.total_steps - 1))
+        self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
         algorithm, cfg = self._algorithm, self._cfg
-        for step in range(first, min(last, self._blueprint.total_steps - 1) + 1):
+        for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
             if step not in self._rollouts:
                 counts = algorithm.counts_chunk_steps
-                plan = train_episodes(cfg, self._blueprint.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
+                plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
                 # A batched simulator steps the waiting slots, too.
                 goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
-                goes_on &= not self._blueprint.env.lockstep
+                goes_on &= not self._run_plan.env.lockstep
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
 
@@ -84,7 +84,7 @@ class StepRollouts:
         self._scheduler.release(collection, filtered)
         collection.filtered += filtered
         collection.episodes = list(kept)
-        plan = refill_episodes(self._cfg, self._blueprint.env, step, attempt, missing, seen=self._algorithm.seen)
+        plan = refill_episodes(self._cfg, self._run_plan.env, step, attempt, missing, seen=self._algorithm.seen)
         more = self._scheduler.collect(Rollout(plan))
         collection.episodes += more.episodes
         # Episode ids of refills follow those of the step, so no id is used twice.
@@ -105,13 +105,13 @@ ALGORITHM_FILE = "algorithm.json"
 class Actors:
     """Client of the actors: score, train, save and load. Batches are lists of tickets; the data stay in the arena."""
 
-    def __init__(self, workers: Workers, algorithm: Algorithm, blueprint: Blueprint) -> None:
+    def __init__(self, workers: Workers, algorithm: Algorithm, run_plan: RunPlan) -> None:
         self._loop = workers.scheduler
         self._arena = workers.arena
         self._algorithm = algorithm
-        self._part_weights = blueprint.env.component_weights
+        self._part_weights = run_plan.env.component_weights
         # A process that acts and trains runs inference between the micro-batches of an update.
-        self._in_parts = algorithm.settings.max_staleness > 0 and not blueprint.is_disaggregated
+        self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
     def score(self, collection: RolloutResult) -> Scores:
         """Compute reference log-probabilities of the collected chunks, and gather what the algorithm needs."""

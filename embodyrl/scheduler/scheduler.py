@@ -24,8 +24,8 @@ from embodyrl.channels.messages import (
 )
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
-from embodyrl.envs.video import remove_films
-from embodyrl.plan.blueprint import Blueprint
+from embodyrl.envs.video import remove_videos
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import Open, Phase, Slots
@@ -40,10 +40,10 @@ _SUSPICIOUS = 2
 class RolloutScheduler(EventLoop):
     """Event loop that runs lists of episodes on the env workers with the policy."""
 
-    def __init__(self, supervisor: Supervisor, arena: Arena, policy: PolicyClient, blueprint: Blueprint) -> None:
+    def __init__(self, supervisor: Supervisor, arena: Arena, policy: PolicyClient, run_plan: RunPlan) -> None:
         super().__init__(supervisor, policy)
         self._arena = arena
-        cfg, algorithm = blueprint.cfg, blueprint.algorithm
+        cfg, algorithm = run_plan.cfg, run_plan.algorithm
         self._num_stages = cfg.rollout.pipeline_stage_num
         self._step_timeout_s = cfg.faults.step_timeout_s
         # A single crash is weak evidence: other slots of the worker were busy, too.
@@ -51,14 +51,14 @@ class RolloutScheduler(EventLoop):
         self._needs_values = algorithm is not None and algorithm.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
         self._needs_all_ends = algorithm is not None and algorithm.needs_all_ends
-        self._value_dim = blueprint.policy.value_dim
-        self._lockstep = blueprint.env.lockstep
+        self._value_dim = run_plan.policy.value_dim
+        self._lockstep = run_plan.env.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
-        self._padded_size = blueprint.num_slots if cfg.runner.deterministic else 0
-        self._slots = Slots(blueprint.num_slots, arena)
+        self._padded_size = run_plan.num_slots if cfg.runner.deterministic else 0
+        self._slots = Slots(run_plan.num_slots, arena)
         self._stages: dict[tuple[str, int], IntArray] = {}
-        self._first = {worker.name: worker.slots[0] for worker in blueprint.env_workers}
-        for worker in blueprint.env_workers:
+        self._first = {worker.name: worker.slots[0] for worker in run_plan.env_workers}
+        for worker in run_plan.env_workers:
             for stage, rows in enumerate(np.array_split(worker.slots, min(self._num_stages, len(worker.slots)))):
                 self._stages[worker.name, stage] = rows
         self._busy: dict[tuple[str, int], EnvRequest] = {}
@@ -363,7 +363,7 @@ class RolloutScheduler(EventLoop):
             rollout.out.dropped += 1
             if rollout.video is not None and (choice := rollout.video(spec)) is not None:
                 with contextlib.suppress(OSError):  # partial videos; a read-only folder has none
-                    remove_films(Path(choice[0]))
+                    remove_videos(Path(choice[0]))
             self._supervisor.say(
                 f"warning: episode {spec.episode_id} (task {spec.task_id}, reset id {spec.reset_id}, seed {spec.seed}) "
                 f"is dropped: its env worker died {self._max_attempts} times (faults.max_restarts_per_worker). The "

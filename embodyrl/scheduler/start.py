@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.channel import LOOPBACK, open_gate
+from embodyrl.channels.channel import LOOPBACK, open_proxy
 from embodyrl.channels.layout import RecordLayout, bucket_layout
 from embodyrl.channels.messages import RankInfo, SaveRequest
 from embodyrl.cluster import LAUNCHERS
@@ -25,8 +25,8 @@ from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
 from embodyrl.extensions.planner.memory import engine_share, plan_memory
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import Blueprint, count_ranks, plan_devices
 from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
+from embodyrl.plan.run_plan import RunPlan, count_ranks, plan_devices
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
@@ -46,14 +46,14 @@ class Rendezvous:
     rank_info: RankInfo
     """Connection data of every rank."""
     store: TCPStore | None = None
-    gate: socket.socket | None = None
+    proxy: socket.socket | None = None
     """Authenticated proxy for ranks on other hosts."""
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        if self.gate is not None and self.gate.fileno() != -1:
-            self.gate.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
-            self.gate.close()
+        if self.proxy is not None and self.proxy.fileno() != -1:
+            self.proxy.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
+            self.proxy.close()
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
@@ -70,25 +70,25 @@ def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
     if host == LOOPBACK:
         return Rendezvous(rank_info, store)
     secret = secrets.token_bytes(32)
-    gate = open_gate(host, port, secret)
-    return Rendezvous(replace(rank_info, port=gate.getsockname()[1], secret=secret), store, gate)
+    proxy = open_proxy(host, port, secret)
+    return Rendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
 
 
 def plan_hosts(
-    blueprint: Blueprint, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
+    run_plan: RunPlan, arena: Arena, start_from: Path | None, *, bucket_arena: Arena | None, rank_info: RankInfo
 ) -> list[WorkerSpec]:
     """Return the specs of the policy processes of a run, actor ranks first.
 
     `start_from` replaces the weights of `model.path`; `bucket_arena` contains the weight buckets of disaggregated mode.
     """
-    ranks = blueprint.ranks
+    ranks = run_plan.ranks
     common = replace(
-        policy_init(blueprint, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
+        policy_init(run_plan, arena, start_from), bucket_arena=bucket_arena.handle if bucket_arena else None
     )
-    actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, blueprint.devices)
+    actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
     # Built like the actors, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
-    learner = blueprint.cfg if isinstance(blueprint.cfg, TrainConfig) else None
+    learner = run_plan.cfg if isinstance(run_plan.cfg, TrainConfig) else None
     sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
     count = learner.rollout.num_workers if bucket_arena and learner else 0
     rollouts = [
@@ -96,7 +96,7 @@ def plan_hosts(
             f"rollout_{i}",
             "rollout",
             replace(common, rank_info=RankInfo(rank=i, world=count), trains=False, request=request, sharded=sharded),
-            blueprint.devices.of_policy(ranks + i),
+            run_plan.devices.of_policy(ranks + i),
         )
         for i in range(count)
     ]
@@ -116,19 +116,19 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
     ]
 
 
-def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> PolicyHostInit:
+def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
     """Return the settings of a process that acts and trains alone."""
-    cfg = blueprint.cfg
-    learner = cfg if isinstance(cfg, TrainConfig) and blueprint.algorithm is not None else None
-    plan = plan_memory(blueprint) if learner is not None and visible_gpus() else None
+    cfg = run_plan.cfg
+    learner = cfg if isinstance(cfg, TrainConfig) and run_plan.algorithm is not None else None
+    plan = plan_memory(run_plan) if learner is not None and visible_gpus() else None
     request = PolicyRequest(
-        env=blueprint.env,
-        value_dim=blueprint.policy.value_dim,
+        env=run_plan.env,
+        value_dim=run_plan.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
         engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if plan and plan.sleeps else {}),
-        engine_share=engine_share(blueprint) if cfg.rollout.backend == "vllm" else 0.0,
+        engine_share=engine_share(run_plan) if cfg.rollout.backend == "vllm" else 0.0,
         url=cfg.rollout.url,
         served_model=cfg.rollout.served_model,
         top=cfg.rollout.logprobs,
@@ -141,17 +141,17 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
     threads = int(_threads())
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
-            threads = max(threads, available_cores() // blueprint.ranks)  # optimizer steps then run on the CPU
+            threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps then run on the CPU
         actor = learner.actor
-        if blueprint.ranks > 1:
+        if run_plan.ranks > 1:
             # Chosen by the driver, which sees all GPUs: ranks might choose differently.
-            actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(blueprint)).gradient_sync})
+            actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(run_plan)).gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
-            "env": learner.env if blueprint.algorithm and blueprint.algorithm.needs_all_ends else None,
+            "env": learner.env if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,
             "actor": actor,
             "critic": learner.critic.path,
-            "longest_episode": -(-learner.env.train.max_episode_steps // blueprint.policy.num_action_chunks),
+            "longest_episode": -(-learner.env.train.max_episode_steps // run_plan.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
         }
     return PolicyHostInit(
@@ -161,10 +161,10 @@ def policy_init(blueprint: Blueprint, arena: Arena, start_from: Path | None) -> 
         **learning,
         request=request,
         arena=arena.handle,
-        total_steps=blueprint.total_steps,
+        total_steps=run_plan.total_steps,
         threads=threads,
         # If the expert labels each step (DAgger), the policy acts at each step, too.
-        single_step=blueprint.single_step and not blueprint.labelled,
+        single_step=run_plan.single_step and not run_plan.labelled,
         trains=learner is not None,
         start_from=str(start_from) if start_from else None,
         shared_arena=shared_arena(cfg, arena),
@@ -254,42 +254,42 @@ class Workers(Started):
 
 
 def start_workers(
-    blueprint: Blueprint, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
+    run_plan: RunPlan, log_dir: Path, say: Callable[[str], None], *, start_from: Path | None = None
 ) -> Workers:
     """Create the arena, start all workers and wait until they are ready."""
-    cfg = blueprint.cfg
-    arena = Arena.create(blueprint.layout, blueprint.capacity)
-    names = [worker.name for worker in blueprint.env_workers]
-    timeline = Timeline(num_slots=blueprint.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
+    cfg = run_plan.cfg
+    arena = Arena.create(run_plan.layout, run_plan.capacity)
+    names = [worker.name for worker in run_plan.env_workers]
+    timeline = Timeline(num_slots=run_plan.num_slots, env_workers=names, arena=arena, keep=cfg.runner.trace)
     launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
     supervisor = Supervisor(launcher, cfg.faults, say, timeline)
     # One bucket is filled while the other is read.
-    bucket_arena = Arena.create(bucket_layout(), 2) if blueprint.is_disaggregated else None
+    bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     # Timeouts of collectives include suspended time; the driver's deadline for an update is much shorter.
-    meet = rendezvous(blueprint.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
-    hosts = plan_hosts(blueprint, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
+    meet = rendezvous(run_plan.ranks, launcher.host, timeout_s=24 * cfg.faults.update_timeout_s)
+    hosts = plan_hosts(run_plan, arena, start_from, bucket_arena=bucket_arena, rank_info=meet.rank_info)
     policy = PolicyClient(supervisor, hosts, timeout_s=cfg.faults.update_timeout_s, bucket_arena=bucket_arena)
-    scheduler = RolloutScheduler(supervisor, arena, policy, blueprint)
+    scheduler = RolloutScheduler(supervisor, arena, policy, run_plan)
     workers = Workers(supervisor=supervisor, arena=arena, scheduler=scheduler, policy=policy, meet=meet)
-    envs = [env_spec(blueprint, arena, number) for number in range(len(names))]
+    envs = [env_spec(run_plan, arena, number) for number in range(len(names))]
     callbacks = {spec.name: (spec, partial(scheduler.on_message, spec.name)) for spec in envs}
     workers.wait_until_ready(scheduler, hosts, callbacks)
     # After the start: a failed start writes no timeline.
     return replace(workers, trace=log_dir / "trace.json" if cfg.runner.trace else None)
 
 
-def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
+def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
     """Return the spec of an env worker."""
-    cfg, worker = blueprint.cfg, blueprint.env_workers[number]
+    cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(
         env=cfg.env,
-        context=replace(blueprint.context, num_slots=len(worker.slots), num_workers=blueprint.env_workers_per_node),
+        context=replace(run_plan.context, num_slots=len(worker.slots), num_workers=run_plan.env_workers_per_node),
         video=cfg.video_cfg,
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),
         arena=arena.handle,
-        scripted=blueprint.policy.scripted,
-        labelled=blueprint.labelled,
-        single_step=blueprint.single_step,
+        scripted=run_plan.policy.scripted,
+        labelled=run_plan.labelled,
+        single_step=run_plan.single_step,
         shared_arena=shared_arena(cfg, arena),
     )
     return WorkerSpec(
@@ -298,7 +298,7 @@ def env_spec(blueprint: Blueprint, arena: Arena, number: int) -> WorkerSpec:
         init=init,
         environ=_ONE_THREAD,
         component="env",
-        gpu=blueprint.devices.of_env_worker(number, on_gpu=blueprint.env.on_gpu),
+        gpu=run_plan.devices.of_env_worker(number, on_gpu=run_plan.env.on_gpu),
     )
 
 

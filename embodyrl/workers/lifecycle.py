@@ -21,7 +21,7 @@ from embodyrl.channels.arena import Arena, ArenaHandle
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, WorkerReady
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import STARTER_LEAVES, ChannelClosed, EmbodyError
+from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
 from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
 from embodyrl.leftovers import end_children, signal_at_parents_end
@@ -188,7 +188,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
         sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
     # Ctrl-C, a batch system's SIGTERM and a lost terminal reach every process of the run; only the driver decides what
     # they mean, and it needs the workers to save a checkpoint.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STARTER_LEAVES):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()

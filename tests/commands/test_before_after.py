@@ -7,7 +7,7 @@ import imageio.v3 as iio
 import pytest
 from toy_runs import running_crew, train_toy
 
-from embodyrl.commands.evaluate import film, read_evaluation, telling_episodes
+from embodyrl.commands.evaluate import film, read_evaluation, select_episodes_to_record
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, read_rows
@@ -36,8 +36,8 @@ def test_what_was_learned_comes_first_then_what_still_fails_of_every_task():
     before = [row(k, k == 4, task=k // 5) for k in range(10)]
     learned = {1: 3, 2: 9, 7: 4}
     after = [row(k, k in learned, task=k // 5, steps=learned.get(k, 5)) for k in range(10)]
-    assert telling_episodes(before, after, 2) == [2, 7], "the longer one of task 0, and the only one of task 1"
-    chosen = telling_episodes(before, after, 10)
+    assert select_episodes_to_record(before, after, 2) == [2, 7], "the longer one of task 0, and the only one of task 1"
+    chosen = select_episodes_to_record(before, after, 10)
     assert {chosen[2], chosen[3]} <= {0, 3, 5, 6, 8, 9}
     assert [e for e in chosen if e < 5][-1] == 4, "what got worse comes last"
     assert sorted(chosen) == list(range(10))
@@ -46,7 +46,7 @@ def test_what_was_learned_comes_first_then_what_still_fails_of_every_task():
 def test_without_a_success_signal_the_largest_and_the_smallest_gain_are_shown():
     before = [row(k, None, earned=1.0) for k in range(5)]
     after = [row(k, None, earned=gain) for k, gain in enumerate([2.0, 9.0, 0.5, 3.0, 4.0])]
-    assert telling_episodes(before, after, 2) == [1, 2]
+    assert select_episodes_to_record(before, after, 2) == [1, 2]
 
 
 WORDS = ("video=changed:2", "runner.val_check_interval=1", "runner.save_interval=1", "eval.episodes=6")
@@ -84,10 +84,10 @@ def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None
     (folder / "episodes.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lying))
     said: list[str] = []
     with running_crew(tmp_path, *WORDS, "eval.episodes=4") as crew:
-        result = read_evaluation(folder, crew.blueprint.env)
+        result = read_evaluation(folder, crew.run_plan.env)
         assert result is not None
         (videos := tmp_path / "films").mkdir()
-        shown = film(crew.blueprint, crew.workers, result, [0, 1, 2, 3], videos, said.append)
+        shown = film(crew.run_plan, crew.workers, result, [0, 1, 2, 3], videos, said.append)
     kept = dict(shown.recordings)
     assert sorted(kept) == [0, 2]
     assert sorted(videos.iterdir()) == sorted(Path(path) for path in kept.values())

@@ -25,9 +25,9 @@ from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import pair
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.protocols import departures
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 
@@ -212,8 +212,8 @@ def test_a_protocol_decides_episodes_and_horizon(tmp_path):
 )
 def test_a_protocol_of_axes_is_about_all_of_them(typed, found):
     cfg = load_config("eval", ["env=tabletop", "eval=tabletop_axes", *typed])
-    blueprint = draw_blueprint(cfg, training=False)
-    assert len(departures(blueprint.cfg, blueprint.env)) == found
+    run_plan = build_run_plan(cfg, training=False)
+    assert len(departures(run_plan.cfg, run_plan.env)) == found
 
 
 def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):

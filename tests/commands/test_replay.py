@@ -13,7 +13,7 @@ from embodyrl.cli.main import main
 from embodyrl.commands.dump import dump_folder, dumped_steps, read_dump
 from embodyrl.commands.replay import gap, replay
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan
 
 TRUST = ("trust=true",)
 WORDS = ("rollout.dump=true", "runner.save_interval=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7")
@@ -109,7 +109,7 @@ def test_episodes_that_go_on_in_the_next_step_are_replayed_with_what_came_before
 def test_a_dump_of_unbounded_size_is_refused(tmp_path):
     words = ("rollout.dump=true", "algorithm.rollout_epoch=10000", "env.train.total_num_envs=1000")
     with pytest.raises(ConfigError, match="a step may need"):
-        draw_blueprint(toy_config(tmp_path, *words), training=True)
+        build_run_plan(toy_config(tmp_path, *words), training=True)
 
 
 def test_chunks_of_older_weights_are_marked_and_not_judged(tmp_path):

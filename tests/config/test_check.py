@@ -8,9 +8,9 @@ import pytest
 from embodyrl.config.check import inert
 from embodyrl.config.settings import branches_of, keys_of
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import NEEDS, ROOTS
+from embodyrl.plan.run_plan import build_run_plan
 
 GYM = "env=gym env.id=CartPole-v1 model=mlp"
 FLOW = "model=flow_small"
@@ -128,7 +128,7 @@ def test_values_of_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> No
 
 def test_keys_for_text_give_one_warning_with_a_policy_of_actions(caplog: pytest.LogCaptureFixture) -> None:
     cfg = load_config("train", ["experiment=cartpole", "algorithm.sampling_params.top_k=5"])
-    draw_blueprint(cfg, training=True)
+    build_run_plan(cfg, training=True)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("warning: algorithm.sampling_params.top_k has no effect")
 

@@ -12,10 +12,10 @@ from embodyrl.config.settings import (
     Count,
     CountOrAll,
     Index,
+    Must,
     Name,
     Path,
     Positive,
-    Says,
     Seconds,
     Settings,
     Share,
@@ -134,7 +134,7 @@ def test_both_ends_of_every_kind(kind: Any, fits: list, wrong: list) -> None:
 
 
 def test_wording_may_be_given() -> None:
-    assert any(isinstance(m, Says) for m in all_keys()["video"].metadata)
+    assert any(isinstance(m, Must) for m in all_keys()["video"].metadata)
 
 
 def test_defaults_are_not_shared_and_values_are_checked() -> None:

@@ -241,7 +241,7 @@ def test_every_slot_is_told_its_own_task(tmp_path):
     short = ("env.train.max_episode_steps=2", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}")
     cfg = load_config("train", [*words, *more, *short])
     with running_crew(tmp_path, cfg=cfg) as stage:
-        plan = train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        plan = train_episodes(cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         found = stage.workers.scheduler.collect(Rollout(plan, keep=False)).episodes
     assert {e.spec.task_id for e in found} == {0, 1}
     assert all(e.instruction == SPEC.tasks[e.spec.task_id] for e in found)

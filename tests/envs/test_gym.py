@@ -85,7 +85,7 @@ def needs_box() -> gymnasium.Env:
 
 
 class Knowing(gymnasium.Wrapper):
-    """Says which action is right."""
+    """Must which action is right."""
 
     def __init__(self, env: gymnasium.Env, right: Any) -> None:
         super().__init__(env)

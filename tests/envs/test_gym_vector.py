@@ -16,8 +16,8 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.check_env import check_env
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.types import EpisodeStart
 
 
@@ -56,7 +56,7 @@ def apart(num_envs: int) -> AsyncVectorEnv:
 
 
 class Telling(gymnasium.Wrapper):
-    """Says of each step, also of the last one, whether the pole leans to the right."""
+    """Must of each step, also of the last one, whether the pole leans to the right."""
 
     def step(self, action):
         seen, reward, terminated, truncated, info = self.env.step(action)
@@ -207,7 +207,7 @@ def test_training_on_a_batch_gives_the_numbers_of_training_on_single_environment
 def test_stages_are_refused():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
-        draw_blueprint(cfg, training=True)
+        build_run_plan(cfg, training=True)
 
 
 def test_what_a_batch_says_of_a_slot_is_its_own():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from embodyrl.envs.protocol import instruction_for
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 
 
 def test_each_state_is_told_of_another_bowl_and_nothing_else_changes(tmp_path):
     pytest.importorskip("libero")
     words = ["env=libero_spatial", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
     honest, liar = (
-        draw_blueprint(load_config("eval", [*words, *more]), training=False).env
+        build_run_plan(load_config("eval", [*words, *more]), training=False).env
         for more in ((), ("env.env_type=libero_liar:FACTORY", "trust=true"))
     )
     assert honest.states_per_task == liar.states_per_task

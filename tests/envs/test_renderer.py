@@ -10,7 +10,7 @@ import pytest
 from gpu_host import H100, stub_nvidia_smi
 
 from embodyrl.envs import renderer
-from embodyrl.envs.renderer import Frame, choose_device, choose_renderer, draw_frame, judge_egl
+from embodyrl.envs.renderer import Frame, check_egl, choose_device, choose_renderer, draw_frame
 
 pytest.importorskip("mujoco")
 
@@ -24,7 +24,7 @@ pytest.importorskip("mujoco")
     ],
 )
 def test_egl_is_preferred_where_a_gpu_draws(frame, backend, words):
-    chosen = judge_egl(frame)
+    chosen = check_egl(frame)
     assert (chosen.backend, words in chosen.why, bool(chosen.fix)) == (backend, True, backend == "osmesa")
 
 
@@ -95,9 +95,9 @@ def test_egl_itself_can_be_asked(monkeypatch):
 
 def test_the_missing_vendor_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", str(tmp_path))
-    assert f"10_nvidia.json is missing in {tmp_path}" in judge_egl(Frame(problem="no display")).fix
+    assert f"10_nvidia.json is missing in {tmp_path}" in check_egl(Frame(problem="no display")).fix
     (tmp_path / "10_nvidia.json").touch()
-    assert "10_nvidia" not in judge_egl(Frame(problem="no display")).fix
+    assert "10_nvidia" not in check_egl(Frame(problem="no display")).fix
 
 
 def test_robosuite_is_imported_beside_numbers_of_egl(monkeypatch):

@@ -1,6 +1,6 @@
 """A policy process of a real config on the fake GPU, from its start to its second update, and what its plan says.
 
-`run` imports torch: to be called after `fakegpu` is loaded. Everything is the product's own code: config, blueprint,
+`run` imports torch: to be called after `fakegpu` is loaded. Everything is the product's own code: config, run_plan,
 arena, `PolicyHost` and the requests it answers; only the process group is a fake one, of which this is the first rank.
 """
 
@@ -229,32 +229,32 @@ def run(job: Job, folder: Path) -> Result:
     """Start, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
     from embodyrl.extensions.planner import memory
-    from embodyrl.plan.blueprint import draw_blueprint
+    from embodyrl.plan.run_plan import build_run_plan
     from embodyrl.scheduler.start import policy_init
 
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    blueprint = draw_blueprint(config_of(job, folder), training=True)
-    arena = Arena.create(blueprint.layout, max(job.act, job.train) + 2)
-    init = policy_init(blueprint, arena, None)
-    init = replace(init, acts=not blueprint.is_disaggregated, rank_info=replace(init.rank_info, world=blueprint.ranks))
+    run_plan = build_run_plan(config_of(job, folder), training=True)
+    arena = Arena.create(run_plan.layout, max(job.act, job.train) + 2)
+    init = policy_init(run_plan, arena, None)
+    init = replace(init, acts=not run_plan.is_disaggregated, rank_info=replace(init.rank_info, world=run_plan.ranks))
     result = Result()
-    plan = memory.plan_memory(blueprint)
+    plan = memory.plan_memory(run_plan)
     sizes = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     result.planned = {name: size for name, size in sizes.items() if type(size) is int} | {"policy": plan.policy}
     result.sleeps = plan.sleeps
     if plan.engine:
         memory.gpu_memory = lambda: H100
-    result.planned["share"] = int(memory.engine_share(blueprint) * H100) if plan.engine else 0
+    result.planned["share"] = int(memory.engine_share(run_plan) * H100) if plan.engine else 0
     try:
-        prompt = blueprint.policy.sample_tokens - blueprint.policy.num_action_chunks
-        with one_of(blueprint.ranks), fake_text(job, prompt):
-            _live(job, blueprint, arena, init, result, folder)
+        prompt = run_plan.policy.sample_tokens - run_plan.policy.num_action_chunks
+        with one_of(run_plan.ranks), fake_text(job, prompt):
+            _live(job, run_plan, arena, init, result, folder)
     finally:
         arena.close()
     return result
 
 
-def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folder: Path) -> None:
+def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder: Path) -> None:
     from fakegpu import FakeGpu
 
     from embodyrl.channels.messages import InferRequest, LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
@@ -285,22 +285,22 @@ def _live(job: Job, blueprint: Any, arena: Any, init: Any, result: Result, folde
             host = PolicyHost(init)
         policy = host.policy
         text = job.model in QWEN
-        tickets = fill(arena, max(job.act, job.train), policy, blueprint.env.tasks[0])
+        tickets = fill(arena, max(job.act, job.train), policy, run_plan.env.tasks[0])
         gpu.scalar = 0.0 if text else 1.0  # no reply has ended
         if init.acts and job.act:
             wanted = {"tickets": tickets[: job.act], "noise_seeds": range(job.act), "chunks": [0] * job.act}
             # Where forward passes are recorded, the second one is a replay.
-            for name in ("act", "act again")[: 1 + blueprint.cfg.model.recorded]:
+            for name in ("act", "act again")[: 1 + run_plan.cfg.model.recorded]:
                 with phase(name):
                     list(host.handle(InferRequest(**wanted, greedy=False, version=0)))
         fill_again(arena, policy)
         gpu.scalar = float(policy.spec.num_action_chunks) if text else 1.0  # tokens of the longest reply
         if job.train:
             asked = tuple(tickets[: job.train])
-            if blueprint.algorithm.needs_reference:
+            if run_plan.algorithm.needs_reference:
                 with phase("reference"):
                     list(host.handle(ScoreRequest(tickets=asked)))
-            for number, part in enumerate((asked[: blueprint.ranks], asked)):  # moments come with the first step
+            for number, part in enumerate((asked[: run_plan.ranks], asked)):  # moments come with the first step
                 with phase(f"update {number}"):
                     list(host.handle(UpdateRequest(step=number, tickets=part, episode=tuple(range(len(part))))))
         for name, request in (("save", SaveRequest), ("load", LoadRequest)) if job.saves else ():

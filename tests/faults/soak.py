@@ -83,7 +83,7 @@ def soak_echo(folder: Path, seconds: float, seed: int) -> None:
         killer.start()
         end, steps, chunks = time.monotonic() + seconds, 0, 0
         while time.monotonic() < end:
-            plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, steps, counts_chunk_steps=False)
+            plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, steps, counts_chunk_steps=False)
             workers.scheduler.publish(steps)
             rollout = workers.scheduler.collect(Rollout(plan))
             for e in rollout.episodes:

@@ -29,7 +29,7 @@ def fault(folder: Path, *settings: str) -> list[str]:
 
 
 def collect(stage: Stage) -> RolloutResult:
-    plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+    plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
     return stage.workers.scheduler.collect(Rollout(plan))
 
 

@@ -24,8 +24,8 @@ from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.monitor.history import newest_values, read_history
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
@@ -141,7 +141,7 @@ def test_a_policy_that_was_trained_with_proprioception_does_not_act_without(tmp_
     shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
     cfg = load_config("eval", [*words, "model.use_proprio=true"])
-    env = draw_blueprint(cfg, training=False).env
+    env = build_run_plan(cfg, training=False).env
     assert first_weights(cfg, env) == shipped
     with pytest.raises(ConfigError, match=r"trained with proprioception .* model\.use_proprio=true"):
         first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)

@@ -19,8 +19,8 @@ from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, U
 from embodyrl.learners.policy_gradient import PolicyGradientLearner, _shuffle
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization, mean_metrics
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import IntArray
 from embodyrl.workers.policy_host import PolicyHost
@@ -49,10 +49,10 @@ def make(tmp_path):
     def build(*words: str) -> Actor:
         sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
         cfg = toy_config(tmp_path, *sizes, *words)
-        blueprint = draw_blueprint(cfg, training=True)
-        arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-        host = PolicyHost(policy_init(blueprint, arena, None))
-        actor = Actor(host, arena, fill(arena, blueprint, host, drift=0.0))
+        run_plan = build_run_plan(cfg, training=True)
+        arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
+        host = PolicyHost(policy_init(run_plan, arena, None))
+        actor = Actor(host, arena, fill(arena, run_plan, host, drift=0.0))
         actor["valid"] = True
         actors.append(actor)
         return actor
@@ -354,17 +354,17 @@ def test_a_mean_over_tokens_is_one_over_scored_tokens(tmp_path, way):
     """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""
     sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "actor.optim.lr=0")
     words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]
-    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-    host = PolicyHost(policy_init(blueprint, arena, None))
-    actor = Actor(host, arena, fill(arena, blueprint, host, drift=0.0))
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
+    host = PolicyHost(policy_init(run_plan, arena, None))
+    actor = Actor(host, arena, fill(arena, run_plan, host, drift=0.0))
     actor["valid"], actor["advantage"] = True, 1.0
     metrics = actor.update()
     host.close()
     arena.close()
-    scored = blueprint.policy.scored
-    assert blueprint.algorithm is not None
-    assert 0 < scored * blueprint.policy.num_action_chunks < blueprint.policy.tokens_per_chunk
-    assert blueprint.algorithm.scored == scored
+    scored = run_plan.policy.scored
+    assert run_plan.algorithm is not None
+    assert 0 < scored * run_plan.policy.num_action_chunks < run_plan.policy.tokens_per_chunk
+    assert run_plan.algorithm.scored == scored
     assert metrics["policy_loss"] == pytest.approx(-1, rel=1e-3)
     assert metrics["ratio"] == pytest.approx(1, rel=1e-3)

@@ -26,9 +26,9 @@ from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import load_material
 from embodyrl.extensions.text.rewards.services import RewardModel
 from embodyrl.learners.settings import ActorSettings, Objective, ObjectiveSettings, OptimSettings
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, Observation, ObservationOut
@@ -131,15 +131,15 @@ def test_a_reward_model_never_reads_the_systems_words(tmp_path: Path) -> None:
 
 def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Arena]:
     """The toy's policy with room for eight records."""
-    blueprint = draw_blueprint(toy_config(folder), training=True)
-    arena = Arena.create(blueprint.layout, 8)
+    run_plan = build_run_plan(toy_config(folder), training=True)
+    arena = Arena.create(run_plan.layout, 8)
     host = PolicyHost(
         PolicyHostInit(
-            model=blueprint.cfg.model,
+            model=run_plan.cfg.model,
             objective=objective,
             actor=ActorSettings(micro_batch_size=2, global_batch_size=4),
             seed=3,
-            request=PolicyRequest(env=blueprint.env, device="cpu", seed=3),
+            request=PolicyRequest(env=run_plan.env, device="cpu", seed=3),
             arena=arena.handle,
             total_steps=1,
             threads=1,
@@ -303,17 +303,17 @@ def test_episodes_of_one_initial_state_are_ranked_chunk_by_chunk() -> None:
 
 def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> None:
     view = ["env=tabletop", "env.init_params.camera_names=[front,wrist]"]
-    one = draw_blueprint(load_config("train", view), training=True)
+    one = build_run_plan(load_config("train", view), training=True)
     assert one.env.cameras == ("front",)
     env = replace(one.env, cameras=("front", "wrist"))
     model = POLICIES.get("cnn").settings(model_type="cnn", num_action_chunks=1, precision="fp32")
     policy = POLICIES.get("cnn").build(model, PolicyRequest(env=env, device="cpu", seed=0, value_dim=1))
     policy.save(tmp_path)
-    both = draw_blueprint(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
+    both = build_run_plan(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
     assert both.env.cameras == ("front", "wrist")
     swapped = ["env=tabletop", "env.init_params.camera_names=[wrist,front]", f"reward.path={tmp_path}"]
     with pytest.raises(ConfigError, match=r"learned from the cameras front, wrist; .* shows wrist, front"):
-        draw_blueprint(load_config("train", swapped), training=True)
+        build_run_plan(load_config("train", swapped), training=True)
     other = replace(env, cameras=("wrist", "front"))
     with pytest.raises(CheckpointError, match=r"cameras is \['front', 'wrist'\]"):
         POLICIES.get("cnn").build(model, PolicyRequest(env=other, device="cpu", seed=0)).load_weights(tmp_path)

@@ -13,7 +13,7 @@ from toy_runs import toy_config
 from embodyrl.channels.messages import RankInfo
 from embodyrl.learners.precision import layers
 from embodyrl.learners.training import deal
-from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan
 
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
@@ -55,7 +55,7 @@ def test_ranks_with_unequal_shares_measure_after_the_same_steps(tmp_path):
     """Of three samples one rank has two: what it has scored must not decide when all exchange their metrics."""
     words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3", "algorithm.old_logprob=recompute")
     job = Rollout(name="run", words=words, last=1)
-    tokens = 2 * draw_blueprint(toy_config(tmp_path, *words), training=True).policy.tokens_per_chunk
+    tokens = 2 * build_run_plan(toy_config(tmp_path, *words), training=True).policy.tokens_per_chunk
     run_ranks(tmp_path / "two", 2, [replace(job, at_once=tokens)], deadline_s=120)
     run_ranks(tmp_path / "one", 1, [job])
     same(tmp_path / "one" / "run", tmp_path / "two" / "run")

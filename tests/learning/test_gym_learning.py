@@ -12,9 +12,9 @@ from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import draw_blueprint, mismatches
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan, mismatches
 from embodyrl.types import PolicySpec
 
 PENDULUM = (
@@ -136,4 +136,4 @@ def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
 def test_what_does_not_fit_is_refused_before_it_starts(words, text):
     cfg = load_config("train", ["env=gym", *words])
     with pytest.raises(ConfigError, match=text):
-        draw_blueprint(cfg, training=False)
+        build_run_plan(cfg, training=False)

@@ -18,8 +18,8 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -79,9 +79,9 @@ SCALED = ("algorithm.reward_scale=0.25",)
 
 def demonstrated_rewards(words: list[str]) -> np.ndarray:
     """What the buffer of a run's demonstrations holds."""
-    blueprint = draw_blueprint(load_config("train", words), training=True)
-    arena = Arena.create(blueprint.layout, blueprint.capacity)
-    host = PolicyHost(policy_init(blueprint, arena, None))
+    run_plan = build_run_plan(load_config("train", words), training=True)
+    arena = Arena.create(run_plan.layout, run_plan.capacity)
+    host = PolicyHost(policy_init(run_plan, arena, None))
     try:
         assert isinstance(host._learner, SacLearner)
         assert host._learner._demonstrations is not None
@@ -115,13 +115,13 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
         ("reward.path=embodyrl.envs.reward:success", r"reward\.path=None, this run has embodyrl\.envs\.reward:success"),
     ):
         with pytest.raises(ConfigError, match=said):
-            draw_blueprint(load_config("train", words_of(tmp_path, *given, wrong)), training=True)
+            build_run_plan(load_config("train", words_of(tmp_path, *given, wrong)), training=True)
     card = demos / "meta/embodyrl.json"
     played = json.loads(card.read_text())
     for key, value in (("expert_noise", 0.1), ("labels", "expert")):
         card.write_text(json.dumps(played | {"collected": played["collected"] | {key: value}}))
         with pytest.raises(ConfigError, match="holds what the expert would have done"):
-            draw_blueprint(load_config("train", words_of(tmp_path, *given)), training=True)
+            build_run_plan(load_config("train", words_of(tmp_path, *given)), training=True)
 
 
 @pytest.mark.integration

@@ -8,9 +8,9 @@ import pytest
 from toy_runs import toy_config
 
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -51,7 +51,7 @@ def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> Non
     """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
     cfg = toy_config(tmp_path, "~env.eval.state_ids")
     assert cfg.env.eval.state_ids == [0, 9]
-    draw_blueprint(cfg, training=True)
+    build_run_plan(cfg, training=True)
 
 
 def test_episodes_of_each_task_win_over_the_total_of_a_preset() -> None:

@@ -15,7 +15,7 @@ from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import deal_devices, gpu_memory, visible_gpus
-from embodyrl.plan.blueprint import count_env_workers, draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan, count_env_workers
 from embodyrl.scheduler.start import env_spec, plan_hosts
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
@@ -104,12 +104,12 @@ def test_cuda_numbers_unlike_gpus_in_an_order_of_its_own(tmp_path, monkeypatch):
     assert gpu_memory() == 7
 
 
-def seen_by_processes(folder, blueprint):
+def seen_by_processes(folder, run_plan):
     """What the processes of a run find in CUDA_VISIBLE_DEVICES, started from its plan with a light worker inside."""
-    arena = Arena.create(blueprint.layout, 1)
-    bucket_arena = Arena.create(bucket_layout(), 2) if blueprint.is_disaggregated else None
-    specs = plan_hosts(blueprint, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
-    specs += [env_spec(blueprint, arena, number) for number in range(len(blueprint.env_workers))]
+    arena = Arena.create(run_plan.layout, 1)
+    bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
+    specs = plan_hosts(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())
+    specs += [env_spec(run_plan, arena, number) for number in range(len(run_plan.env_workers))]
     launcher, seen = LocalLauncher(folder), {}
     try:
         for spec in specs:
@@ -129,23 +129,23 @@ def seen_by_processes(folder, blueprint):
 @pytest.mark.integration
 def test_each_process_sees_the_gpu_of_its_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    blueprint = draw_blueprint(toy_config(tmp_path, *APART, "actor.fsdp.size=2"), training=True)
-    seen = seen_by_processes(tmp_path, blueprint)
+    run_plan = build_run_plan(toy_config(tmp_path, *APART, "actor.fsdp.size=2"), training=True)
+    seen = seen_by_processes(tmp_path, run_plan)
     assert seen == {"policy": "3", "policy_1": "5", "rollout_0": "6", "env_0": "7", "env_1": "7"}
-    blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
+    blind = replace(run_plan, env=replace(run_plan.env, on_gpu=False))
     assert seen_by_processes(tmp_path, blind) == seen | {"env_0": "", "env_1": ""}
 
 
 def test_one_gpu_is_shared_and_none_is_hidden_on_a_host_without(tmp_path, monkeypatch):
     for visible, gpu in (("4", "4"), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        dealt = draw_blueprint(toy_config(tmp_path, *APART), training=True).devices
+        dealt = build_run_plan(toy_config(tmp_path, *APART), training=True).devices
         assert [dealt.of_policy(0), dealt.of_policy(1), dealt.of_env_worker(1, on_gpu=None)] == [gpu] * 3
 
 
 def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr("embodyrl.plan.blueprint.available_cores", lambda: 16)
-    cfg, env = toy_config(tmp_path, "launcher=local"), draw_blueprint(toy_config(tmp_path), training=True).env
+    monkeypatch.setattr("embodyrl.plan.run_plan.available_cores", lambda: 16)
+    cfg, env = toy_config(tmp_path, "launcher=local"), build_run_plan(toy_config(tmp_path), training=True).env
     batched = replace(env, lockstep=True, on_gpu=True)
     workers = [count_env_workers(cfg, batched, deal_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]
     assert workers == [1, 1, 1, 3], "GPUs without a policy process come first"
@@ -156,4 +156,4 @@ def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
 def test_an_average_of_weights_is_kept_on_all_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("launcher=local", "algorithm=filtered_bc", "algorithm.average=0.9", "actor.fsdp.size=-1")
-    assert draw_blueprint(toy_config(tmp_path, *words), training=True).ranks == 2
+    assert build_run_plan(toy_config(tmp_path, *words), training=True).ranks == 2

@@ -25,8 +25,8 @@ from embodyrl.config.shared import SamplingSettings
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.monitor.history import read_episodes
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.server import ServedReference
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
@@ -287,7 +287,7 @@ def test_what_a_server_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="remove reference_path"):
         load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
     with pytest.raises(ConfigError, match=r"algorithm\.reference_url: is for text"):
-        draw_blueprint(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
+        build_run_plan(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
     warm = load_config("train", [*words[:2], "rollout.backend=vllm", "rollout.logprobs=2"]).updated(
         {"algorithm.sampling_params.temperature": 0.5}
     )

@@ -15,8 +15,8 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
 from embodyrl.extensions.planner.memory import plan_memory
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
@@ -161,7 +161,7 @@ def test_the_actor_comes_back_with_the_weights_and_others_find_the_model_alone(b
 def test_contradicting_keys_are_rejected(words, says, tmp_path):
     words = [*RUN, "algorithm=sac", *words, f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=says):
-        draw_blueprint(load_config("train", words), training=True)
+        build_run_plan(load_config("train", words), training=True)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,10 @@ def test_demonstrations_are_kept_as_corrections_of_what_the_model_proposes(tmp_p
     words = (*words, "env.init_params.camera_names=[front]", "env.train.total_num_envs=2")
     collect(load_config("collect", [*words, f"runner.output_dir={tmp_path}"]))
     words = [*RUN, "algorithm=rlpd", f"algorithm.demonstrations=[{demos}]", f"runner.output_dir={tmp_path}"]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
+    run_plan = build_run_plan(load_config("train", words), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
     ):
         policy, actor = host.policy, host._learner
         assert isinstance(policy, ResidualOftPolicy)
@@ -197,7 +197,7 @@ def test_demonstrations_are_kept_as_corrections_of_what_the_model_proposes(tmp_p
         seen = executed(torch.tensor(kept[FEATURES]), torch.tensor(kept["action"]), policy._actor.shape).numpy()
         held = actor._trainer.optimization.optimizer.param_groups
         assert sum(p.numel() for group in held for p in group["params"]) == policy.spec.num_trained
-        assert plan_memory(blueprint).optimizer == 8 * policy.spec.num_trained
+        assert plan_memory(run_plan).optimizer == 8 * policy.spec.num_trained
     # The expert moves within the data's bounds; its gripper is -1 or 1, where the model's is 1 (open) or 0.
     assert np.abs(seen[..., :3]).max() <= 1 + 1e-5
     assert np.abs(seen[..., :3]).max() > 0.5

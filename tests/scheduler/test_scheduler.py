@@ -18,11 +18,9 @@ from embodyrl.scheduler.rollout import Rollout, RolloutResult
 
 
 def collect(stage: Stage, step: int = 0) -> RolloutResult:
-    algorithm = stage.blueprint.algorithm
+    algorithm = stage.run_plan.algorithm
     assert algorithm is not None
-    plan = train_episodes(
-        stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=algorithm.counts_chunk_steps
-    )
+    plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
     stage.workers.scheduler.publish(step)
     return stage.workers.scheduler.collect(Rollout(plan))
 
@@ -51,7 +49,7 @@ def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp
             assert len(set(held)) == len(held)
             assert stage.workers.arena.num_free == stage.workers.arena.capacity - len(held)
             assert (stage.workers.arena[Record.version][held] == step).all()
-            assert {e.instruction for e in rollout.episodes} <= set(stage.blueprint.env.tasks)
+            assert {e.instruction for e in rollout.episodes} <= set(stage.run_plan.env.tasks)
             assert_all_free(stage, rollout)
 
 
@@ -108,7 +106,7 @@ def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
 
 def test_work_that_nobody_waits_for_is_counted_with_the_time_that_it_took(tmp_path):
     with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
-        cfg, env, rollouts = stage.blueprint.cfg, stage.blueprint.env, stage.workers.scheduler
+        cfg, env, rollouts = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         rollouts.publish(0)
         first, second = (
             rollouts.open(Rollout(train_episodes(cfg, env, s, counts_chunk_steps=False))) for s in range(2)
@@ -163,7 +161,7 @@ def test_a_small_task_limit_is_never_exceeded(tmp_path):
             running.update({s.index: s.episode.task_id for s in slots if s.episode is not None})
             together.append(set(running.values()))
 
-        plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan, on_episode=look))
         assert [e.spec.episode_id for e in rollout.episodes] == list(range(12))
         assert len({e.spec.task_id for e in rollout.episodes}) > 1
@@ -201,9 +199,7 @@ def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
 def test_what_a_crash_took_from_steps_that_are_open_together_is_played_again(tmp_path):
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
     with running_crew(tmp_path, "algorithm.max_staleness=1", *fault) as stage:
-        plans = [
-            train_episodes(stage.blueprint.cfg, stage.blueprint.env, s, counts_chunk_steps=False) for s in range(2)
-        ]
+        plans = [train_episodes(stage.run_plan.cfg, stage.run_plan.env, s, counts_chunk_steps=False) for s in range(2)]
         stage.workers.scheduler.publish(0)
         for rollout in [stage.workers.scheduler.open(Rollout(plan)) for plan in plans]:
             result = stage.workers.scheduler.finish(rollout)

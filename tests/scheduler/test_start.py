@@ -8,7 +8,7 @@ from toy_runs import toy_config
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import plan_hosts, policy_init
 
 
@@ -19,18 +19,18 @@ def test_optimizer_steps_of_the_host_take_all_its_cores(tmp_path, monkeypatch, o
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cfg = toy_config(tmp_path, "launcher=local", "actor.fsdp.size=1", f"actor.fsdp.cpu_offload={offload}")
-    blueprint = draw_blueprint(cfg, training=True)
-    with closing(Arena.create(blueprint.layout, 1)) as arena:
-        assert policy_init(blueprint, arena, None).threads == (available_cores() if all_cores else 1)
+    run_plan = build_run_plan(cfg, training=True)
+    with closing(Arena.create(run_plan.layout, 1)) as arena:
+        assert policy_init(run_plan, arena, None).threads == (available_cores() if all_cores else 1)
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_offloaded_weights_are_pinned_at_their_size(offload, tmp_path):
     words = (f"actor.fsdp.cpu_offload={str(offload).lower()}", "launcher=local")
-    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
-    arena = Arena.create(blueprint.layout, 1)
+    run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
+    arena = Arena.create(run_plan.layout, 1)
     try:
-        (spec,) = plan_hosts(blueprint, arena, None, bucket_arena=None, rank_info=RankInfo())
+        (spec,) = plan_hosts(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
     finally:
         arena.close()
     assert (spec.environ.get("PYTORCH_ALLOC_CONF") == "pinned_max_round_threshold_mb:8") is offload

@@ -14,17 +14,17 @@ from embodyrl.channels.layout import Record
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import greedy_episodes, train_episodes
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.actors import StepRollouts, gather_scores
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.slot import Phase
 
 
 def sampler_of(stage: Stage) -> StepRollouts:
-    assert stage.blueprint.algorithm is not None
-    return StepRollouts(stage.blueprint, stage.workers, stage.blueprint.algorithm)
+    assert stage.run_plan.algorithm is not None
+    return StepRollouts(stage.run_plan, stage.workers, stage.run_plan.algorithm)
 
 
 def collect(stage: Stage, sampler: StepRollouts, step: int) -> RolloutResult:
@@ -33,7 +33,7 @@ def collect(stage: Stage, sampler: StepRollouts, step: int) -> RolloutResult:
 
 
 def planned(stage: Stage, step: int) -> list:
-    plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, step, counts_chunk_steps=False)
+    plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, step, counts_chunk_steps=False)
     return sorted(plan.episodes, key=lambda e: e.episode_id)
 
 
@@ -76,7 +76,7 @@ def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
 def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
     words = ("env.kwargs.goal=0.7", "env.train.total_num_envs=8", "algorithm.filter_rewards=[0.4,0.6]")
     with running_crew(tmp_path, *words, "algorithm.filter_refills=3", "runner.deterministic=true") as stage:
-        algorithm = stage.blueprint.algorithm
+        algorithm = stage.run_plan.algorithm
         assert algorithm is not None
         rollout = collect(stage, sampler_of(stage), 0)
         assert rollout.refills > 0, "some of the four groups must be filtered, or this shows nothing"
@@ -124,9 +124,9 @@ def test_the_baseline_of_remax_is_the_greedy_episode_of_the_group(tmp_path):
     """Played again with other noise it is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
     with running_crew(tmp_path, *words) as stage:
-        cfg, algorithm, scheduler = stage.blueprint.cfg, stage.blueprint.algorithm, stage.workers.scheduler
+        cfg, algorithm, scheduler = stage.run_plan.cfg, stage.run_plan.algorithm, stage.workers.scheduler
         rollout = collect(stage, sampler_of(stage), 0)
-        plan = greedy_episodes(cfg, train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False))
+        plan = greedy_episodes(cfg, train_episodes(cfg, stage.run_plan.env, 0, counts_chunk_steps=False))
         queues = tuple(tuple(replace(e, noise_seed=e.noise_seed + 1) for e in q) for q in plan.waves[0].queues)
         other = replace(plan, waves=(replace(plan.waves[0], queues=queues),))
         again = scheduler.collect(Rollout(other, greedy=True, keep=False))
@@ -187,7 +187,7 @@ def test_a_cut_episode_goes_on_in_the_next_step(tmp_path, ahead):
             [(90, 180, True)] * 2,
             [(20, 200, False)] * 2 + [(70, 70, True)] * 2,
         ]
-        env = replace(stage.blueprint.env, reports_success=False, reward_factor=2.0)
+        env = replace(stage.run_plan.env, reports_success=False, reward_factor=2.0)
         metrics = rollout_metrics(rollout, env, num_workers=1, restarts=0)
         assert metrics["train/episodes"] == 2
         assert metrics["train/episode_len"] == 200
@@ -199,7 +199,7 @@ def test_a_continued_episode_keeps_its_task(tmp_path):
     words = ("algorithm=ppo", "env.kwargs.tasks=3", "env.kwargs.goal=99", "env.train.max_episode_steps=16")
     quota = ("env.train.max_steps_per_rollout_epoch=12", "env.train.continue_episodes=true", "runner.max_steps=4")
     with running_crew(tmp_path, *words, *quota, "env.train.total_num_envs=8") as stage:
-        env, sampler = stage.blueprint.env, sampler_of(stage)
+        env, sampler = stage.run_plan.env, sampler_of(stage)
         continued = 0
         for step in range(3):
             rollout = collect(stage, sampler, step)
@@ -243,7 +243,7 @@ def test_a_restarted_worker_begins_new_episodes_in_place_of_those_that_were_cut(
 def test_a_batch_has_one_temperature(tmp_path, monkeypatch):
     """Two rollouts that share the slots; fails where actions are drawn at the temperature of the other one."""
     with running_crew(tmp_path, "env.kwargs.goal=0.7", "algorithm.rollout_epoch=4") as stage:
-        cfg, env, scheduler = stage.blueprint.cfg, stage.blueprint.env, stage.workers.scheduler
+        cfg, env, scheduler = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         plans = [train_episodes(cfg, env, step, counts_chunk_steps=False) for step in range(2)]
         temperature, asked = (
             {e.noise_seed: t for plan, t in zip(plans, (0.5, 2.0), strict=True) for e in plan.episodes},
@@ -268,5 +268,5 @@ def test_episodes_that_cannot_continue_are_warned_about(caplog):
     words = [word for word in CONTINUED if word != "algorithm=ppo" and "per_rollout_epoch" not in word]
     words += ["algorithm=grpo", "algorithm.group_size=2", "env.train.use_fixed_reset_state_ids=true"]
     cfg = load_config("train", [*words, "env.train.continue_episodes=true"])
-    draw_blueprint(cfg, training=True)
+    build_run_plan(cfg, training=True)
     assert "continue_episodes has no effect: steps end with their episodes" in caplog.text

@@ -10,8 +10,8 @@ import torch
 
 from embodyrl.channels.arena import Arena
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.critic import WithCritic
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.building import build_policy
@@ -22,10 +22,10 @@ SMALL = ("env=gym", "env.id=CartPole-v1", "model=mlp", "model.hidden_sizes=[8,8]
 
 @contextmanager
 def host(folder: Path, *words: str, start_from: Path | None = None) -> Iterator[PolicyHost]:
-    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={folder}"]), training=True)
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={folder}"]), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, start_from))) as opened,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, start_from))) as opened,
     ):
         yield opened
 
@@ -50,9 +50,9 @@ def test_a_separate_critic_is_trained_whole_beside_a_policy_with_adapters(tmp_pa
     with host(tmp_path, *words, "launcher=inline") as other:
         other.policy.save(tmp_path / "critic")
     words = (*words, "launcher=inline", "model.is_lora=true", f"critic.path={tmp_path}/critic")
-    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    with closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena:
-        policy = build_policy(policy_init(blueprint, arena, None))
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    with closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena:
+        policy = build_policy(policy_init(run_plan, arena, None))
     assert isinstance(policy, WithCritic)
     trained = {name for name, weight in policy.module.named_parameters() if weight.requires_grad}
     critic = {name for name, _ in policy.module.named_parameters() if name.startswith("value_head.")}

@@ -16,19 +16,19 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import STEP_RESULT, Record
 from embodyrl.channels.messages import EnvReport, EnvRequest, ResetRequest
 from embodyrl.envs.video import VideoSettings
-from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
 
 
 def test_drawing_is_no_part_of_simulating_and_resetting(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a second later: drawing takes one, what lies around it the rest."""
-    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
-    arena = Arena.create(blueprint.layout, 8)
+    run_plan = build_run_plan(toy_config(tmp_path), training=True)
+    arena = Arena.create(run_plan.layout, 8)
     init = env_worker.EnvWorkerInit(
-        env=blueprint.cfg.env,
-        context=replace(blueprint.context, num_slots=2),
-        video=blueprint.cfg.video_cfg,
+        env=run_plan.cfg.env,
+        context=replace(run_plan.context, num_slots=2),
+        video=run_plan.cfg.video_cfg,
         arena=arena.handle,
         shared_arena=arena,
     )
@@ -56,19 +56,19 @@ def test_drawing_is_no_part_of_simulating_and_resetting(tmp_path, monkeypatch: p
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]]]:
     """Start an env worker of the toy with one slot, whose records hold ones."""
-    blueprint = draw_blueprint(toy_config(tmp_path, "env.kwargs.goal=99"), training=True)
+    run_plan = build_run_plan(toy_config(tmp_path, "env.kwargs.goal=99"), training=True)
     opened: list[env_worker.EnvWorker] = []
 
     def begin(**init: bool) -> tuple[env_worker.EnvWorker, Arena]:
-        arena = Arena.create(blueprint.layout, 32)
+        arena = Arena.create(run_plan.layout, 32)
         for name in STEP_RESULT:
             arena[name][:] = 1
         arena[Record.action][:] = 0.0
         opened.append(
             env_worker.EnvWorker(
                 env_worker.EnvWorkerInit(
-                    env=blueprint.cfg.env,
-                    context=blueprint.context,
+                    env=run_plan.cfg.env,
+                    context=run_plan.context,
                     video=VideoSettings(),
                     arena=arena.handle,
                     shared_arena=arena,

@@ -59,7 +59,7 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
     seen = []
     for deterministic in ("true", "false"):
         with running_crew(tmp_path, f"runner.deterministic={deterministic}", "env.kwargs.echo=true") as stage:
-            plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+            plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
             rollout = stage.workers.scheduler.collect(Rollout(plan))
             first = [e.records[0] for e in rollout.episodes]
             arena = stage.workers.arena
@@ -70,7 +70,7 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
 
 def test_every_chunk_draws_anew_and_its_gripper_speaks_the_simulators_convention(tmp_path):
     with running_crew(tmp_path, "env.kwargs.echo=true") as stage:
-        plan = train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))
         arena, chunks = stage.workers.arena, [episode.records for episode in rollout.episodes]
         assert {len(records) for records in chunks} == {2}
@@ -86,10 +86,10 @@ def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_pat
     words = (f"runner.deterministic={deterministic}".lower(), "rollout.pipeline_stage_num=2", "rollout.logprobs=1")
     cfg = text_config(tmp_path, *words, "algorithm.group_size=2", task="length")
     with running_crew(tmp_path, cfg=cfg) as stage:
-        plan = train_episodes(cfg, stage.blueprint.env, 0, counts_chunk_steps=False)
+        plan = train_episodes(cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))
         arena, records = stage.workers.arena, np.concatenate([e.records for e in rollout.episodes])
-        policy = build_policy(policy_init(stage.blueprint, arena, None))
+        policy = build_policy(policy_init(stage.run_plan, arena, None))
         assert isinstance(policy, CausalLMPolicy)
         prompts, tokens = policy.read(read_observation(arena, records)), arena[Record.tokens][records]
         said = (tokens >= 0).sum(1)
@@ -109,9 +109,9 @@ def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_pat
 def test_the_value_of_a_last_observation_is_its_own(tmp_path, deterministic):
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.total_num_envs=8")
     with running_crew(tmp_path, *words, f"runner.deterministic={deterministic}".lower()) as stage:
-        arena, policy = stage.workers.arena, build_policy(policy_init(stage.blueprint, stage.workers.arena, None))
+        arena, policy = stage.workers.arena, build_policy(policy_init(stage.run_plan, stage.workers.arena, None))
         rollout = stage.workers.scheduler.collect(
-            Rollout(train_episodes(stage.blueprint.cfg, stage.blueprint.env, 0, counts_chunk_steps=True))
+            Rollout(train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=True))
         )
         finals = np.array([e.final_record for e in rollout.episodes if e.final_record >= 0])
         assert len(finals) >= 8

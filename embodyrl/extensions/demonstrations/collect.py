@@ -23,11 +23,11 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, De
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.plan.blueprint import Blueprint, count_env_workers, deal_slots, draw_blueprint
 from embodyrl.plan.config import dump_config
 from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, DaggerConfig
+from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
@@ -52,8 +52,8 @@ class CollectResult:
 
 def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
     """Describe a collection before it starts."""
-    blueprint = draw_collection(cfg)
-    lines = [*facts(blueprint), *weight_facts(cfg, first_weights(cfg, blueprint.env))]
+    run_plan = draw_collection(cfg)
+    lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
@@ -67,24 +67,24 @@ def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResu
         EmbodyError: every failure that has a cause to name; what was written before stays usable.
     """
     assert cfg.collect.out is not None, "checked by check_components"
-    blueprint = draw_collection(cfg)
-    weights = first_weights(cfg, blueprint.env)
+    run_plan = draw_collection(cfg)
+    weights = first_weights(cfg, run_plan.env)
     with (
         locked(Path(cfg.collect.out)),
         closing(open_run(cfg, "collect", overrides, None)) as folder,
         closing(screen_only(cfg)) as monitor,
     ):
-        return _Collecting(blueprint, monitor, weights).run(folder)
+        return _Collecting(run_plan, monitor, weights).run(folder)
 
 
-def draw_collection(cfg: CollectConfig) -> Blueprint:
+def draw_collection(cfg: CollectConfig) -> RunPlan:
     """Describe the run: slots of the training split, one record per env step.
 
     Raises:
         ConfigError: parts that do not fit together, or a task that the expert does not know.
         EmbodyError: data that rounds of DAgger go on from are damaged.
     """
-    base = draw_blueprint(cfg, training=False)
+    base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
     labelled = cfg.collect.labels is Labels.expert or isinstance(cfg, DaggerConfig)
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
@@ -140,21 +140,21 @@ def write_environment(cfg: CollectConfig, folder: Path) -> None:
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
 
 
-def card_of(blueprint: Blueprint) -> Card:
+def card_of(run_plan: RunPlan) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
-    cfg = blueprint.config(CollectConfig)
+    cfg = run_plan.config(CollectConfig)
     return Card(
-        env=replace(blueprint.env, on_gpu=None, gpu_bytes=(0, 0), draws=True),  # of the machine, not of the data
+        env=replace(run_plan.env, on_gpu=None, gpu_bytes=(0, 0), draws=True),  # of the machine, not of the data
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={
-            "model": blueprint.policy.name,
+            "model": run_plan.policy.name,
             "weights": cfg.ckpt or cfg.model.weights,
             "greedy": not cfg.eval.sampling_params.do_sample,
             "temperature": cfg.algorithm.sampling_params.temperature,
             "expert_noise": getattr(cfg.model, "expert_noise", 0.0),
             "filter": cfg.collect.filter.value,
-            **({"labels": cfg.collect.labels.value} if blueprint.labelled else {}),
+            **({"labels": cfg.collect.labels.value} if run_plan.labelled else {}),
             **changed_reward(cfg),
             "seed": cfg.seed,
             "state_ids": cfg.env.train.state_ids,
@@ -167,12 +167,12 @@ def card_of(blueprint: Blueprint) -> Card:
 class _Collecting:
     """One call of `collect`."""
 
-    def __init__(self, blueprint: Blueprint, monitor: Fanout, weights: Path | None) -> None:
-        self.blueprint = blueprint
-        self.cfg = blueprint.config(CollectConfig)
+    def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
+        self.run_plan = run_plan
+        self.cfg = run_plan.config(CollectConfig)
         self.monitor = monitor
         self.weights = weights
-        tasks = selected_tasks(blueprint.env, self.cfg.env.train)
+        tasks = selected_tasks(run_plan.env, self.cfg.env.train)
         wanted = self.cfg.collect.episodes
         self.quota = {task: wanted // len(tasks) + (i < wanted % len(tasks)) for i, task in enumerate(tasks)}
         self.kept: Counter[int] = Counter()
@@ -182,7 +182,7 @@ class _Collecting:
 
     def run(self, folder: RunFolder) -> CollectResult:
         out = Path(str(self.cfg.collect.out))
-        writer = DatasetWriter(out, card_of(self.blueprint))
+        writer = DatasetWriter(out, card_of(self.run_plan))
         try:
             write_environment(self.cfg, out)
             for row in writer.episodes:
@@ -196,7 +196,7 @@ class _Collecting:
                 self.cfg,
                 folder,
                 "collect",
-                [*facts(self.blueprint), *weight_facts(self.cfg, self.weights), ("demos", demos)],
+                [*facts(self.run_plan), *weight_facts(self.cfg, self.weights), ("demos", demos)],
             )
             if self._trials():
                 self._collect(writer, folder.logs)
@@ -216,7 +216,7 @@ class _Collecting:
 
     def _collect(self, writer: DatasetWriter, logs: Path) -> None:
         try:
-            workers = start_workers(self.blueprint, logs, self.monitor.text, start_from=self.weights)
+            workers = start_workers(self.run_plan, logs, self.monitor.text, start_from=self.weights)
             with workers.running():
                 while trials := self._trials():
                     self._batch(workers, writer, trials)
@@ -238,7 +238,7 @@ class _Collecting:
             first = self.next_trial[task]
             if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
                 raise EmbodyError(
-                    f"task {task} ('{self.blueprint.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
+                    f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
                     "succeeded, so collecting would hardly end. Use another policy, less model.expert_noise, a longer "
                     "env.train.max_episode_steps, or collect.filter=all."
                 )
@@ -269,7 +269,7 @@ class _Collecting:
             write(all_that_came=False)
             self.monitor.progress(sum(self.kept.values()), self.cfg.collect.episodes, "kept episodes")
 
-        plan = demonstration_episodes(self.cfg, self.blueprint.env, trials)
+        plan = demonstration_episodes(self.cfg, self.run_plan.env, trials)
         for task, _ in trials:
             self.next_trial[task] += 1
         rollout = Rollout(plan, greedy=not self.cfg.eval.sampling_params.do_sample, on_episode=note)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, NumbersStates, Path, Says, Settings, only
+from embodyrl.config.settings import Count, Must, NumbersStates, Path, Settings, only
 
 
 def is_function(path: str) -> bool:
@@ -50,7 +50,7 @@ class DemonstrationSettings(DataSettings):
     cameras: dict[str, str] = {}
     """Cameras to read and the column of each, for example {front: observation.image}; default: all columns named
     observation.images.<camera>. Give them the names of the environment's cameras."""
-    gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Says("[open,closed]")] | None = None
+    gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
     """Actions that open and close the gripper, for example [1,0]. Without it, the policy does not fit environments
     that declare a gripper."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
@@ -81,9 +81,9 @@ class RowSettings(DataSettings):
     """Column of what is asked: text, or a list of messages with role and content."""
     answer_key: str = "answer"
     """Column of what an answer is judged by, and what `embodyrl sft` imitates; a.b is b within a column a."""
-    answer_pattern: Annotated[str, only(_is_pattern), Says("a regular expression")] | None = None
+    answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
     """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
-    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Says("text that contains {prompt}")] = "{prompt}"
+    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
     """Text around each prompt."""
     system_prompt: str | None = None
     """System message in front of each prompt."""

@@ -26,8 +26,8 @@ from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.files import available_bytes
 from embodyrl.learners.settings import Objective
-from embodyrl.plan.blueprint import count_ranks, mismatches
 from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
 from embodyrl.policies.folder import check_statistics

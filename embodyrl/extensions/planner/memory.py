@@ -11,8 +11,8 @@ from embodyrl.devices import gpu_memory, total_gpu_memory, visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.files import available_bytes
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies import POLICIES
 from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
 
@@ -108,40 +108,40 @@ class MemoryPlan:
         ]
 
 
-def plan_memory(blueprint: Blueprint) -> MemoryPlan:
+def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """Derive the memory of a training run; `tests/fakegpu` meters the same sums on a GPU that is not there.
 
     Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
     stays awake where `rollout.vllm.enable_sleep_mode=null` and they have room for what all slots write.
     """
-    cfg = blueprint.config(TrainConfig)
+    cfg = run_plan.config(TrainConfig)
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
     # First as fast as it goes; only where that is more than a GPU has, what is slower and smaller.
-    roomy = _plan(blueprint, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
+    roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Asked only where it decides something, for it starts a program.
-    gpu = gpu_memory() if may_sleep or (roomy.on_gpu and blueprint.ranks > 1 and sync == "auto") else 0
-    cache = blueprint.policy.acting_bytes * blueprint.num_slots if may_sleep else 0
-    if not gpu or fullest_gpu(blueprint, roomy) + cache <= gpu:
+    gpu = gpu_memory() if may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto") else 0
+    cache = run_plan.policy.acting_bytes * run_plan.num_slots if may_sleep else 0
+    if not gpu or fullest_gpu(run_plan, roomy) + cache <= gpu:
         return roomy
-    tight = "micro_batch" if sync == "auto" and blueprint.ranks > 1 else roomy.gradient_sync
-    return _plan(blueprint, tight, sleeps=may_sleep or roomy.sleeps)
+    tight = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else roomy.gradient_sync
+    return _plan(run_plan, tight, sleeps=may_sleep or roomy.sleeps)
 
 
-def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
-    cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
+def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
+    cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
     fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
-    half, adapters, apart = cfg.model.half, policy.num_trained is not None, blueprint.is_disaggregated
+    half, adapters, apart = cfg.model.half, policy.num_trained is not None, run_plan.is_disaggregated
     trained = total if policy.num_trained is None else policy.num_trained
-    if critic := _beside(blueprint, cfg.critic.path):  # all of it is trained
+    if critic := _beside(run_plan, cfg.critic.path):  # all of it is trained
         trained += critic.num_parameters
     whole = total * (2 if half else 4)
     # Beside adapters the rest is kept in the compute precision; what is trained is float32.
     kept = (whole if adapters else 0) + 4 * trained
-    sharded = blueprint.ranks > 1 or fsdp.cpu_offload
+    sharded = run_plan.ranks > 1 or fsdp.cpu_offload
     # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
-    shards = (blueprint.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
-    single = sharded and _micro_batches(blueprint) == 1
+    shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
+    single = sharded and _micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single)
     activations = _activations(
         cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
@@ -155,15 +155,15 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     offloaded = fsdp.cpu_offload and on_gpu
     aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
-    replay, loading = _replay(blueprint, cfg)
+    replay, loading = _replay(run_plan, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
-    acting_batch = _acting_batch(blueprint, cfg, policy) if on_gpu else 0
+    acting_batch = _acting_batch(run_plan, cfg, policy) if on_gpu else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
-    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(blueprint.env_workers[0].slots)
+    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(run_plan.env_workers[0].slots)
     return MemoryPlan(
         weights=0 if offloaded else (kept + aside) // shards,
         gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
-        reference=_reference(blueprint, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
+        reference=_reference(run_plan, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
@@ -180,8 +180,8 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
         on_gpu=on_gpu,
         gradient_sync=gradient_sync,
         env_worker=_ENV_PROCESS + env.task_bytes,
-        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(blueprint.env_workers[0].slots), tasks),
-        arena=blueprint.layout.offsets(blueprint.capacity)[1],
+        env_gpu=env.gpu_bytes[0] + env.gpu_bytes[1] * min(len(run_plan.env_workers[0].slots), tasks),
+        arena=run_plan.layout.offsets(run_plan.capacity)[1],
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
         + aside
@@ -190,39 +190,39 @@ def _plan(blueprint: Blueprint, gradient_sync: str, *, sleeps: bool) -> MemoryPl
     )
 
 
-def _acting_batch(blueprint: Blueprint, cfg: TrainConfig, policy: PolicySpec) -> int:
+def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, policy: PolicySpec) -> int:
     """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
-    slots = blueprint.num_slots
+    slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
         copied = policy.num_trained
         if copied is None:
-            alone = blueprint.ranks == 1 and not cfg.actor.fsdp.cpu_offload
+            alone = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
             copied = policy.num_parameters - policy.outside_layers if alone else 0
-        return policy.acting_bytes * -(-slots // blueprint.ranks) + (2 * copied if cfg.model.half else 0)
+        return policy.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
     if policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
         return policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
     return 0
 
 
-def _beside(blueprint: Blueprint, path: str | None) -> PolicySpec | None:
+def _beside(run_plan: RunPlan, path: str | None) -> PolicySpec | None:
     """A second model of the policy's kind: a teacher, or a critic apart. It has no adapters."""
     if path is None:
         return None
-    model = blueprint.cfg.model
+    model = run_plan.cfg.model
     alone = model.updated({"path": path, **({"is_lora": False} if model.adapted else {})})
-    return POLICIES.get(model.model_type).spec(alone, blueprint.env, 0)
+    return POLICIES.get(model.model_type).spec(alone, run_plan.env, 0)
 
 
-def _reference(blueprint: Blueprint, cfg: TrainConfig, own: int) -> int:
+def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
     """Its weights, frozen and in the precision that it computes in; where a server has it, none."""
-    if blueprint.algorithm is None or not blueprint.algorithm.needs_reference or cfg.algorithm.reference_url:
+    if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
-    teacher = _beside(blueprint, cfg.algorithm.reference_path)
+    teacher = _beside(run_plan, cfg.algorithm.reference_path)
     return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
 
 
-def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
+def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
     """What is seen and drawn of each record that the run will see, as far as the buffer holds them, and of each chunk
     of its demonstrations; and what loading these takes beside that: all their frames, and the chunks once more.
 
@@ -230,7 +230,7 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     """
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
-    policy, size = blueprint.policy, {f.name: f.record_bytes for f in blueprint.layout.fields}
+    policy, size = run_plan.policy, {f.name: f.record_bytes for f in run_plan.layout.fields}
     kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
     if policy.steers:  # noise: two numbers to a token
         kept = 4 * policy.steering_features + size[Record.action if policy.corrects else Record.tokens]
@@ -240,19 +240,19 @@ def _replay(blueprint: Blueprint, cfg: TrainConfig) -> tuple[int, int]:
     if not isinstance(cfg.algorithm, ReplaySettings):
         longer = (policy.imitated or length) / length  # chunks are kept as far as they are imitated
         each = whole - size[Record.action] + int(longer * size[Record.action])
-        seen = min(cfg.algorithm.replay_size, blueprint.max_samples * blueprint.total_steps)
+        seen = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
         return each * seen + whole * frames, whole * frames * (len(shown) > 1)
-    seen = min(cfg.algorithm.replay_size, 2 * blueprint.max_samples * blueprint.total_steps)
+    seen = min(cfg.algorithm.replay_size, 2 * run_plan.max_samples * run_plan.total_steps)
     return kept * (seen + chunks), whole * (frames * min(len(shown), 2) + chunks)
 
 
-def _micro_batches(blueprint: Blueprint) -> int:
+def _micro_batches(run_plan: RunPlan) -> int:
     """Of an optimizer step on each rank, at most."""
-    cfg = blueprint.config(TrainConfig)
-    steps = max(1, blueprint.optimizer_steps_per_step // cfg.algorithm.update_epoch)
-    samples = -(-blueprint.max_samples // (steps * blueprint.ranks))
+    cfg = run_plan.config(TrainConfig)
+    steps = max(1, run_plan.optimizer_steps_per_step // cfg.algorithm.update_epoch)
+    samples = -(-run_plan.max_samples // (steps * run_plan.ranks))
     budget = cfg.actor.max_tokens_per_mbs
-    size = max(1, budget // blueprint.policy.sample_tokens) if budget else cfg.actor.micro_batch_size
+    size = max(1, budget // run_plan.policy.sample_tokens) if budget else cfg.actor.micro_batch_size
     return -(-samples // size)
 
 
@@ -290,27 +290,27 @@ def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters:
     return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
 
 
-def engine_share(blueprint: Blueprint) -> float:
+def engine_share(run_plan: RunPlan) -> float:
     """Of a GPU's memory, what vLLM may take: all that the plan of its process leaves, less a reserve."""
     gpu = gpu_memory()
     if not gpu:
         return _UNKNOWN_SHARE
-    if isinstance(blueprint.cfg, TrainConfig) and blueprint.algorithm is not None:
-        plan = plan_memory(blueprint)
+    if isinstance(run_plan.cfg, TrainConfig) and run_plan.algorithm is not None:
+        plan = plan_memory(run_plan)
         # What it needs at least was counted: it may take that and all that is left.
         beside = replace(plan, engine=0)
         if plan.sleeps:
             beside = replace(beside, gradients=0, activations=0, in_use=0)
-        left = gpu - (plan.acting if blueprint.is_disaggregated else fullest_gpu(blueprint, beside))
-        if blueprint.is_disaggregated:
-            left += 2 * blueprint.policy.num_parameters + _ENGINE
+        left = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, beside))
+        if run_plan.is_disaggregated:
+            left += 2 * run_plan.policy.num_parameters + _ENGINE
     else:
-        left = gpu - (2 if blueprint.cfg.model.half else 4) * blueprint.policy.num_parameters - _CUDA
+        left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy.num_parameters - _CUDA
     # vLLM takes its share of the whole memory, also where another process has a part of it.
     return max(0.05, int(100 * (left / (total_gpu_memory() or gpu) - _RESERVE)) / 100)
 
 
-def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
+def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     """Refuse a run that cannot fit.
 
     Raises:
@@ -318,14 +318,14 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
     """
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
-        gpu, needed = gpu_memory(), fullest_gpu(blueprint, plan)
+        gpu, needed = gpu_memory(), fullest_gpu(run_plan, plan)
         if gpu and needed > gpu:
             raise ConfigError(
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
                 f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
-                f"Try {_smaller_on_gpu(blueprint, plan)}."
+                f"Try {_smaller_on_gpu(run_plan, plan)}."
             )
-    policies, workers = _fullest_host(blueprint, plan)
+    policies, workers = _fullest_host(run_plan, plan)
     envs = plan.env_worker * workers
     needed, free = policies + envs + plan.arena, available_bytes()
     if needed > free:
@@ -336,11 +336,11 @@ def require_memory(blueprint: Blueprint, plan: MemoryPlan) -> None:
         )
 
 
-def _smaller_on_gpu(blueprint: Blueprint, plan: MemoryPlan) -> str:
+def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
     """Name the keys that are not at their smallest."""
-    cfg, workers = blueprint.config(TrainConfig), len(blueprint.env_workers)
-    drawn, keys = fullest_gpu(blueprint, plan) - plan.policy, list[str]()
-    if drawn and not blueprint.env.lockstep:
+    cfg, workers = run_plan.config(TrainConfig), len(run_plan.env_workers)
+    drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
+    if drawn and not run_plan.env.lockstep:
         keys.append(f"MUJOCO_GL=osmesa, which draws on the CPU and frees {drawn / GIB:.1f} GiB")
     if drawn and workers > 1:
         keys.append(f"launcher.env_workers below {workers}")
@@ -348,32 +348,32 @@ def _smaller_on_gpu(blueprint: Blueprint, plan: MemoryPlan) -> str:
         keys.append("actor.gradient_checkpointing=true")
     if getattr(cfg.actor, "micro_batch_size", 1) > 1:
         keys.append("a smaller actor.micro_batch_size")
-    if blueprint.policy.num_trained is None:
+    if run_plan.policy.num_trained is None:
         keys.append("model.is_lora=true")
     return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
 
 
-def _fullest_host(blueprint: Blueprint, plan: MemoryPlan) -> tuple[int, int]:
+def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
     """Return the bytes of the policy processes and the number of env workers on the host that needs most."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
-    for number in range(blueprint.ranks + blueprint.cfg.acting_processes):
-        trains = number < blueprint.ranks
+    for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
+        trains = number < run_plan.ranks
         own = plan.policy if trains else plan.acting
-        policies[blueprint.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own
-    policies[blueprint.policy_node(0)] += plan.saving
-    for number in range(len(blueprint.env_workers)):
-        workers[blueprint.env_node(number)] += 1
+        policies[run_plan.policy_node(number)] += _PROCESS + plan.offloaded * trains if gpus else own
+    policies[run_plan.policy_node(0)] += plan.saving
+    for number in range(len(run_plan.env_workers)):
+        workers[run_plan.env_node(number)] += 1
     fullest = max({*policies, *workers}, key=lambda node: policies[node] + plan.env_worker * workers[node])
     return policies[fullest], workers[fullest]
 
 
-def fullest_gpu(blueprint: Blueprint, plan: MemoryPlan) -> int:
+def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
     """Return what the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
-    devices, needed = blueprint.devices, Counter[tuple[int, str]]()
+    devices, needed = run_plan.devices, Counter[tuple[int, str]]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
-        needed[blueprint.policy_node(number), gpu] += plan.policy if number < blueprint.ranks else plan.acting
-    for number in range(len(blueprint.env_workers) if plan.env_gpu else 0):
-        turn = number // len(blueprint.nodes["env"])
+        needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting
+    for number in range(len(run_plan.env_workers) if plan.env_gpu else 0):
+        turn = number // len(run_plan.nodes["env"])
         gpu = devices.of_env_worker(turn, on_gpu=True) or "inline"
-        needed[blueprint.env_node(number), gpu] += plan.env_gpu
+        needed[run_plan.env_node(number), gpu] += plan.env_gpu
     return max(needed.values())

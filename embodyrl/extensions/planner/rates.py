@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from embodyrl.devices import query_gpus, select_visible, visible_gpus
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,28 +81,28 @@ class Rates:
         ]
 
 
-def predict(blueprint: Blueprint) -> Rates | None:
+def predict(run_plan: RunPlan) -> Rates | None:
     """Rates of a training run; None without GPUs, or where the policy says nothing of its FLOPs."""
-    cfg, policy, env = blueprint.config(TrainConfig), blueprint.policy, blueprint.env
+    cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
     if not visible_gpus() or not policy.forward_flops:
         return None
     found = _speed()
     speed = found or UNKNOWN
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
-    acting = cfg.acting_processes or blueprint.ranks
-    batch = max(1, blueprint.num_slots // (acting * cfg.rollout.pipeline_stage_num))
+    acting = cfg.acting_processes or run_plan.ranks
+    batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # Acting is bound by reading all weights once a pass as long as its batch is small.
     reading = policy.act_passes * item * policy.num_parameters / speed.bandwidth
     act = acting * batch / (OVERHEAD * max(batch * policy.forward_flops / flops, reading))
     # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
     passes = (2 if policy.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
-    once = OVERHEAD * policy.forward_flops / flops / blueprint.ranks
-    assert blueprint.algorithm is not None
-    rescored = blueprint.algorithm.recomputes_logprob + blueprint.algorithm.needs_reference
+    once = OVERHEAD * policy.forward_flops / flops / run_plan.ranks
+    assert run_plan.algorithm is not None
+    rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
     train = 1.0 / (once * passes)
-    workers = min(len(blueprint.env_workers), available_cores() * len(blueprint.nodes["env"]))
+    workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
     simulators = workers / (env.chunk_s * policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
-    samples = blueprint.max_samples
+    samples = run_plan.max_samples
     parts = {
         "simulators": samples / simulators if simulators else 0.0,
         "acting": samples / act,

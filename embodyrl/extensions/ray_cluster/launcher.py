@@ -354,7 +354,7 @@ class RayLauncher(OpenRequests[_Handle]):
         handle = self._handles.pop(name)
         _close(handle.pools)
         ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))
-        self._bury(name, handle, reason, traceback, exit_code)
+        self._report_death(name, handle, reason, traceback, exit_code)
         _append(handle.log, log.encode())
 
     def stop(self, *, grace_s: float = 10.0) -> None:

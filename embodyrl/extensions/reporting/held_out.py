@@ -14,30 +14,30 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.monitor.paired import other_worlds
-from embodyrl.plan.blueprint import Blueprint
 from embodyrl.plan.config import run_config
 from embodyrl.plan.environment import rows_of
 from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import EnvSpec
 
 EXPORTED_CONFIG = "embodyrl_config.yaml"
 """In an exported folder: the config of its run, or what is known of it."""
 
 
-def evaluation_facts(blueprint: Blueprint) -> list[tuple[str, str]]:
+def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
-    cfg, env = blueprint.config(EvalConfig), blueprint.env
-    plan = eval_episodes(cfg, env, blueprint.policy)
+    cfg, env = run_plan.config(EvalConfig), run_plan.env
+    plan = eval_episodes(cfg, env, run_plan.policy)
     states = {e.reset_id for e in plan.episodes}
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len(states)} initial states"
     if (asked := count_asked(cfg, env)) > plan.num_episodes:
         text += f"; {asked} were asked for, the others would be exact copies of these"
     lines = [("evaluation", text)]
-    if blueprint.algorithm is not None:
-        training = blueprint.config(TrainConfig)
+    if run_plan.algorithm is not None:
+        training = run_plan.config(TrainConfig)
         shown = _shown(dict(leaves(training)), env) or {}
         used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
         return [*lines, ("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]

@@ -11,8 +11,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
-from embodyrl.plan.blueprint import mismatches
 from embodyrl.plan.roots import ServeConfig
+from embodyrl.plan.run_plan import mismatches
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need

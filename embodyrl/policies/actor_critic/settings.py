@@ -4,14 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Says
+from embodyrl.config.settings import Count, Must
 from embodyrl.policies.settings import WeightSettings
 
 
 class ActorCriticSettings(WeightSettings):
     """Small networks."""
 
-    hidden_sizes: Annotated[list[Count], Field(min_length=1), Says("a list of widths, for example [64,64]")] = [64, 64]
+    hidden_sizes: Annotated[list[Count], Field(min_length=1), Must("a list of widths, for example [64,64]")] = [
+        64,
+        64,
+    ]
     """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
     activation: Literal["tanh", "relu"] | None = None
     """Between the hidden layers; default tanh, with images relu."""

@@ -90,7 +90,7 @@ class ChainLikelihood(GaussianChain):
             record_of(cfg, shape),
             num_steps=cfg.num_steps,
             every_step=cfg.every_step,
-            drawn_steps=cfg.drawn_steps,
+            sampled_steps=cfg.sampled_steps,
             terms=cfg.num_steps + 1 if mean else 1,
         )
         self._cfg, self._noise_std = cfg, noise_std

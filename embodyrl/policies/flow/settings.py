@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Says, Share, only
+from embodyrl.config.settings import Count, Must, Share, only
 from embodyrl.policies.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered
 from embodyrl.types import PolicySpec
@@ -54,7 +54,7 @@ class FlowSettings(ResidualSettings):
     """Never draw the last step as the stochastic one."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """flow_sde, flow_cps: a of their formulas."""
-    noise_range: Annotated[list[float], _RISING, Says("[low,high] with 0 < low < high, standard deviations")] = [
+    noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
     ]
@@ -91,7 +91,7 @@ class FlowSettings(ResidualSettings):
         return self.likelihood is Likelihood.flow_noise or self.stochastic_steps is Stochastic.all
 
     @property
-    def drawn_steps(self) -> int:
+    def sampled_steps(self) -> int:
         """From how many steps the one stochastic step is drawn; the last one of CPS is certain."""
         skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips else self.num_steps
@@ -101,7 +101,7 @@ class FlowSettings(ResidualSettings):
         yield from super().problems()
         if self.steers or self.likelihood is Likelihood.fpo:
             return
-        if not self.every_step and self.drawn_steps == 0:
+        if not self.every_step and self.sampled_steps == 0:
             yield (
                 "model.num_steps=1 leaves no stochastic step: flow_cps and ignore_last take none from the last. Set "
                 "model.num_steps to 2 or more."

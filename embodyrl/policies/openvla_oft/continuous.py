@@ -72,7 +72,7 @@ class DiffusionChain(GaussianChain):
 
     def __init__(self, cfg: OftSettings) -> None:
         steps = cfg.num_diffusion_steps_inference
-        super().__init__(record_of(cfg), num_steps=steps, every_step=cfg.every_step, drawn_steps=steps)
+        super().__init__(record_of(cfg), num_steps=steps, every_step=cfg.every_step, sampled_steps=steps)
         self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from embodyrl.config.sections import of_commands
-from embodyrl.config.settings import Count, Says, Seconds, Settings
+from embodyrl.config.settings import Count, Must, Seconds, Settings
 from embodyrl.policies.settings import ModelSettings
 
 
@@ -25,7 +25,7 @@ class ConversationSettings(Settings):
 class RemoteSettings(ModelSettings, ConversationSettings):
     """Where the policy is and what it understands."""
 
-    url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Says("ws://HOST:PORT or wss://HOST:PORT")] | None = (
+    url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Must("ws://HOST:PORT or wss://HOST:PORT")] | None = (
         None
     )
     """Where it listens, for example ws://127.0.0.1:8000."""
@@ -38,7 +38,7 @@ class RemoteSettings(ModelSettings, ConversationSettings):
 class ServeSettings(ConversationSettings):
     """Where a policy is served, and to whom."""
 
-    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Says("an address")] = "127.0.0.1"
+    host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
     """Address to listen at: this machine only; 0.0.0.0 lets everyone in who reaches it, there is no password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen at; 0: any free one."""

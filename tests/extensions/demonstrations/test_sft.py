@@ -24,10 +24,10 @@ from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import data_statistics, load_samples, sft_facts
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.types import GripperConvention, PolicySpec
 
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
@@ -149,7 +149,7 @@ def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training
 def test_checkpoint_states_its_inputs_and_other_ones_are_rejected(trained: SftResult, tmp_path: Path) -> None:
     policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
     cfg = load_config("eval", [*TOY_EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
-    env = draw_blueprint(cfg, training=False).env
+    env = build_run_plan(cfg, training=False).env
     assert first_weights(cfg, env) == policy
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
     assert inputs["cameras"] == list(env.cameras[:1])

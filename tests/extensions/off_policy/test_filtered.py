@@ -18,9 +18,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.off_policy.filtered_bc_learner import TRAINED, FilteredLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.specs import convert_gripper
 from embodyrl.types import Observation
@@ -36,10 +36,10 @@ def make(tmp_path):
 
     def build(*words: str) -> tuple[PolicyHost, FilteredLearner, Arena, np.ndarray]:
         sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "env.train.total_num_envs=8")
-        blueprint = draw_blueprint(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
-        arena = Arena.create(blueprint.layout, max(blueprint.capacity, RECORDS))
-        host = PolicyHost(policy_init(blueprint, arena, None))
-        tickets = fill(arena, blueprint, host)
+        run_plan = build_run_plan(toy_config(tmp_path, *sizes, *FILTERED, *words), training=True)
+        arena = Arena.create(run_plan.layout, max(run_plan.capacity, RECORDS))
+        host = PolicyHost(policy_init(run_plan, arena, None))
+        tickets = fill(arena, run_plan, host)
         arena[Record.advantage][records_of(tickets)] = np.repeat([1.0, 0.0], 3)[:, None]
         made.append((host, arena))
         assert isinstance(host._learner, FilteredLearner)
@@ -139,7 +139,7 @@ def test_what_is_saved_goes_on_alike(make, tmp_path):
 def planned(words: list[str]) -> None:
     cfg = load_config("train", words)
     check_components(cfg)
-    draw_blueprint(cfg, training=True)
+    build_run_plan(cfg, training=True)
 
 
 @pytest.mark.parametrize(
@@ -264,10 +264,10 @@ def test_an_update_that_is_left_out_leaves_the_average_as_it_was(make):
 def test_a_token_budget_counts_prompts_and_replies(tmp_path):
     words = ("env=text/copy", "model=causal_lm_tiny", "algorithm=filtered_bc", "actor.global_batch_size=6")
     words = (*words, "actor.micro_batch_size=6", "actor.max_tokens_per_mbs=40", f"runner.output_dir={tmp_path}")
-    blueprint = draw_blueprint(load_config("train", [*words, "launcher=inline"]), training=True)
+    run_plan = build_run_plan(load_config("train", [*words, "launcher=inline"]), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
     ):
         actor = host._learner
         assert isinstance(actor, FilteredLearner)

@@ -22,8 +22,8 @@ from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.off_policy.hindsight import Hindsight, OpenEpisodes
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -232,7 +232,7 @@ QUIET = (
 )
 def test_what_has_no_other_goals_is_refused(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
-        draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
+        build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
 
 def test_hindsight_goals_warn_with_an_algorithm_that_ignores_them():
@@ -284,9 +284,9 @@ def test_demonstrations_get_other_goals_as_well(tmp_path):
     places = f"runner.output_dir={tmp_path}", f"collect.out={tmp_path}/demos", "collect.episodes=3"
     collect(load_config("collect", [*SMALL[:2], "model=random", "launcher=inline", "collect.filter=all", *places]))
     words = [*SMALL, *QUIET, "algorithm=rlpd", f"algorithm.demonstrations=[{tmp_path}/demos]"]
-    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    arena = Arena.create(blueprint.layout, blueprint.capacity)
-    host = PolicyHost(policy_init(blueprint, arena, None))
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    arena = Arena.create(run_plan.layout, run_plan.capacity)
+    host = PolicyHost(policy_init(run_plan, arena, None))
     try:
         actor = host._learner
         assert isinstance(actor, SacLearner)

@@ -20,8 +20,8 @@ from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer
 from embodyrl.extensions.off_policy.sac import actor_loss, temperature_loss
 from embodyrl.extensions.off_policy.sac_learner import SacLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -65,9 +65,9 @@ def make(tmp_path: Path):
 
     def build(*words: str, start: tuple[str, ...] = SMALL) -> tuple[PolicyHost, SacLearner]:
         words = (*start, f"runner.output_dir={tmp_path}", *words)
-        blueprint = draw_blueprint(load_config("train", words), training=True)
-        arena = Arena.create(blueprint.layout, blueprint.capacity)
-        host = PolicyHost(policy_init(blueprint, arena, None))
+        run_plan = build_run_plan(load_config("train", words), training=True)
+        arena = Arena.create(run_plan.layout, run_plan.capacity)
+        host = PolicyHost(policy_init(run_plan, arena, None))
         hosts.append((host, arena))
         assert isinstance(host._learner, SacLearner)
         return host, host._learner
@@ -231,7 +231,7 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
-        draw_blueprint(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
+        build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
 
 def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:

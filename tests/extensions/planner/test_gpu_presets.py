@@ -23,7 +23,7 @@ from embodyrl.envs import factory as env_factory
 from embodyrl.envs.maniskill import factory as maniskill
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.planner import memory, rates
-from embodyrl.plan import blueprint
+from embodyrl.plan import run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
 
@@ -39,7 +39,7 @@ def machine(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(*[H100_MIB] * 8))
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    for module in (blueprint, rates, command_facts):
+    for module in (run_plan, rates, command_facts):
         monkeypatch.setattr(module, "available_cores", lambda: 96)
     for module in (memory, command_facts, env_factory):
         monkeypatch.setattr(module, "available_bytes", lambda: 900 * 2**30)
@@ -152,7 +152,7 @@ def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
     pytest.importorskip("libero")
     ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)
-    plan = blueprint.draw_blueprint(cfg, training=True)
+    plan = run_plan.build_run_plan(cfg, training=True)
     assert [plan.policy_node(rank) for rank in range(16)] == [0] * 8 + [1] * 8
     assert plan.devices.policies == (*"01234567", *"01234567")
     assert (len(plan.env_workers), plan.env_workers_per_node) == (192, 96)
@@ -168,9 +168,9 @@ def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
 def test_ranks_are_counted_over_all_nodes(tmp_path, monkeypatch):
     pytest.importorskip("libero")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
-    assert blueprint.count_ranks(cfg) == 16
+    assert run_plan.count_ranks(cfg) == 16
     one = (*TWO_NODES[:2], "cluster.component_placement={env:0-1,rollout:1,actor:1}")
-    plan = blueprint.draw_blueprint(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
+    plan = run_plan.build_run_plan(config("libero_10_full_8gpu", tmp_path, monkeypatch, *one), training=True)
     assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
 
 
@@ -185,6 +185,6 @@ def test_ranks_add_up_their_gradients_as_often_as_the_memory_asks(gib, when, tmp
     pytest.importorskip("libero")
     monkeypatch.setattr(memory, "gpu_memory", lambda: gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
-    plan = memory.plan_memory(blueprint.draw_blueprint(cfg, training=True))
+    plan = memory.plan_memory(run_plan.build_run_plan(cfg, training=True))
     assert plan.gradient_sync == when
     assert plan.policy < gib * 2**30

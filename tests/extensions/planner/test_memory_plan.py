@@ -24,9 +24,9 @@ from embodyrl.extensions.demonstrations.layout import Card, info_of
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.planner import memory
 from embodyrl.extensions.planner.memory import GIB, MemoryPlan, engine_share, plan_memory, require_memory
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.actors import Actors
@@ -52,23 +52,23 @@ def peak(pid: int) -> int:
 )
 def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
     with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
-        blueprint, workers = stage.blueprint, stage.workers
-        actors = Actors(workers, blueprint.algorithm, blueprint)
-        plan = train_episodes(blueprint.cfg, blueprint.env, 0, counts_chunk_steps=False)
+        run_plan, workers = stage.run_plan, stage.workers
+        actors = Actors(workers, run_plan.algorithm, run_plan)
+        plan = train_episodes(run_plan.cfg, run_plan.env, 0, counts_chunk_steps=False)
         rollout = workers.scheduler.collect(Rollout(plan))
-        actors.update(0, rollout, blueprint.algorithm.prepare(rollout.episodes, actors.score(rollout)))
+        actors.update(0, rollout, run_plan.algorithm.prepare(rollout.episodes, actors.score(rollout)))
         workers.scheduler.release(rollout)
         measured = peak(workers_of(os.getpid())["policy"])
-    assert plan_memory(blueprint).policy == pytest.approx(measured, rel=0.15)
+    assert plan_memory(run_plan).policy == pytest.approx(measured, rel=0.15)
 
 
 def test_sharding_divides_weights_and_moments(tmp_path):
-    one = plan_memory(draw_blueprint(toy_config(tmp_path), training=True))
-    four = draw_blueprint(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
+    one = plan_memory(build_run_plan(toy_config(tmp_path), training=True))
+    four = build_run_plan(toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4"), training=True)
     assert plan_memory(four).weights == one.weights // 4
     assert plan_memory(four).optimizer == one.optimizer // 4
     assert plan_memory(four).gathered == one.weights, "whole while acting"
-    replicas = draw_blueprint(
+    replicas = build_run_plan(
         toy_config(tmp_path, "launcher=local", "actor.fsdp.size=4", "actor.fsdp.shard_size=2"), training=True
     )
     assert plan_memory(replicas).optimizer == one.optimizer // 2
@@ -76,23 +76,23 @@ def test_sharding_divides_weights_and_moments(tmp_path):
 
 def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
     words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
-    blueprint = draw_blueprint(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
-    plan = plan_memory(blueprint)
+    run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
+    plan = plan_memory(run_plan)
     assert plan.gathered == 0
-    assert plan.acting - plan.process == 4 * blueprint.policy.num_parameters, "float32 until it is halved"
+    assert plan.acting - plan.process == 4 * run_plan.policy.num_parameters, "float32 until it is halved"
     assert "for each process that acts" in plan.lines(2, 1)[1][1]
     with pytest.raises(ConfigError, match="of memory"):
-        require_memory(blueprint, replace(plan, acting=10_000 * GIB))
+        require_memory(run_plan, replace(plan, acting=10_000 * GIB))
 
 
 def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
-    blueprint = draw_blueprint(toy_config(tmp_path), training=True)
-    plan = plan_memory(blueprint)
-    require_memory(blueprint, plan)
+    run_plan = build_run_plan(toy_config(tmp_path), training=True)
+    plan = plan_memory(run_plan)
+    require_memory(run_plan, plan)
     with pytest.raises(ConfigError, match=r"needs about .*free.*actor.micro_batch_size"):
-        require_memory(blueprint, replace(plan, optimizer=10_000 * GIB))
+        require_memory(run_plan, replace(plan, optimizer=10_000 * GIB))
     with pytest.raises(ConfigError, match=r"env workers.*launcher.env_workers"):
-        require_memory(blueprint, replace(plan, env_worker=10_000 * GIB))
+        require_memory(run_plan, replace(plan, env_worker=10_000 * GIB))
 
 
 def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
@@ -106,7 +106,7 @@ def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
     own = sum(tensor.numel() for tensor in load_tensors(tmp_path / "critic" / "model.safetensors").values())
 
     def plan(*words):
-        return plan_memory(draw_blueprint(text_config(tmp_path, *words), training=True))
+        return plan_memory(build_run_plan(text_config(tmp_path, *words), training=True))
 
     ppo = ("algorithm=ppo", "algorithm.reward_type=action_level", "actor.fsdp.size=1")
     alone, apart = plan(*ppo), plan(*ppo, f"critic.path={tmp_path}/critic")
@@ -120,11 +120,11 @@ def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
 
 def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
-    on_cpu = plan_memory(blueprint)
+    run_plan = build_run_plan(load_config("train", words), training=True)
+    on_cpu = plan_memory(run_plan)
     assert on_cpu.replay > 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    on_gpu = plan_memory(blueprint)
+    on_gpu = plan_memory(run_plan)
     assert on_gpu.replay == 0, "of the GPU"
     assert on_gpu.host(1) >= on_cpu.replay
 
@@ -133,13 +133,13 @@ def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_pat
     base = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=filtered_bc"]
 
     def plan(*more):
-        blueprint = draw_blueprint(load_config("train", [*base, *more]), training=True)
-        return blueprint, plan_memory(blueprint)
+        run_plan = build_run_plan(load_config("train", [*base, *more]), training=True)
+        return run_plan, plan_memory(run_plan)
 
-    (blueprint, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
-    each = 4 * (blueprint.env.state_dim + blueprint.env.action_dim)
-    seen = blueprint.max_samples * blueprint.total_steps
-    words = max(map(len, blueprint.env.tasks))
+    (run_plan, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
+    each = 4 * (run_plan.env.state_dim + run_plan.env.action_dim)
+    seen = run_plan.max_samples * run_plan.total_steps
+    words = max(map(len, run_plan.env.tasks))
     assert each * seen <= all_seen.replay <= (each + words + 64) * seen
     assert few.replay == 100 * all_seen.replay // seen
     _, averaged = plan("algorithm.replay_size=100", "algorithm.average=0.99")
@@ -156,9 +156,9 @@ def test_demonstrations_are_kept_and_read_before_that(tmp_path):
         info = info_of(card, episodes=1, frames=frames, tasks=1)
         (tmp_path / "demos" / "meta" / "info.json").write_text(json.dumps(info))
         cfg = load_config("train", [*words, f"algorithm.demonstrations=[{tmp_path}/demos]"])
-        return plan_memory(draw_blueprint(cfg, training=True))
+        return plan_memory(build_run_plan(cfg, training=True))
 
-    alone = draw_blueprint(load_config("train", words), training=True)
+    alone = build_run_plan(load_config("train", words), training=True)
     without, some, many = plan_memory(alone), plan(1000), plan(2000)
     each = 4 * (alone.env.state_dim + alone.env.action_dim)
     assert some.replay - without.replay >= 1000 * each
@@ -180,7 +180,7 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
 
     def plan(mib, *more):
         stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
-        drawn = draw_blueprint(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
+        drawn = build_run_plan(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
         return plan_memory(drawn), engine_share(drawn)
 
     on = "rollout.vllm.enable_sleep_mode=true"
@@ -203,7 +203,7 @@ def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path
 
     def share(free):
         stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
-        drawn = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+        drawn = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
         return engine_share(drawn)
 
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
@@ -215,7 +215,7 @@ def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
 
     def plan(visible):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        drawn = draw_blueprint(toy_config(tmp_path, *words), training=True)
+        drawn = build_run_plan(toy_config(tmp_path, *words), training=True)
         drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
         needed = plan_memory(drawn)
         assert needed.env_gpu == 4 * GIB, "two slots each"
@@ -252,15 +252,15 @@ def test_a_peak_is_that_of_acting_or_of_training_and_building_may_exceed_both():
 
 def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
     words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
-    blueprint = draw_blueprint(toy_config(tmp_path, *words), training=True)
-    plan = plan_memory(blueprint)
+    run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
+    plan = plan_memory(run_plan)
     with pytest.raises(ConfigError, match=r"10000\.\d shared"):
-        require_memory(blueprint, replace(plan, arena=10_000 * GIB))
-    tasks = plan_memory(replace(blueprint, env=replace(blueprint.env, task_bytes=GIB)))
+        require_memory(run_plan, replace(plan, arena=10_000 * GIB))
+    tasks = plan_memory(replace(run_plan, env=replace(run_plan.env, task_bytes=GIB)))
     assert tasks.env_worker == plan.env_worker + GIB
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
-    on_gpus = draw_blueprint(toy_config(tmp_path, *words), training=True)
+    on_gpus = build_run_plan(toy_config(tmp_path, *words), training=True)
     # A policy process on a GPU takes its share of the host, too, whether it trains or acts.
     rest = replace(plan_memory(on_gpus), saving=0, offloaded=0, env_worker=0, arena=0)
     monkeypatch.setattr(memory, "available_bytes", lambda: 4 * memory._PROCESS)
@@ -274,8 +274,8 @@ def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
 
     def plan(*more):
-        blueprint = draw_blueprint(load_config("train", [*words, *more]), training=True)
-        return 2 * blueprint.max_samples * blueprint.total_steps, plan_memory(blueprint)
+        run_plan = build_run_plan(load_config("train", [*words, *more]), training=True)
+        return 2 * run_plan.max_samples * run_plan.total_steps, plan_memory(run_plan)
 
     seen, whole = plan("algorithm.replay_size=100000000")
     assert plan(f"algorithm.replay_size={seen // 4}")[1].replay == pytest.approx(whole.replay / 4)
@@ -286,18 +286,18 @@ def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_
 
 def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
     def count(*words):
-        return memory._micro_batches(draw_blueprint(text_config(tmp_path, "launcher=local", *words), training=True))
+        return memory._micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
 
     words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
     assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)
-    tokens = draw_blueprint(text_config(tmp_path), training=True).policy.sample_tokens
+    tokens = build_run_plan(text_config(tmp_path), training=True).policy.sample_tokens
     assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
 
 
 def test_a_server_keeps_the_reference(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
-    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
-    assert plan_memory(draw_blueprint(text_config(tmp_path, *kl), training=True)).reference == 0
+    assert plan_memory(build_run_plan(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
+    assert plan_memory(build_run_plan(text_config(tmp_path, *kl), training=True)).reference == 0
 
 
 def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
@@ -308,6 +308,6 @@ def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
         "algorithm=sac",
         "algorithm.save_replay=false",
     ]
-    blueprint = draw_blueprint(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    policy, each = blueprint.policy, 2 if blueprint.cfg.model.half else 4
-    assert plan_memory(blueprint).checkpoint == 12 * policy.num_trained + each * policy.num_parameters
+    run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
+    policy, each = run_plan.policy, 2 if run_plan.cfg.model.half else 4
+    assert plan_memory(run_plan).checkpoint == 12 * policy.num_trained + each * policy.num_parameters

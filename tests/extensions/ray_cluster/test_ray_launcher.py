@@ -20,7 +20,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import RankInfo
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
-from embodyrl.plan.blueprint import draw_blueprint
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import env_spec, plan_hosts
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
@@ -103,7 +103,7 @@ def test_the_output_of_a_worker_that_dies_is_kept_and_named(tmp_path, two_nodes)
     named = dict.fromkeys(("rollout", "actor"), 0) | {"env": f"{socket.gethostname()},1"}
     launcher = RayLauncher(tmp_path, ClusterSettings(num_nodes=2, component_placement=named))
     assert launcher.where.count(f"{socket.gethostname()} (") == 2
-    arena = Arena.create(draw_blueprint(toy_config(tmp_path), training=True).layout, 1)
+    arena = Arena.create(build_run_plan(toy_config(tmp_path), training=True).layout, 1)
     init = WorkerInit(arena=arena.handle)
     for number in range(2):
         spec = WorkerSpec(name=f"env_{number}", entry="light_worker:LightWorker", init=init, component="env")
@@ -187,11 +187,11 @@ def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     words = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:0-1,rollout:0,actor:0}")
     cfg = toy_config(tmp_path, *words, "actor.fsdp.size=2", "launcher.env_workers=4")
-    blueprint = draw_blueprint(cfg, training=True)
-    blind = replace(blueprint, env=replace(blueprint.env, on_gpu=False))
-    arena = Arena.create(blueprint.layout, 1)
-    specs = plan_hosts(blueprint, arena, None, bucket_arena=None, rank_info=RankInfo())
-    specs += [env_spec(blueprint, arena, number) for number in range(4)]
+    run_plan = build_run_plan(cfg, training=True)
+    blind = replace(run_plan, env=replace(run_plan.env, on_gpu=False))
+    arena = Arena.create(run_plan.layout, 1)
+    specs = plan_hosts(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
+    specs += [env_spec(run_plan, arena, number) for number in range(4)]
     specs.append(replace(env_spec(blind, arena, 0), name="env_4"))
     head = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)

@@ -17,8 +17,8 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.reporting.held_out import EXPORTED_CONFIG, evaluation_facts
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, save_config
+from embodyrl.plan.run_plan import build_run_plan
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
 SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spatial")
@@ -26,8 +26,8 @@ SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spat
 
 def lines(folder: Path, *overrides: str, command: str = "train") -> str:
     overrides += ("runner.val_check_interval=2",) * (command == "train")
-    blueprint = draw_blueprint(toy_config(folder, *overrides, command=command), training=command == "train")
-    return "\n".join(text for _, text in evaluation_facts(blueprint))
+    run_plan = build_run_plan(toy_config(folder, *overrides, command=command), training=command == "train")
+    return "\n".join(text for _, text in evaluation_facts(run_plan))
 
 
 def test_a_training_says_whether_it_is_judged_by_what_it_saw(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_copies_are_named() -> None:
         "env.eval.state_ids=[3000,3004]",
         "env.eval.task_ids=[0,1,2]",
     ]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
-    assert evaluation_facts(blueprint)[0][1] == (
+    run_plan = build_run_plan(load_config("train", words), training=True)
+    assert evaluation_facts(run_plan)[0][1] == (
         "15 greedy episodes of 15 initial states; 150 were asked for, the others would be exact copies of these"
     )
 
@@ -104,7 +104,7 @@ def test_rounds_of_dagger_are_evaluated_like_what_learned_from_demonstrations(tm
 
 def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     """Those of `data.more` and of `algorithm.demonstrations` as well as those of `data.path`."""
-    env = draw_blueprint(toy_config(tmp_path, command="eval"), training=False).env
+    env = build_run_plan(toy_config(tmp_path, command="eval"), training=False).env
     folders = [tmp_path / name for name in ("first", "more", "elsewhere")]
     for state, folder in enumerate(folders):
         shown = replace(env, name="another") if folder.name == "elsewhere" else env
@@ -145,7 +145,7 @@ def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> 
     more = ["env.sampled_states=20", "env.train.state_ids=[45,69]", "env.eval.state_ids=[50,69]"]
     save_config(load_config("train", words + more), run / "config.yaml")
     words = [f"ckpt={run}", "env=libero_object", "env.eval.state_ids=[40,49]"]
-    told = dict(evaluation_facts(draw_blueprint(load_config("eval", words), training=False)))["held out"]
+    told = dict(evaluation_facts(build_run_plan(load_config("eval", words), training=False)))["held out"]
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
@@ -161,7 +161,7 @@ def test_rows_of_text_are_known_by_the_shares_and_files_of_the_run(tmp_path: Pat
 
     def told(*words: str) -> str:
         cfg = load_config("eval", [f"ckpt={run}", *text, *words])
-        return dict(evaluation_facts(draw_blueprint(cfg, training=False)))["held out"]
+        return dict(evaluation_facts(build_run_plan(cfg, training=False)))["held out"]
 
     assert told(f"data.path={rows}").startswith(f"warning: of these 2 initial states training of {run} uses 0, valid")
     half = told(f"data.path={rows}", "data.val_share=0.5")
@@ -175,18 +175,18 @@ def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path
     words = ["env.eval.state_ids=[3000,3001]", "runner.val_suites=[base,colours]", "runner.val_check_interval=5"]
     save_config(load_config("train", words), run / "config.yaml")
     cfg = load_config("eval", [f"ckpt={run}", *words[:2], "model.path=assets/openvla_oft_tabletop"])
-    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_facts(build_run_plan(cfg, training=False)))
     assert f"of these 12 initial states training of {run} uses 0, validation of {run} uses 12;" in told
     shown = load_config(
         "eval", [f"ckpt={run}", "env.eval.state_ids=[0,1]", *words[1:2], "model.path=assets/openvla_oft_tabletop"]
     )
-    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(shown, training=False)))
+    told = "\n".join(text for _, text in evaluation_facts(build_run_plan(shown, training=False)))
     assert f"training of {run} uses 6, validation of {run} uses 0;" in told, "training stays in the own suite"
     save_config(load_config("train", [*words, "eval.episodes=7"]), run / "config.yaml")
-    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_facts(build_run_plan(cfg, training=False)))
     assert f"validation of {run} uses 7;" in told, "it was allowed more, and looked at these"
     save_config(load_config("train", [*words, "eval.episodes=null", "eval.episodes_per_task=1"]), run / "config.yaml")
-    told = "\n".join(text for _, text in evaluation_facts(draw_blueprint(cfg, training=False)))
+    told = "\n".join(text for _, text in evaluation_facts(build_run_plan(cfg, training=False)))
     assert f"validation of {run} uses 6;" in told, "one of each task"
 
 
@@ -199,8 +199,8 @@ def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: 
     env = made.get("env.task_suite_name", made["env.env_type"])
     model = "openvla_oft_tiny" if folder.name.startswith("openvla") else re.sub("_(tabletop|soup)$", "", folder.name)
     words = [f"ckpt=assets/{folder.name}", f"env={env}", f"model={model}"]
-    blueprint = draw_blueprint(load_config("eval", words), training=False)
-    told = " ".join(text for _, text in evaluation_facts(blueprint))
+    run_plan = build_run_plan(load_config("eval", words), training=False)
+    told = " ".join(text for _, text in evaluation_facts(run_plan))
     assert "unknown" not in told
     assert re.search(rf"training of assets/{folder.name} uses [1-9]", told) is None
     card = json.loads((folder / "card.json").read_text())

@@ -19,8 +19,8 @@ from embodyrl.extensions.text import dataset as text
 from embodyrl.extensions.text import tasks
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.rewards.functions import countdown
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 
 ROWS = [{"question": f"{i}+1?", "answer": f"think\n#### {i + 1}"} for i in range(10)]
 KEYS = {"prompt_key": "question", "answer_pattern": "####( .+)?"}
@@ -88,7 +88,7 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
     assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other pictures"
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
-    told = dict(facts(draw_blueprint(cfg, training=True)))
+    told = dict(facts(build_run_plan(cfg, training=True)))
     assert told["warning"] == "3 of the 4 rows held out ask what a row for training asks too"
 
 

@@ -14,18 +14,18 @@ from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.sft import sft
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.run_plan import build_run_plan
 
 
 def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
-    blueprint = draw_blueprint(text_config(tmp_path, task="arithmetic"), training=True)
-    assert blueprint.env.components == ("exact", "overlap", "errors")
-    assert (blueprint.policy.num_action_chunks, blueprint.policy.tokens_per_chunk) == (4, 4)
-    assert blueprint.cfg.env.train.state_ids == [0, 269]
-    assert blueprint.cfg.env.eval.state_ids == [270, 299]
-    assert blueprint.capacity == 8 + 2 * 8
+    run_plan = build_run_plan(text_config(tmp_path, task="arithmetic"), training=True)
+    assert run_plan.env.components == ("exact", "overlap", "errors")
+    assert (run_plan.policy.num_action_chunks, run_plan.policy.tokens_per_chunk) == (4, 4)
+    assert run_plan.cfg.env.train.state_ids == [0, 269]
+    assert run_plan.cfg.env.eval.state_ids == [270, 299]
+    assert run_plan.capacity == 8 + 2 * 8
 
 
 @pytest.mark.integration
@@ -75,26 +75,26 @@ def test_vllm_sleeps_only_where_weights_are_trained_beside_it(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     words = ("rollout.backend=vllm", "rollout.vllm.enable_sleep_mode=true")
     with pytest.raises(ConfigError, match=r"enable_sleep_mode=true: only a GPU's memory"):
-        draw_blueprint(text_config(tmp_path, *words), training=True)
+        build_run_plan(text_config(tmp_path, *words), training=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     late = ("algorithm.max_staleness=1", "algorithm=decoupled")
     with pytest.raises(ConfigError, match=r"max_staleness=1: vLLM writes while weights are trained"):
-        draw_blueprint(text_config(tmp_path, *words, *late), training=True)
+        build_run_plan(text_config(tmp_path, *words, *late), training=True)
 
 
 @pytest.mark.integration
 def test_pictures_travel_with_their_rows(tmp_path: Path):
     words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")
     cfg = text_config(tmp_path, *words, task="colour")
-    blueprint = draw_blueprint(cfg, training=True)
-    assert (blueprint.env.cameras, blueprint.env.image_size) == (("image_0",), (16, 16))
+    run_plan = build_run_plan(cfg, training=True)
+    assert (run_plan.env.cameras, run_plan.env.image_size) == (("image_0",), (16, 16))
     (row,) = rows(train(cfg).run)
     assert row["actor/logprob_gap"] < 1e-5
     assert row["actor/grad_norm"] > 0
     with pytest.raises(ConfigError, match="show pictures, model 'causal_lm_tiny' reads none"):
-        draw_blueprint(text_config(tmp_path, task="colour"), training=True)
+        build_run_plan(text_config(tmp_path, task="colour"), training=True)
     with pytest.raises(ConfigError, match="pictures are read by"):
-        draw_blueprint(text_config(tmp_path, *words, "rollout.backend=vllm", task="colour"), training=True)
+        build_run_plan(text_config(tmp_path, *words, "rollout.backend=vllm", task="colour"), training=True)
 
 
 @pytest.mark.integration
@@ -204,9 +204,9 @@ def test_combinations_are_refused_before_anything_starts(overrides: list[str], m
 
 def test_mismatched_parts_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="takes text actions"):
-        draw_blueprint(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
+        build_run_plan(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
     with pytest.raises(ConfigError, match="is for text; model 'mlp' chooses actions"):
-        draw_blueprint(load_config("train", ["experiment=cartpole", "rollout.backend=vllm"]), training=True)
+        build_run_plan(load_config("train", ["experiment=cartpole", "rollout.backend=vllm"]), training=True)
 
 
 def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
@@ -216,7 +216,7 @@ def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
     cfg = load_config("train", ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={file}"])
     check_components(cfg)
     with pytest.raises(ConfigError, match=r"sums\.jsonl, row 3: column 'answer' does not fit"):
-        draw_blueprint(cfg, training=True)
+        build_run_plan(cfg, training=True)
 
 
 @pytest.mark.integration

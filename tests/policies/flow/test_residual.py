@@ -14,8 +14,8 @@ from embodyrl.channels.arena import Arena
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.off_policy.replay import Frames
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
@@ -145,23 +145,23 @@ def test_keys_without_effect_warn(words, says):
 def test_sac_needs_a_frozen_flow(tmp_path):
     words = [*RUN, "model.likelihood=flow_sde", f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match="dsrl or residual"):
-        draw_blueprint(load_config("train", words), training=True)
+        build_run_plan(load_config("train", words), training=True)
 
 
 def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tmp_path):
     """The reward is for an executed first number of 0.3: corrections become large where the proposal is far below."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "model.residual_scale=0.5", f"runner.output_dir={tmp_path}"]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
+    run_plan = build_run_plan(load_config("train", words), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
     ):
         actor, module = host._learner, host.policy.module
         assert isinstance(actor, SacLearner)
         frozen = {name: p.clone() for name, p in module.network.state_dict().items()}
         torch.manual_seed(0)
-        count, width, known = 512, actor._policy.width, blueprint.policy.steering_features
+        count, width, known = 512, actor._policy.width, run_plan.policy.steering_features
         tried, seen = torch.rand(count, width) * 2 - 1, torch.zeros(count, known)
         seen[:, -width] = torch.rand(count) - 0.2  # -0.2 to 0.8: within reach of 0.3
         actor._replay.add(

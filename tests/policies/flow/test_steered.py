@@ -17,8 +17,8 @@ from embodyrl.channels.messages import UpdateRequest
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.off_policy.replay import Frames
 from embodyrl.extensions.off_policy.sac_learner import FEATURES, SacLearner
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
@@ -140,17 +140,17 @@ def test_demonstrations_say_nothing_of_noise(folder):  # noqa: F811
 )
 def test_contradicting_keys_are_rejected(words, says, tmp_path):
     with pytest.raises(ConfigError, match=says):
-        draw_blueprint(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
+        build_run_plan(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
 
 
 def test_an_update_learns_from_features_that_were_kept(tmp_path):
     """A buffer with no picture in it; the best noise is at a bound, and the actor goes there."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "actor.global_batch_size=32", "model.noise_repeated=true", f"runner.output_dir={tmp_path}"]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
+    run_plan = build_run_plan(load_config("train", words), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
     ):
         actor = host._learner
         assert isinstance(actor, SacLearner)
@@ -204,10 +204,10 @@ def test_the_density_has_the_temperature_that_was_chosen_with(folder, temperatur
 def test_each_chunk_is_kept_with_the_features_of_its_own_observation(tmp_path):
     """Five observations, of which two are read at a time."""
     words = [*RUN, "actor.global_batch_size=2", f"runner.output_dir={tmp_path}"]
-    blueprint = draw_blueprint(load_config("train", words), training=True)
+    run_plan = build_run_plan(load_config("train", words), training=True)
     with (
-        closing(Arena.create(blueprint.layout, blueprint.capacity)) as arena,
-        closing(PolicyHost(policy_init(blueprint, arena, None))) as host,
+        closing(Arena.create(run_plan.layout, run_plan.capacity)) as arena,
+        closing(PolicyHost(policy_init(run_plan, arena, None))) as host,
     ):
         tickets = arena.allocate_all(5)
         with arena.write_all(tickets) as records:

@@ -7,13 +7,13 @@ import pytest
 from processes import listening, wait_until
 from torch.distributed import TCPStore
 
-from embodyrl.channels.channel import pass_gate
+from embodyrl.channels.channel import forward_to_proxy
 from embodyrl.scheduler.start import rendezvous
 
 
 def test_a_store_behind_a_gate_serves_who_knows_the_secret():
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
-    way = pass_gate("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
+    way = forward_to_proxy("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
     client.set("key", b"x" * 100_000)
     assert meeting.store is not None

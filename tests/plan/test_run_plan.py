@@ -3,49 +3,49 @@
 import pytest
 
 from embodyrl.errors import ConfigError
-from embodyrl.plan.blueprint import draw_blueprint
 from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 
 
-def blueprint(*overrides, training=False):
-    return draw_blueprint(load_config("train", ["env=tabletop", *overrides]), training=training)
+def run_plan(*overrides, training=False):
+    return build_run_plan(load_config("train", ["env=tabletop", *overrides]), training=training)
 
 
 def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
-    one = blueprint(*both)
+    one = run_plan(*both)
     assert one.env.cameras == ("front",)
     assert one.cfg.env.init_params.camera_names == ["front"]
-    two = blueprint(*both, "model.num_images_in_input=2")
+    two = run_plan(*both, "model.num_images_in_input=2")
     assert two.env.cameras == ("front", "wrist")
     images = [next(f.shape for f in plan.layout.fields if f.name == "images") for plan in (one, two)]
     assert images == [(1, 56, 56, 3), (2, 56, 56, 3)]
     # An expert reads none; what it collects shows all of them.
-    assert blueprint("model=scripted").env.cameras == ("front", "wrist")
+    assert run_plan("model=scripted").env.cameras == ("front", "wrist")
 
 
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
     """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
-    blueprint(*ppo, training=True)
+    run_plan(*ppo, training=True)
     for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
         with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but the slots"):
-            blueprint(*ppo, free, training=True)
+            run_plan(*ppo, free, training=True)
 
 
 def test_weights_are_as_many_as_what_is_drawn_by_them():
     """It was found when the first step was planned, after all workers had started."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
-    blueprint(*words, "env.train.task_weights=[1,1,2]", training=True)
+    run_plan(*words, "env.train.task_weights=[1,1,2]", training=True)
     with pytest.raises(ConfigError, match="names 2 weights for 3 tasks"):
-        blueprint(*words, "env.train.task_weights=[1,2]", training=True)
+        run_plan(*words, "env.train.task_weights=[1,2]", training=True)
 
 
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
-        blueprint(f"model={model}", training=True)
+        run_plan(f"model={model}", training=True)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_rl_refuses_policies_without_probabilities(model):
 )
 def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, fix):
     with pytest.raises(ConfigError) as caught:
-        draw_blueprint(load_config("train", words), training=True)
+        build_run_plan(load_config("train", words), training=True)
     assert fix in caught.value.problems[0]
     assert not any("unnorm_key" in line or "max_new_tokens" in line for line in caught.value.problems)
 
@@ -68,7 +68,7 @@ def test_every_last_observation_has_a_record(stale):
     """Of 4 slots, in each of 2 epochs 3 chunks: 24 chunks of 12 episodes, of which 8 may be cut; of all open steps."""
     words = ("algorithm=ppo", "env.train.total_num_envs=4", "algorithm.rollout_epoch=2", "model.num_action_chunks=4")
     limits = ("env.train.max_episode_steps=8", "env.train.max_steps_per_rollout_epoch=12")
-    plan = blueprint(*words, *limits, f"algorithm.max_staleness={stale}", training=True)
+    plan = run_plan(*words, *limits, f"algorithm.max_staleness={stale}", training=True)
     assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_slots
 
 
@@ -76,6 +76,6 @@ def test_epochs_end_a_run_unless_its_steps_are_fewer():
     """Twelve states and four groups a step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")
     words = (*words, "env.train.state_ids=[0,3]", "runner.max_epochs=3")
-    assert blueprint(*words, "runner.max_steps=100", "algorithm.rollout_epoch=1", training=True).total_steps == 9
-    assert blueprint(*words, "runner.max_steps=100", "algorithm.rollout_epoch=4", training=True).total_steps == 3
-    assert blueprint(*words, "runner.max_steps=5", "algorithm.rollout_epoch=1", training=True).total_steps == 5
+    assert run_plan(*words, "runner.max_steps=100", "algorithm.rollout_epoch=1", training=True).total_steps == 9
+    assert run_plan(*words, "runner.max_steps=100", "algorithm.rollout_epoch=4", training=True).total_steps == 3
+    assert run_plan(*words, "runner.max_steps=5", "algorithm.rollout_epoch=1", training=True).total_steps == 5

@@ -43,7 +43,7 @@ class WorkerSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
+class RunPlan:
     """A run, fully described but not started."""
 
     cfg: ActingConfig
@@ -101,7 +101,7 @@ class Blueprint:
         return self.env_workers[-1].slots.stop
 
 
-def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
+def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     """Describe the run.
 
     Raises:
@@ -142,7 +142,7 @@ def draw_blueprint(cfg: ActingConfig, *, training: bool) -> Blueprint:
     if isinstance(rules, BufferSettings):
         # An off-policy update draws from the buffer, whatever the batch of this step.
         per_update = max(1, round(samples * rules.updates_per_sample))
-    return Blueprint(
+    return RunPlan(
         cfg=cfg,
         context=context,
         env=env,
