@@ -260,6 +260,7 @@ SAC = AdvantageEstimator(
     settings=ReplaySettings,
     counts_chunk_steps=True,
     learner="embodyrl.extensions.off_policy.sac_learner:SacLearner",
+    check="embodyrl.extensions.off_policy.plan:replay_problems",
 )
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)

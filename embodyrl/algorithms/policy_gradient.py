@@ -76,6 +76,7 @@ class Algorithm:
         self.scored = scored
         self._estimator = ADVANTAGES.get(cfg.adv_type)
         self.needs_replay, self.learner = self._estimator.needs_replay, self._estimator.learner
+        self.check = self._estimator.check
         self._loss = LOSSES.get(cfg.loss_type)
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values

@@ -56,6 +56,7 @@ class PolicyGradientLearner(Learner):
         self._policy = trainer.policy
         self._ranks = trainer.ranks
         self._arena = context.arena
+        assert context.algorithm is not None
         self._algorithm = context.algorithm
         self._cfg = context.actor
         self._rules = context.algorithm.settings

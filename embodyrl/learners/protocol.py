@@ -8,7 +8,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.learners.settings import ActorSettings
+from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
 from embodyrl.learners.training import InParts, Trainer
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import EnvSpec
@@ -21,8 +21,11 @@ class LearnerContext:
     trainer: Trainer
     """Of the policy, which acts in the same process or in others."""
     arena: Arena
-    algorithm: Algorithm
+    algorithm: Algorithm | None
+    """None: SFT."""
     actor: ActorSettings
+    objective: ObjectiveSettings | None = None
+    """Objective of SFT."""
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
@@ -32,9 +35,10 @@ class LearnerContext:
 
 
 class Learner(Protocol):
-    """One rank of what `AdvantageEstimator.learner` names, a class that is called with a `LearnerContext`.
+    """Update of a policy in one actor rank.
 
-    It may be a subclass, and inherits the methods that it has nothing to do in.
+    `AdvantageEstimator.learner` or `ObjectiveSettings.learner` is the name of a class that is called with a
+    `LearnerContext`. A subclass of this one inherits the methods that do nothing.
     """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -19,6 +19,8 @@ PAIRED = (Objective.dpo, Objective.preference)
 class ObjectiveSettings(Settings):
     """What supervised training minimises."""
 
+    learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
+    """package.module:class of the learner (`learners/protocol.py`)."""
     needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
 
     name: Objective = Objective.imitation
@@ -31,6 +33,11 @@ class ObjectiveSettings(Settings):
     """dpo, preference: share of the pairs whose labels are taken to be wrong."""
     reference_path: Path | None = None
     """dpo: weights of the reference; default those at the start."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares the policy with a reference policy."""
+        return self.name is Objective.dpo
 
     @property
     def of_pairs(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
@@ -17,13 +18,12 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.off_policy.plan import replay_problems
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import env_context, fit_lengths
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import follow
-from embodyrl.plan.roots import ActingConfig, EvalConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
@@ -197,7 +197,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
-    problems += replay_problems(cfg, algorithm, env, policy)
+    problems += resolve_name(algorithm.check)(cfg, algorithm, env, policy) if algorithm.check else []
     if isinstance(cfg.algorithm, ReplaySettings) and (sharded or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
@@ -291,11 +291,11 @@ def _validates(learner: TrainConfig | None) -> bool:
     return learner is None or learner.runner.val_check_interval != -1
 
 
-def _in_process(cfg: ActingConfig | SftConfig) -> bool:
+def _in_process(cfg: RunConfig) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
 
-def count_ranks(cfg: ActingConfig | SftConfig) -> int:
+def count_ranks(cfg: RunConfig) -> int:
     """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
@@ -311,7 +311,7 @@ def count_ranks(cfg: ActingConfig | SftConfig) -> int:
     return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
 
 
-def component_nodes(cfg: ActingConfig | SftConfig) -> dict[str, tuple[int, ...]]:
+def component_nodes(cfg: RunConfig) -> dict[str, tuple[int, ...]]:
     """Return the hosts of each component; the driver's alone where the launcher has no others."""
     cluster = getattr(cfg, "cluster", None)
     if cluster is None:
@@ -325,7 +325,7 @@ def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) 
     return nodes["rollout"][(number - ranks) % len(nodes["rollout"])]
 
 
-def plan_devices(cfg: ActingConfig | SftConfig, *, training: bool) -> Devices:
+def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
     """Return the GPU that each process of the run will see; one process for everything sees them all.
 
     Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`cluster/ray_launcher.py`).

@@ -1,4 +1,4 @@
-"""Start the workers of a run: those of a run plan, or the ranks of SFT, which has no simulators."""
+"""Start the workers of a run plan."""
 
 from __future__ import annotations
 
@@ -10,28 +10,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.channel import LOOPBACK, open_proxy
-from embodyrl.channels.layout import RecordLayout, bucket_layout
-from embodyrl.channels.messages import RankInfo, SaveRequest
+from embodyrl.channels.layout import bucket_layout
+from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
+from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
 from embodyrl.extensions.planner.memory import engine_share, plan_memory
 from embodyrl.files import available_cores
-from embodyrl.plan.roots import ActingConfig, SftConfig, TrainConfig
-from embodyrl.plan.run_plan import RunPlan, count_ranks, plan_devices
+from embodyrl.plan.roots import RunConfig, TrainConfig
+from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
-from embodyrl.types import IntArray
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
@@ -191,7 +187,7 @@ def _threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
-def shared_arena(cfg: ActingConfig | SftConfig, arena: Arena) -> Arena | None:
+def shared_arena(cfg: RunConfig, arena: Arena) -> Arena | None:
     """Return the driver's arena object for workers in its process, else None."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 
@@ -300,95 +296,3 @@ def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
         component="env",
         gpu=run_plan.devices.of_env_worker(number, on_gpu=run_plan.env.on_gpu),
     )
-
-
-class Samples(Protocol):
-    """Observations with the target actions or replies."""
-
-    @property
-    def width(self) -> int:
-        """Consecutive records of one sample."""
-        ...
-
-    def write(self, arena: Arena, record: int, row: int) -> None:
-        """Write one sample into a record."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SupervisedActors(Started):
-    """Running SFT ranks; samples are passed through the arena."""
-
-    loop: EventLoop
-
-    def save(self, folder: Path) -> None:
-        """Write policy and training state below `folder`."""
-        self.loop.call(SaveRequest(folder=str(folder)))
-
-    @contextmanager
-    def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
-        """Write the samples `rows` into records, which are valid inside the block."""
-        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
-        tickets = self.arena.allocate_all(len(rows))
-        # Written by the driver, which loads the data set: there is no env worker.
-        with self.arena.write_all(tickets) as records:
-            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
-                samples.write(self.arena, record, row)
-        yield tickets
-        self.arena.free(tickets)
-
-
-def start_supervised(
-    cfg: SftConfig,
-    model: ModelSettings,
-    request: PolicyRequest,
-    layout: RecordLayout,
-    *,
-    width: int,
-    total_steps: int,
-    log_dir: Path,
-    say: Callable[[str], None],
-) -> SupervisedActors:
-    """Start the ranks and wait until they are ready.
-
-    Args:
-        cfg: config of the run.
-        model: its model, with the statistics of its data.
-        request: arguments of the policy's constructor.
-        layout: of the arena, which contains the samples of one optimizer step.
-        width: records of one sample.
-        total_steps: training steps of the run.
-        log_dir: folder for the ranks' logs.
-        say: prints a line for the user.
-
-    Raises:
-        WorkerError: a rank could not start.
-    """
-    ranks, faults = count_ranks(cfg), cfg.faults
-    arena = Arena.create(layout, width * cfg.actor.global_batch_size)
-    timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
-    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
-    limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
-    supervisor = Supervisor(launcher, limits, say, timeline)
-    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
-    init = PolicyHostInit(
-        model=model,
-        objective=cfg.objective,
-        actor=cfg.actor,
-        seed=cfg.seed,
-        deterministic=cfg.runner.deterministic,
-        skips_nonfinite=faults.on_nonfinite is OnNonfinite.skip,
-        request=request,
-        arena=arena.handle,
-        total_steps=total_steps,
-        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
-        acts=False,
-        trains=True,
-        shared_arena=shared_arena(cfg, arena),
-    )
-    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
-    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
-    loop = EventLoop(supervisor, policy)
-    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
-    actors.wait_until_ready(loop, hosts, {})
-    return actors

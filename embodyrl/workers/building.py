@@ -8,11 +8,9 @@ from typing import cast
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.imitation import ImitationLearner
 from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import OneRank, Ranks
-from embodyrl.learners.settings import ActorSettings, Objective
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
@@ -60,26 +58,24 @@ def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
 
 
 def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:
-    """Who carries out updates: by the algorithm's estimator, or by supervision where there is none."""
-    reference = None
-    if init.objective.name is Objective.dpo if algorithm is None else algorithm.needs_reference:
+    """Build the learner that the algorithm's estimator names, or the objective of SFT."""
+    rules, reference = algorithm or init.objective, None
+    if rules.needs_reference:
         # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
         reference = _build_reference(init, trainer.policy)
         reference.module.requires_grad_(False)
-    if algorithm is None:
-        return ImitationLearner(trainer, arena, init.objective, reference)
-    assert isinstance(init.actor, ActorSettings)
     context = LearnerContext(
         trainer=trainer,
         arena=arena,
         algorithm=algorithm,
+        objective=init.objective,
         actor=init.actor,
         seed=init.seed,
         env=init.request.env,
         judge=init.env,
         reference=reference,
     )
-    return resolve_name(algorithm.learner)(context)
+    return resolve_name(rules.learner)(context)
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:

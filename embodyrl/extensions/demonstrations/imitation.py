@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.algorithms.terms import preference_loss
-from embodyrl.channels.arena import Arena, read_observation
+from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.augment import augment, draw
-from embodyrl.learners.protocol import Learner
-from embodyrl.learners.settings import Objective, ObjectiveSettings
-from embodyrl.learners.training import InParts, Trainer, deal
-from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
+from embodyrl.learners.protocol import Learner, LearnerContext
+from embodyrl.learners.settings import Objective
+from embodyrl.learners.training import InParts, deal
+from embodyrl.policies.protocol import TextPolicy, TokenPolicy
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
@@ -25,15 +25,14 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 class ImitationLearner(Learner):
     """One rank that lets its policy imitate records of the arena."""
 
-    def __init__(
-        self, trainer: Trainer, arena: Arena, objective: ObjectiveSettings, reference: Policy | None = None
-    ) -> None:
-        self._trainer = trainer
-        self._policy = trainer.policy
-        self._arena = arena
-        self._objective = objective
-        self._reference = reference
-        if objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
+    def __init__(self, context: LearnerContext) -> None:
+        assert context.objective is not None
+        self._trainer = context.trainer
+        self._policy = self._trainer.policy
+        self._arena = context.arena
+        self._objective = context.objective
+        self._reference = context.reference
+        if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
                 f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for the actions of others; use an "
                 "OpenVLA-OFT model with discrete actions."

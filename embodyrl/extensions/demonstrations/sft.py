@@ -19,6 +19,7 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations.actors import SupervisedActors, start_supervised
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
@@ -29,7 +30,6 @@ from embodyrl.plan.load import read_saved, write_word
 from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.scheduler.start import SupervisedActors, start_supervised
 from embodyrl.types import IntArray
 
 LOG_EVERY = 10

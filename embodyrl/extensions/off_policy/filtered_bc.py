@@ -43,4 +43,5 @@ FILTERED_BC = AdvantageEstimator(
     compute=filtered_credits,
     settings=FilteredSettings,
     learner="embodyrl.extensions.off_policy.filtered_bc_learner:FilteredLearner",
+    check="embodyrl.extensions.off_policy.plan:replay_problems",
 )

@@ -28,6 +28,7 @@ class FilteredLearner(Learner):
     """One rank that lets its policy imitate its own good episodes, and demonstrations beside them."""
 
     def __init__(self, context: LearnerContext) -> None:
+        assert context.algorithm is not None
         rules = context.algorithm.settings
         assert isinstance(rules, FilteredSettings)
         self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena

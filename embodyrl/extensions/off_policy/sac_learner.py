@@ -42,6 +42,7 @@ class SacLearner(Learner):
     """Trains the policy that it shares with the rollout worker, and critics of its own."""
 
     def __init__(self, context: LearnerContext) -> None:
+        assert context.algorithm is not None
         trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed
         assert isinstance(rules, ReplaySettings)
         assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"

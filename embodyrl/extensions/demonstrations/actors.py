@@ -1,0 +1,121 @@
+"""Start the actor ranks of SFT, which has no simulators."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import RecordLayout
+from embodyrl.channels.messages import SaveRequest
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
+from embodyrl.cluster.supervisor import Supervisor
+from embodyrl.cluster.timeline import Timeline
+from embodyrl.files import available_cores
+from embodyrl.plan.roots import SftConfig
+from embodyrl.plan.run_plan import count_ranks, plan_devices
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
+from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
+from embodyrl.types import IntArray
+from embodyrl.workers.lifecycle import PolicyHostInit
+
+
+class Samples(Protocol):
+    """Observations with the target actions or replies."""
+
+    @property
+    def width(self) -> int:
+        """Consecutive records of one sample."""
+        ...
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Write one sample into a record."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedActors(Started):
+    """Running SFT ranks; samples are passed through the arena."""
+
+    loop: EventLoop
+
+    def save(self, folder: Path) -> None:
+        """Write policy and training state below `folder`."""
+        self.loop.call(SaveRequest(folder=str(folder)))
+
+    @contextmanager
+    def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
+        """Write the samples `rows` into records, which are valid inside the block."""
+        rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
+        tickets = self.arena.allocate_all(len(rows))
+        # Written by the driver, which loads the data set: there is no env worker.
+        with self.arena.write_all(tickets) as records:
+            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
+                samples.write(self.arena, record, row)
+        yield tickets
+        self.arena.free(tickets)
+
+
+def start_supervised(
+    cfg: SftConfig,
+    model: ModelSettings,
+    request: PolicyRequest,
+    layout: RecordLayout,
+    *,
+    width: int,
+    total_steps: int,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> SupervisedActors:
+    """Start the ranks and wait until they are ready.
+
+    Args:
+        cfg: config of the run.
+        model: its model, with the statistics of its data.
+        request: arguments of the policy's constructor.
+        layout: of the arena, which contains the samples of one optimizer step.
+        width: records of one sample.
+        total_steps: training steps of the run.
+        log_dir: folder for the ranks' logs.
+        say: prints a line for the user.
+
+    Raises:
+        WorkerError: a rank could not start.
+    """
+    ranks, faults = count_ranks(cfg), cfg.faults
+    arena = Arena.create(layout, width * cfg.actor.global_batch_size)
+    timeline = Timeline(num_slots=0, env_workers=(), arena=arena, keep=False)
+    launcher = LAUNCHERS.get(cfg.launcher.name)(log_dir, getattr(cfg, "cluster", None))
+    limits = FaultSettings(start_timeout_s=faults.start_timeout_s, update_timeout_s=faults.update_timeout_s)
+    supervisor = Supervisor(launcher, limits, say, timeline)
+    meet = rendezvous(ranks, launcher.host, timeout_s=24 * faults.update_timeout_s)
+    init = PolicyHostInit(
+        model=model,
+        objective=cfg.objective,
+        actor=cfg.actor,
+        seed=cfg.seed,
+        deterministic=cfg.runner.deterministic,
+        skips_nonfinite=faults.on_nonfinite is OnNonfinite.skip,
+        request=request,
+        arena=arena.handle,
+        total_steps=total_steps,
+        threads=int(os.environ.get("OMP_NUM_THREADS", max(1, available_cores() // ranks))),
+        acts=False,
+        trains=True,
+        shared_arena=shared_arena(cfg, arena),
+    )
+    hosts = actor_specs(init, ranks, meet.rank_info, plan_devices(cfg, training=True))
+    policy = PolicyClient(supervisor, hosts, timeout_s=faults.update_timeout_s)
+    loop = EventLoop(supervisor, policy)
+    actors = SupervisedActors(supervisor=supervisor, arena=arena, policy=policy, loop=loop, meet=meet)
+    actors.wait_until_ready(loop, hosts, {})
+    return actors
