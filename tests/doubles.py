@@ -7,20 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from embodyrl.envs.maniskill.install import Description
 from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps
 from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
-
-PANDA = Description(
-    control_mode="pd_ee_delta_pose",
-    action_low=(-1.0,) * 7,
-    action_high=(1.0,) * 7,
-    has_gripper=True,
-    state_dim=16,
-    cameras=("base_camera", "hand_camera"),
-    max_episode_steps=50,
-)
-"""What ManiSkill answers about PickCube-v1 and PushCube-v1."""
 
 
 def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminated: Sequence[int] = ()) -> list[SimStep]:

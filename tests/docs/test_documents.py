@@ -43,7 +43,7 @@ COMPOSED = {
     "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
-    "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/test_libero_plus and tests/sim/test_libero_plus_sim",
+    "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/libero",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
     "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
@@ -54,7 +54,7 @@ ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
     "embodyrl doctor": "tests/cli/test_doctor",
-    "check-env env=maniskill": "minutes of ManiSkill; tests/sim",
+    "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
     "embodyrl replay": "tests/commands/test_replay dumps and replays",
@@ -65,7 +65,7 @@ ELSEWHERE = {
 }
 """Parts of lines that another test runs."""
 SIMULATED = ("libero", "maniskill")
-"""Minutes of simulation: such lines are planned (--dry-run) where the simulator is installed; tests/sim steps them."""
+"""Minutes of simulation: such lines are planned (--dry-run) where the simulator is installed; tests/envs steps them."""
 OTHER = {
     "bash scripts/quickstart.sh": "minutes of LIBERO; what it trains is planned below",
     "bash scripts/test.sh": "runs these tests",

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doubles import PANDA
 from gpu_host import H100, of_size, stub_nvidia_smi
+from panda import PANDA
 
 from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe

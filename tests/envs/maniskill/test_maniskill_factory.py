@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from doubles import PANDA
+from panda import PANDA
 from settings import env_of
 
 from embodyrl.cli import probes

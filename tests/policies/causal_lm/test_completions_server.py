@@ -106,7 +106,7 @@ def teacher_url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def serve(folder: Path, *, small: bool, adapted: bool) -> Iterator[str]:
-    file = Path(__file__).parents[1] / "completions_server.py"
+    file = Path(__file__).parents[2] / "completions_server.py"
     # Without the mark: it outlives the single tests.
     env = {key: value for key, value in os.environ.items() if key != MARK}
     env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}

@@ -19,7 +19,7 @@ from embodyrl.types import EpisodeStart, ObservationOut
 
 pytestmark = pytest.mark.sim
 
-PACKAGE = json.loads((Path(__file__).parents[1] / "golden/libero_plus/variants.json").read_text())["variants"]
+PACKAGE = json.loads((Path(__file__).parents[2] / "golden/libero_plus/variants.json").read_text())["variants"]
 PLAYED = [row for row in PACKAGE if "joints" in row]
 SIZE, CAMERAS = 64, ["agentview", "robot0_eye_in_hand"]
 STILL = np.zeros((1, 1, 7), np.float32)

@@ -15,7 +15,7 @@ from embodyrl.envs.libero.plus import PLUS_AXES, moved_camera, start_joints, var
 from embodyrl.envs.protocol import EnvContext, instruction_for
 from embodyrl.types import PolicySpec
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "libero_plus"
+GOLDEN = Path(__file__).parents[2] / "golden" / "libero_plus"
 RECORDED = json.loads((GOLDEN / "variants.json").read_text())
 PACKAGE, SCENES = RECORDED["variants"], RECORDED["scenes"]
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10")

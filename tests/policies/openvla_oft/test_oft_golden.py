@@ -395,7 +395,7 @@ def test_every_recorded_tensor_is_reproduced(policies, golden, limits, file):
 
 def recorded_tensors():
     found = []
-    for path in sorted((Path(__file__).parents[1] / "golden/openvla_oft/expected").glob("*.safetensors")):
+    for path in sorted((Path(__file__).parents[2] / "golden/openvla_oft/expected").glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             found += [(path.stem, key) for key in file.keys()]  # noqa: SIM118
     return found

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from doubles import PANDA
+from panda import PANDA
 from settings import env_of
 
 from embodyrl.envs.chunked import ChunkedEnv
