@@ -52,7 +52,7 @@ def _bit_equal(name: str, steps: int) -> None:
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("name", ["reach-v3", "pick-place-v3", "door-open-v3"])
+@pytest.mark.parametrize("name", ["reach-v3", "pick-place-v3", "door-open-v3", "bin-picking-v3"])
 def test_observations_rewards_and_successes_are_the_packages(name):
     _bit_equal(name, 40)
 
@@ -74,6 +74,31 @@ def test_an_expert_reaches_the_goal():
     assert result.success.any()
     assert result.terminated.any()
     env.close()
+
+
+@pytest.mark.sim
+def test_goals_that_hold_at_reset_are_reported(monkeypatch):
+    """The second episode's goal is placed at the hand; the package observes a closed window before it opens it."""
+    env_dict = pytest.importorskip("metaworld.env_dict")
+    reach = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=2))
+    begin = [EpisodeStart(reset_id=state, seed=0, max_episode_steps=5) for state in (3, 4)]
+    reach.reset([0, 1], begin)
+    assert list(reach.solved_at_reset([0, 1])) == []
+    stock = _package("reach-v3", 4)
+    stock.reset()
+    away, hand = np.array([0.0, 0.8, 0.02]), stock.tcp_center
+    drawn = env_dict.ALL_V3_ENVIRONMENTS["reach-v3"]
+    monkeypatch.setattr(drawn, "_get_state_rand_vec", lambda env: np.concatenate((away, hand)))
+    reach.reset([1], begin[1:])
+    assert list(reach.solved_at_reset([0, 1])) == [1]
+    monkeypatch.undo()
+    reach.reset([1], begin[1:])
+    assert list(reach.solved_at_reset([0, 1])) == []
+    window = FACTORY.make(env_of("metaworld", id="window-close-v3", pixels=False), EnvContext(num_slots=1))
+    window.reset([0], begin[:1])
+    assert list(window.solved_at_reset([0])) == []
+    for made in (reach, window):
+        made.close()
 
 
 def _play(env, task: int, state: int, slot: int = 0, action: float | None = None) -> np.ndarray:
