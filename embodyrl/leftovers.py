@@ -1,15 +1,22 @@
-"""What foreign code leaves running: threads and child processes that would keep a process alive, or outlive it."""
+"""What foreign code leaves running: threads and child processes that would keep a process alive, or outlive it.
+
+Run as a program with a process id and a mark, it waits for the end of that process and kills what carries the mark.
+"""
 
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
+import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from multiprocessing import util
 from pathlib import Path
 
 _PATIENCE_S = 5.0
@@ -17,12 +24,78 @@ _PATIENCE_S = 5.0
 _NAMED = 3
 """Leftovers that a message names."""
 _PR_SET_PDEATHSIG = 1
-_OURS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+_TRACKER = b"multiprocessing.resource_tracker"
+"""Exits by itself, and frees the shared memory of processes that were killed."""
+_OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
+_OWNER = "EMBODYRL_OWNER"
+"""Environment variable of worker processes, which all processes that they start inherit."""
+_POLL_S = 0.2
+_WATCHES: list[subprocess.Popen[bytes]] = []
 
 
 def signal_at_parents_end(signum: int) -> None:
     """Let the kernel send this process a signal when the thread that started it ends, however that comes about."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def owning(name: str) -> Iterator[None]:
+    """Mark the processes that start in the block, with all that they start: they do not outlive this process.
+
+    Children of a worker do not end with a worker that is killed. A process in a session of its own kills all that
+    carry the mark when this one has ended, by whatever means.
+    """
+    before = os.environ.get(_OWNER)
+    os.environ[_OWNER] = f"{_mark(os.getpid())}/{name}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_OWNER]
+        else:
+            os.environ[_OWNER] = before
+
+
+def end_owned(name: str) -> None:
+    """Kill what still runs of the processes that started in blocks `owning` the name, or name/more."""
+    _end_marked(f"{_mark(os.getpid())}/{name}")
+
+
+@functools.lru_cache(maxsize=1)
+def _mark(pid: int) -> str:
+    """Return the mark of what this process starts, and start the process that waits for its end."""
+    mark = f"{pid}-{secrets.token_hex(8)}"
+    watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
+    libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
+    quiet = subprocess.DEVNULL
+    _WATCHES.append(
+        subprocess.Popen(watch, env=libraries, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, cwd="/")
+    )
+    return mark
+
+
+def _end_marked(mark: str) -> None:
+    """Kill the processes with this mark or mark/more; repeat, as they may start others."""
+    ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
+    while time.monotonic() < ends:
+        found = []
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it has just ended, or is another user's
+                marked = any(f"{entry}/".startswith(sought) for entry in file.read_text(errors="replace").split("\0"))
+                if marked and _TRACKER not in file.with_name("cmdline").read_bytes():
+                    found.append(int(file.parent.name))
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _watch(pid: int, mark: str) -> None:
+    while os.getppid() == pid:
+        time.sleep(_POLL_S)
+    _end_marked(mark)
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:
@@ -65,11 +138,16 @@ def _listed(names: list[str]) -> str:
 
 
 def end_children() -> None:
-    """Kill the children of this process, and wait for them."""
+    """Kill the children of this process, wait for them, and free what `multiprocessing` keeps for them.
+
+    Semaphores and temporary folders would outlive a process that ends by `os._exit`.
+    """
+    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     for pid in children_left():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has just ended
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+    util._run_finalizers()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
@@ -93,3 +171,7 @@ def exit_in_spite_of_leftovers(code: int) -> None:
 
     if threads_left() or multiprocessing.active_children():
         threading.Thread(target=watch, name="exit-watch", daemon=True).start()
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), sys.argv[2])

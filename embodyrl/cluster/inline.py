@@ -3,18 +3,20 @@
 import faulthandler
 import math
 import os
+import secrets
 import signal
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 from embodyrl.channels.messages import Request
 from embodyrl.clock import RunClock
 from embodyrl.cluster.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
+from embodyrl.leftovers import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
 _TICK_S = 1.0
@@ -99,6 +101,7 @@ class InlineLauncher:
         keep_freed_memory()
         self._workers: dict[str, Worker] = {}
         self._restartable: set[str] = set()
+        self._owner = f"workers {secrets.token_hex(8)}"
         self._requests: deque[tuple[str, Request, float]] = deque()
         self._events: deque[Event] = deque()
         self._deadline = Deadline()
@@ -112,14 +115,14 @@ class InlineLauncher:
         """See `Launcher.start`."""
         for key, value in spec.environ.items():
             os.environ.setdefault(key, value)
+        if spec.restartable:
+            self._restartable.add(spec.name)
         try:
-            with self._deadline.limit(timeout_s, stoppable=spec.restartable):
+            with self._deadline.limit(timeout_s, stoppable=spec.restartable), self._owning(spec.restartable):
                 worker = spec.build()
         except (Exception, Abandoned) as error:
             self._died(spec.name, error)
             return
-        if spec.restartable:
-            self._restartable.add(spec.name)
         self._workers[spec.name] = worker
         self._events.append(Event(worker=spec.name, message=worker.ready()))
 
@@ -142,8 +145,9 @@ class InlineLauncher:
 
     def _run(self, name: str, request: Request, timeout_s: float) -> None:
         worker = self._workers[name]
+        simulates = name in self._restartable
         try:
-            with self._deadline.limit(timeout_s, stoppable=name in self._restartable):
+            with self._deadline.limit(timeout_s, stoppable=simulates), self._owning(simulates):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
         except (Exception, Abandoned) as error:
             del self._workers[name]
@@ -151,6 +155,10 @@ class InlineLauncher:
             self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)
             worker.close()
             self._died(name, error)
+
+    def _owning(self, simulates: bool) -> AbstractContextManager[None]:
+        """Mark the processes that an environment starts: they end with the run."""
+        return owning(self._owner) if simulates else nullcontext()
 
     def _died(self, name: str, error: BaseException) -> None:
         told = describe_failure(error)
@@ -162,6 +170,9 @@ class InlineLauncher:
         """See `Launcher.stop`."""
         for worker in self._workers.values():
             worker.close()
+        if self._restartable:
+            end_owned(self._owner)
+        self._restartable.clear()
         self._workers.clear()
         self._deadline.close()
         self._requests.clear()

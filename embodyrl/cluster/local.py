@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import secrets
 import select
 import signal
 import sys
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
+from embodyrl.leftovers import end_owned, owning
 
 if TYPE_CHECKING:
     from embodyrl.channels.messages import Request
@@ -51,6 +53,7 @@ class LocalLauncher(OpenRequests[_Handle]):
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)
         self._context = multiprocessing.get_context("spawn")
+        self._owner = f"workers {secrets.token_hex(8)}"
         # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
         self._poll = select.poll()
         self._watched: dict[int, str] = {}
@@ -76,7 +79,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         # A child inherits the mask: Ctrl-C during its imports would print a traceback into the user's terminal.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            with _safe_main():
+            with _safe_main(), owning(f"{self._owner}/{spec.name}"):
                 process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -154,6 +157,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         handle = self._handles.pop(name)
         handle.process.kill()
         handle.process.join(_JOIN_S)
+        end_owned(f"{self._owner}/{name}")
         self._forget(handle)
         self._report_death(name, handle, reason, traceback, exit_code)
 
@@ -186,6 +190,8 @@ class LocalLauncher(OpenRequests[_Handle]):
             for handle in handles:
                 handle.process.join(_JOIN_S)
                 self._forget(handle)
+            if handles:
+                end_owned(self._owner)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """Run foreign code in a process of its own, which ends with all that it started."""
 
-import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from embodyrl import errors
 from embodyrl.errors import EmbodyError
-from embodyrl.leftovers import end_children, signal_at_parents_end
+from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parents_end
 
 T = TypeVar("T")
 
@@ -68,22 +68,24 @@ def run_isolated(
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         stdin.write(given)
         stdin.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stdin=stdin,
-            stdout=output,
-            stderr=log,
-            start_new_session=True,
-        )
+        name = f"isolated {secrets.token_hex(8)}"
+        with owning(name):
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, *arguments],
+                stdin=stdin,
+                stdout=output,
+                stderr=log,
+                start_new_session=True,
+            )
         ended = None
         try:
             ended = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
             process.wait()
+            end_owned(name)
         output.seek(0)
         log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_BYTES))
         text, end = output.read().decode(), log.read().decode(errors="replace")

@@ -11,7 +11,6 @@ import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Protocol
@@ -167,8 +166,6 @@ def _leave(worker: Worker | None, code: int) -> None:
     try:
         if worker is not None:
             worker.close()
-        # Named semaphores of libraries (progress bars have one) would outlive the process.
-        util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -190,9 +187,16 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     # they mean, and it needs the workers to save a checkpoint.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):
         signal.signal(signum, signal.SIG_IGN)
+    if spec.restartable:
+        # Processes that an environment starts would inherit SIG_IGN, and its close() ends them with SIGTERM.
+        signal.signal(signal.SIGTERM, lambda signum, frame: None)
+        signal.siginterrupt(signal.SIGTERM, False)
+        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    # The launcher's process ends its daemons when it exits; an environment in this process may start processes as well.
+    multiprocessing.current_process().daemon = False
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
     # Two watches on the driver: the kernel's also reaches a worker that is stuck in C with the interpreter lock held.
     signal_at_parents_end(signal.SIGKILL)

@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.check_env import declared, played, shown
 from embodyrl.extensions.check_env.harness import CHECKS, Check, Harness, Violation
-from embodyrl.leftovers import end_children, signal_at_parents_end
+from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parents_end
 
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
@@ -108,9 +109,10 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    # As a worker, which cannot start processes by `multiprocessing` either.
     child = context.Process(target=_serve, args=(theirs, cfg, seed, timeout_s), name="check-env", daemon=True)
-    child.start()
+    owner = f"check-env {secrets.token_hex(8)}"
+    with owning(owner):
+        child.start()
     theirs.close()
     broken = ""
     try:
@@ -126,6 +128,7 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
             child.join(_GRACE_S)
         child.kill()
         child.join()
+        end_owned(owner)
         ours.close()
 
 
@@ -146,6 +149,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
 def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
     """The process: one message per finding."""
     signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
+    multiprocessing.current_process().daemon = False  # an environment may start processes
     os.dup2(2, 1)  # also what C code prints
     sys.stdout = sys.stderr
     code = 1

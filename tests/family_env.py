@@ -1,0 +1,115 @@
+"""Gymnasium environments that start processes of their own, and write down their process ids."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+
+FOLDER = "FAMILY_ENV_FOLDER"
+"""Environment variable with the folder for process ids."""
+
+
+def note(pid: int) -> None:
+    """Write a process id down; the driver looks for it when all are dead."""
+    folder = Path(os.environ[FOLDER])
+    (folder / f"{pid}.part").touch()
+    (folder / f"{pid}.part").rename(folder / f"{pid}.pid")
+
+
+def serve(connection: Connection) -> None:
+    """Answer with numbers until the other end is closed."""
+    while (number := connection.recv()) is not None:
+        connection.send(number + 1)
+
+
+class Parent(gymnasium.Env):
+    """Starts nothing."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        pass
+
+    def work(self) -> None:
+        pass
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action):
+        self.work()
+        self.steps += 1
+        return np.full(3, self.steps, np.float32), 1.0, False, self.steps >= 5, {"is_success": self.steps > 3}
+
+
+class Commands(Parent):
+    """One child in this session, one in a session of its own, and one whose parent has ended."""
+
+    def start(self) -> None:
+        self.children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
+        for child in self.children:
+            note(child.pid)
+        orphan = subprocess.run(["sh", "-c", "sleep 600 >&- 2>&- & echo $!"], stdout=subprocess.PIPE, check=True)
+        note(int(orphan.stdout))
+
+
+class Stuck(Commands):
+    """Never returns from its first step."""
+
+    seconds = 600.0
+
+    def work(self) -> None:
+        time.sleep(self.seconds)
+
+
+class Slow(Stuck):
+    seconds = 0.1
+
+
+class Simulated(Parent):
+    """Steps in a process of its own, which ends with `close`."""
+
+    method = "spawn"
+
+    def start(self) -> None:
+        context = multiprocessing.get_context(self.method)
+        self.ours, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,))
+        self.process.start()
+        note(self.process.pid)
+
+    def work(self) -> None:
+        self.ours.send(self.steps)
+        assert self.ours.recv() == self.steps + 1
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.join()
+
+
+class Forked(Simulated):
+    method = "fork"
+
+
+class Served(Simulated):
+    method = "forkserver"
+
+
+class Unclosed(Simulated):
+    """Leaves its process running."""
+
+    def close(self) -> None:
+        pass
