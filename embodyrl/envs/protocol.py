@@ -187,6 +187,8 @@ class EnvContext:
     """Somebody may ask for `render`; false: no video is recorded."""
     reward: StepRewardSettings | None = None
     """For an environment with a section `reward`; None: the simulator's own reward."""
+    described: EnvSpec | None = None
+    """The description that the run plan is built on; None: it is needed anew."""
     suites: tuple[str, ...] = ()
     """Further suites that evaluations cover, of those that the factory's `suites` names."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import TypeVar
 
@@ -144,7 +144,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         per_update = max(1, round(samples * rules.updates_per_sample))
     return RunPlan(
         cfg=cfg,
-        context=context,
+        context=replace(context, described=env),
         env=env,
         policy=policy,
         algorithm=algorithm,

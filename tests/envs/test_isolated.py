@@ -18,6 +18,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import EnvError, MissingDependencyError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.run_plan import build_run_plan
 
 ENV = """
 import os, signal, subprocess, threading, time
@@ -132,3 +134,17 @@ def test_an_environment_that_the_caller_imported_is_described_there(tmp_path, mo
 def test_a_crash_of_an_environment_is_an_error_of_the_driver(name, reason, tmp_path, monkeypatch):
     with pytest.raises(EnvError, match=f"env.id=isolated_env:{name}: .*{reason}"):
         described(tmp_path, name, monkeypatch)
+
+
+def test_workers_do_not_try_a_described_environment_out(tmp_path, monkeypatch):
+    (tmp_path / "counted_env.py").write_text(
+        ENV.replace("super().reset", "open('resets', 'a').write('.'); super().reset")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    plan = build_run_plan(load_config("eval", ["env=gym", "env.id=counted_env:Plain", "model=random"]), training=False)
+    count = len(Path("resets").read_text())
+    env = ENVS.get("gym").make(plan.cfg.env, replace(plan.context, num_slots=1))
+    assert len(Path("resets").read_text()) == count > 0
+    assert env.spec == replace(plan.env, doubts=())
+    env.close()

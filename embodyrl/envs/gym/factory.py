@@ -77,7 +77,7 @@ class GymFactory(SimFactory[GymSettings]):
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
 
-        found = probe(cfg, pictures=context.pictures)
+        found = probe(cfg, pictures=context.pictures, described=context.described)
         spec, build = _spec(cfg, found), partial(create, cfg, found.kwargs)
         if found.vector:
             return VectorSims(cfg, spec, found, build, context.num_slots)

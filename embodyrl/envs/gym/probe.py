@@ -28,6 +28,7 @@ from embodyrl.envs.gym.said import (
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
+from embodyrl.types import EnvSpec
 
 _LOOKS = 4
 """Observations that are compared with each other."""
@@ -61,12 +62,13 @@ class Probe:
     """It says what a step would have earned with another goal."""
 
 
-def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
+def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
     """Build the environment, read what it declares, and close it again.
 
     Args:
         cfg: names it.
         pictures: somebody will `render`; without, it is built without a render mode, since some draw in every step.
+        described: what an earlier probe showed of the first steps; None: reset and step the environment.
 
     Raises:
         EmbodyError: see `create`; or its first steps break Gymnasium's interface.
@@ -83,7 +85,10 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
         if kwargs.get("render_mode") is not None:
             draw_without_display()
         try:
-            said: dict[str, Any] = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
+            if described is not None:
+                said = _shown(described)
+            else:
+                said = _try_out_vector(cfg, env) if vector else _try_out(cfg, env)
         except EmbodyError:
             raise
         except Exception as error:
@@ -101,6 +106,16 @@ def probe(cfg: GymSettings, *, pictures: bool = True) -> Probe:
         )
     finally:
         env.close()
+
+
+def _shown(spec: EnvSpec) -> dict[str, Any]:
+    """Return what `_try_out` found when the environment was described."""
+    return {
+        "reports_success": spec.reports_success,
+        "doubts": (),
+        "goals": spec.desired_goal != (0, 0),
+        "instruction": spec.tasks[0] if spec.instructed else None,
+    }
 
 
 def _time_limit(cfg: GymSettings, env: Any) -> int:
