@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -30,7 +29,6 @@ _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).enco
 _OWNER = "EMBODYRL_OWNER"
 """Environment variable of worker processes, which all processes that they start inherit."""
 _POLL_S = 0.2
-_WATCHES: list[subprocess.Popen[bytes]] = []
 
 
 def signal_at_parents_end(signum: int) -> None:
@@ -67,10 +65,8 @@ def _mark(pid: int) -> str:
     mark = f"{pid}-{secrets.token_hex(8)}"
     watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
     libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
-    quiet = subprocess.DEVNULL
-    _WATCHES.append(
-        subprocess.Popen(watch, env=libraries, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True, cwd="/")
-    )
+    quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
+    os.posix_spawn(sys.executable, watch, libraries, file_actions=quiet, setsid=True)
     return mark
 
 
