@@ -1,22 +1,33 @@
-"""The commands of the program, read from commands.toml. Light: it is imported for every call."""
+"""The commands of the program, from commands.toml here and in the folders of extensions. Light: read for every call."""
 
 import shutil
 import textwrap
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_SURFACE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+from embodyrl.manifests import PACKAGE, extensions
+from embodyrl.registry import installed
+
+GROUP, FILE = "embodyrl.commands", "commands.toml"
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / FILE).read_text(encoding="utf-8"))
+
+
+_SURFACE = _open(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """One command of the program."""
 
-    summary: str
     target: str
-    """`module:function`; called with the parsed arguments, returns the exit code."""
+    """`module:function`; called with the parsed arguments, returns the exit code. Default: that of the entry point."""
+    summary: str
     usage: str
     words: str = "override"
     words_help: str = "group=option or key=value"
@@ -30,31 +41,67 @@ class Command:
 
     def epilog(self) -> str:
         """Text below the flags in `--help`."""
-        text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples)
+        text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples) if self.examples else ""
         if self.long_help:
             text += "\n\n" + _groups_and_keys()
         return text
 
 
-def _read(raw: dict[str, Any]) -> Command:
-    flags = {f"--{name}": dict(_SURFACE["flags"][name]) for name in raw.get("flags", ())}
-    for options in flags.values():
-        if options.get("metavar") in ("DIR", "FILE", "PATH"):
-            options["type"] = Path
-    return Command(**raw | {"flags": flags, "examples": tuple(raw["examples"])})
+def _read(surface: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Command]:
+    """Return the commands of a file; an entry point is the target of a command that names no other."""
+    known, found = _SURFACE["flags"] | surface.get("flags", {}), {}
+    for name, raw in surface["commands"].items():
+        flags = {f"--{flag}": dict(known[flag]) for flag in raw.get("flags", ())}
+        for options in flags.values():
+            if options.get("metavar") in ("DIR", "FILE", "PATH"):
+                options["type"] = Path
+        changed = {"flags": flags, "examples": tuple(raw["examples"])}
+        found[name] = Command(**{"target": targets.get(name, "")} | raw | changed)
+    return found
 
 
-COMMANDS: dict[str, Command] = {name: _read(raw) for name, raw in _SURFACE["commands"].items()}
+def _of_extensions() -> dict[str, Command]:
+    found = _read(_SURFACE, {})
+    for extension in extensions().values():
+        if targets := extension.entry_points.get(GROUP):
+            found |= _read(_open(PACKAGE / extension.paths[0]), targets)
+    first = [name for name in _SURFACE["first"] if name in found]
+    return {name: found[name] for name in [*first, *sorted(found.keys() - first)]}
+
+
+COMMANDS = _of_extensions()
+"""Commands of the core and of extensions, the commonest first."""
+
+
+def of_packages() -> dict[str, Command]:
+    """Return the commands of other installed packages, whose functions read their arguments themselves."""
+    return {
+        entry.name: Command(
+            target=entry.value,
+            summary=f"Command of the package {entry.dist.name if entry.dist else entry.module}.",
+            usage=f"embodyrl {entry.name} ...",
+            words_help="arguments of the command",
+            own_flags=True,
+        )
+        for entry in installed(group=GROUP)
+        if entry.name not in COMMANDS
+    }
 
 
 def overview() -> str:
     """Text of `embodyrl --help`."""
-    width, columns = max(map(len, COMMANDS)), _columns()
-    lines = [
+    every = COMMANDS | of_packages()
+    first = {name: every.pop(name) for name in _SURFACE["first"] if name in every}
+    width = max(map(len, [*first, *every]))
+    return _SURFACE["overview"].format(first=_table(first, width), more=_table(every, width))
+
+
+def _table(commands: Mapping[str, Command], width: int) -> str:
+    columns = _columns()
+    return "\n".join(
         textwrap.fill(f"  {name:<{width}}  {command.summary}", columns, subsequent_indent=" " * (width + 4))
-        for name, command in COMMANDS.items()
-    ]
-    return _SURFACE["overview"].format(commands="\n".join(lines))
+        for name, command in commands.items()
+    )
 
 
 def _columns() -> int:

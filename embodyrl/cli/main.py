@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
-from embodyrl.cli.commands import COMMANDS, overview
+from embodyrl.cli.commands import COMMANDS, of_packages, overview
 from embodyrl.cli.output import no_collecting, printable
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted, masked
 from embodyrl.files import has_room
@@ -109,12 +109,12 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     if name in _MOVED:
         raise ConfigError(_MOVED[name])
-    if name not in COMMANDS:
+    command = COMMANDS.get(name) or of_packages().get(name)
+    if command is None:
         hint = closest(name, COMMANDS)
         if not hint and "=" in name:
             hint = f" Overrides come after the command: embodyrl train {shlex.quote(name)}."
         raise ConfigError(f"unknown command '{name}'.{hint} Commands: {', '.join(COMMANDS)}.")
-    command = COMMANDS[name]
     parser = _Parser(
         prog=f"embodyrl {name}",
         usage=command.usage,

@@ -1,9 +1,8 @@
-"""The commands `train`, `eval`, `collect` and `sft`: compose, check, then hand over to the runtime."""
+"""Commands with a config, such as `train` and `eval`: compose it, check it, then call the function of the command."""
 
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import json
 import shlex
 import signal
@@ -11,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from embodyrl.cli.output import no_collecting, printable
+from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
-from embodyrl.commands import command_module
+from embodyrl.commands import COMMANDS
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError, masked
@@ -22,11 +21,10 @@ from embodyrl.plan.config import config_of_ckpt, dump_config, is_on_hub, load_co
 from embodyrl.plan.load import parse_word, write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 from embodyrl.registry import closest
-from embodyrl.version import __version__
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one of the four; with `--json` the result is all that goes to standard output."""
+    """Run a command; with `--json` the result is all that goes to standard output."""
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # asks a run how it is: before and after its workers there is no answer
@@ -43,14 +41,10 @@ def run(args: argparse.Namespace) -> int:
         return sweep(args.command, args.words, args.config_dir)
     with no_collecting():
         cfg, more = _compose(args)
-    if _only_look(args, cfg):
+    if only_look(args, cfg):
         return 0
-    name = (
-        "evaluate"
-        if args.command == "eval" or (isinstance(cfg, TrainConfig) and cfg.runner.only_eval)
-        else args.command
-    )
-    start = getattr(importlib.import_module(command_module(name)), name)
+    only_eval = isinstance(cfg, TrainConfig) and cfg.runner.only_eval
+    start = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
     if args.json:
@@ -92,10 +86,10 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
                 f"Evaluate what it learned: embodyrl eval {weights}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
-    return _compose_with_ckpt(args), {}
+    return compose_with_ckpt(args), {}
 
 
-def _compose_with_ckpt(args: argparse.Namespace) -> Any:
+def compose_with_ckpt(args: argparse.Namespace) -> Any:
     """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit.
 
     A first word without a key is that run, as commands about a run take it.
@@ -142,7 +136,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
+def only_look(args: argparse.Namespace, cfg: Root) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     from embodyrl.plan.checks import check_components
 
@@ -157,26 +151,3 @@ def _only_look(args: argparse.Namespace, cfg: Root) -> bool:
 
         print(masked(describe(cfg)))
     return args.print_config or args.dry_run
-
-
-def serve(args: argparse.Namespace) -> int:
-    """Run `embodyrl serve`; with `--json` the address is all that goes to standard output."""
-    if args.json and args.dry_run:
-        raise ConfigError("--json goes with --print-config or with a server; leave out --dry-run.")
-    cfg = _compose_with_ckpt(args)
-    if _only_look(args, cfg):
-        return 0
-    from embodyrl.extensions.serving.serve import serve as start
-
-    def say(line: str) -> None:
-        print(printable(line), file=sys.stderr if args.json else sys.stdout, flush=True)
-
-    say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
-
-    def ready(url: str) -> None:
-        if args.json:
-            print(json.dumps({"url": url, "protocol": cfg.serve.protocol}), flush=True)
-        say(f"  listening  {url}")
-
-    start(cfg, say=say, ready=ready)
-    return 0

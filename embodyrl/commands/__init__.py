@@ -1,7 +1,12 @@
 """What the program does: each module is one command."""
 
+from collections.abc import Callable
+from typing import Any
 
-def command_module(name: str) -> str:
-    """Return the module of a command; those of extensions live in their folders."""
-    extension = {"sft": "demonstrations", "collect": "demonstrations", "dagger": "demonstrations"}.get(name)
-    return f"embodyrl.extensions.{extension}.{name}" if extension else f"embodyrl.commands.{name}"
+from embodyrl.registry import Registry, takes
+
+COMMANDS: Registry[Callable[..., Any]] = Registry(
+    "command", group="embodyrl.commands", wants="a function of the parsed arguments or of a config", fits=takes(1)
+)
+COMMANDS.add("train", "embodyrl.commands.train:train")
+COMMANDS.add("eval", "embodyrl.commands.evaluate:evaluate")

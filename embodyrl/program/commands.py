@@ -10,7 +10,6 @@ And `GRPO`: a language model, a reward and rows, reinforcement learning in five 
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import os
@@ -21,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.commands import command_module
+from embodyrl.commands import COMMANDS
 from embodyrl.plan.config import load_config
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
@@ -95,7 +94,7 @@ def _run(command: str, cfg: Root, **more: Any) -> Any:
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)
-    return getattr(importlib.import_module(command_module(command)), command)(cfg, **more)
+    return COMMANDS.get(command)(cfg, **more)
 
 
 Reward = Callable[[str, str, str], float]

@@ -1,9 +1,8 @@
-"""The commands `report`, `view` and `replay`: what a run did, as a page, in the terminal, or computed again."""
+"""The commands `report`, `card` and `view`: a run as a page, a file of results, or in the terminal."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -13,16 +12,13 @@ from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, is_running, latest_run
-from embodyrl.config.trust import split_trust
-from embodyrl.errors import CheckFailedError, ConfigError
+from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EVENTS_FILE, Evaluation, History, read_history
 from embodyrl.monitor.samples import sample_lines, samples_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 _REPLIES, _REFRESH_S = 3, 15
-_SHOWN = 20
-"""Lines of the table; --json has all."""
 
 
 def report(args: argparse.Namespace) -> int:
@@ -143,54 +139,3 @@ def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
     total = int(history.config["runner"]["max_steps"])
     events = (printable(line[11:]) for line in history.text(EVENTS_FILE).splitlines())
     return replay(RunInfo(run_id=history.name, total_steps=total, tasks=tasks), history.rows, events)
-
-
-def replay(args: argparse.Namespace) -> int:
-    """Run `embodyrl replay`."""
-    trust, args.words = split_trust(args.words)
-    if len(args.words) != 1 or not (args.step or "1").isdecimal():
-        raise ConfigError("embodyrl replay takes one run and a step: embodyrl replay runs/my_run --step 51.")
-    run = find_run(args.words[0])
-    from embodyrl.commands.dump import dumped_steps, read_dump
-
-    step = int(args.step or max(dumped_steps(run), default=1))
-    if step not in dumped_steps(run):
-        read_dump(run, step)  # says what is missing, before torch is loaded
-    if not args.json:
-        print(f"replaying step {step} of {run} ...", flush=True)
-    from embodyrl.commands.replay import gap
-    from embodyrl.commands.replay import replay as compute
-
-    result = compute(run, step, overrides=trust)
-    columns = {
-        "episode": result.episode,
-        "chunk": result.chunk,
-        "reset_id": result.reset_id,
-        "version": result.version,
-        "reward": result.reward,
-        "advantage": result.advantage[0].mean(axis=1),
-        "replayed": result.advantage[1].mean(axis=1),
-        "gap": gap(result.advantage),
-        "logprob": result.logprob[0].sum(axis=1),
-        "logprob_replayed": result.logprob[1].sum(axis=1),
-        "logprob_gap": gap(result.logprob),
-    }
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*(c.tolist() for c in columns.values()), strict=True)]
-    worst = sorted(rows, key=_most_different)[:_SHOWN]
-    lines = (
-        f"step {step} of {run}, weights {result.weights}",
-        "".join(f"{name:>17}" for name in columns),
-        *("".join(f"{value:>17.6g}" for value in row.values()) for row in worst),
-        f"above: the {len(worst)} of {len(rows)} chunks that differ most; {int(result.stale.sum())} are stale",
-        *(f"  {name:<20} {a:>14.6g} {b:>14.6g}   {b - a:+.2e}" for name, (a, b) in result.metrics.items()),
-    )
-    show_result(args, {"step": step, "chunks": rows, "metrics": result.metrics, "problems": result.problems}, lines)
-    if result.problems:
-        raise CheckFailedError("; ".join(result.problems) + ".")
-    return 0
-
-
-def _most_different(row: dict[str, float]) -> float:
-    """Sort key: what is not a number, a chunk that is left out now, comes first."""
-    gaps = (row["gap"], row["logprob_gap"])
-    return -math.inf if any(map(math.isnan, gaps)) else -max(gaps)
