@@ -47,12 +47,6 @@ class MissingDependencyError(ConfigError):
     """An optional package or system library is not installed."""
 
 
-class CheckFailedError(EmbodyError):
-    """`doctor` or `check-env` found a problem."""
-
-    exit_code = 3
-
-
 class EnvError(EmbodyError):
     """An environment broke its contract (shape, dtype, non-finite value)."""
 

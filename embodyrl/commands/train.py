@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.algorithms.shaping import note_outcomes
-from embodyrl.commands.dump import write_dump
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
 from embodyrl.commands.evaluate import compare_recordings, film_changes, read_evaluation, run_evaluation
 from embodyrl.commands.facts import facts, require_disk
@@ -209,8 +208,6 @@ class _Training:
                 scores = actors.score(rollout)
                 # All episodes may have been lost to crashed env workers.
                 batch = algorithm.prepare(rollout.episodes, scores) if rollout.episodes else _NOTHING
-                if self.cfg.rollout.dump and (step == 0 or session.due(self.cfg.runner.save_interval)):
-                    self._dump(workers, rollout, batch)
                 self.monitor.progress(0, 0, "update")
                 result = actors.update(step, rollout, batch)
                 # Only now: the update read these records.
@@ -270,12 +267,6 @@ class _Training:
         session.record_score(result.overall.success_once or 0.0, result.overall.mean_return)
         session.tell(self.on_eval, result)
         return result
-
-    def _dump(self, workers: Workers, rollout: RolloutResult, batch: PreparedBatch) -> None:
-        try:
-            write_dump(self.session.folder.root, self.session.step + 1, workers.arena, rollout, batch)
-        except OSError as error:
-            self.monitor.text(f"warning: a dump could not be written, training goes on: {error}")
 
     def _save(self, workers: Workers, actors: Actors) -> Path:
         with workers.supervisor.shield():

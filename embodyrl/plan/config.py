@@ -300,7 +300,7 @@ def _command_of(saved: Sequence[Setting]) -> str:
 
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
-    *("eval.baseline", "eval.protocol.settled", "rollout.dump"),
+    *("eval.baseline", "eval.protocol.settled"),
 )
 """Keys of a run that a command which uses its weights does not take over."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)

@@ -185,13 +185,18 @@ def _compose(root: str, groups: tuple[tuple[str, str], ...], folders: tuple[Path
 _compose_shipped = functools.cache(_compose)
 
 
+_REMOVED = ("rollout.dump",)
+"""Keys of version 0.1 without a successor; they are left out of stored runs."""
+
+
 def read_saved(file: Path) -> list[Setting]:
     """Read the `config.yaml` of a run.
 
     Raises:
         ConfigError: it is missing or broken, or holds YAML tags (they could construct objects).
     """
-    return [Setting(key, value, str(file)) for key, value in flat(groups_of.read_plain_yaml(file)).items()]
+    saved = flat(groups_of.read_plain_yaml(file))
+    return [Setting(key, value, str(file)) for key, value in saved.items() if key not in _REMOVED]
 
 
 def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str], list[str]]:

@@ -30,9 +30,6 @@ from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ActingConfig)
 
-DUMP_LIMIT = 1 << 30
-"""Bytes of the largest dump of a training step."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlots:
@@ -135,8 +132,6 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     samples = _max_samples(learner, algorithm) if learner and algorithm else 0
     referred = algorithm is not None and algorithm.needs_reference
     layout = record_layout(env, policy, with_reference=referred, top=cfg.rollout.logprobs)
-    if learner and learner.rollout.dump:
-        _require_small_dump(samples * layout.record_bytes)
     rules = learner.algorithm if learner else None
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):
@@ -158,14 +153,6 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         devices=devices,
         nodes=component_nodes(cfg),
     )
-
-
-def _require_small_dump(size: int) -> None:
-    if size > DUMP_LIMIT:
-        raise ConfigError(
-            f"rollout.dump=true: a step may need {size / 2**30:.1f} GiB, dumps hold at most {DUMP_LIMIT / 2**30:.0f}; "
-            "use fewer episodes per step."
-        )
 
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:

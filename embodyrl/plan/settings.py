@@ -123,8 +123,6 @@ class RolloutSettings(Settings):
     """Language models: beside each token of a reply, keep so many of the most probable ones with log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
-    dump: bool = False
-    """Write what the first update, and the first after each checkpoint, is given, for `embodyrl replay`."""
 
     @property
     def acting_processes(self) -> int:

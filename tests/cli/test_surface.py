@@ -36,7 +36,6 @@ SURFACE = {
     "dagger": RUN,
     "report": {"--out", "--open", "--json"},
     "view": {"--follow"},
-    "replay": {"--step", "--json"},
     "bench": set(),
     "completion": set(),
     "list": {"--json", "--config-dir"},

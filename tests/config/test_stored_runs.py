@@ -19,7 +19,7 @@ def test_a_stored_run_loads_with_its_values(run: Path) -> None:
     stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
     found = dict(_leaves(plain(load_saved_config(run, [], command=run.name.partition("_")[0]))))
     # Which keys of data there are depends on its path: version 0.1 also wrote those of other paths.
-    missing = [key for key in stored.keys() - found.keys() if not key.startswith("data.")]
+    missing = [k for k in stored.keys() - found.keys() if not k.startswith("data.") and k != "rollout.dump"]
     assert missing == []
     assert {key: value for key, value in found.items() if stored.get(key, value) != value} == {}
 

@@ -57,7 +57,6 @@ ELSEWHERE = {
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
-    "embodyrl replay": "tests/commands/test_replay dumps and replays",
     "embodyrl play": "it never ends by itself; tests/program plays",
     "embodyrl serve": "it never ends by itself; tests/commands/test_serve asks it",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",

@@ -155,11 +155,11 @@ def test_what_cannot_stand_beside_each_other(words: str, problem: str) -> None:
 
 
 def test_a_run_is_the_base_and_typed_keys_lie_on_top(run: Path) -> None:
-    words = ["experiment=cartpole", "runner.max_steps=7", "runner.experiment_name=first", "seed=3", "rollout.dump=true"]
+    words = ["experiment=cartpole", "runner.max_steps=7", "runner.experiment_name=first", "seed=3"]
     save_config(load_config("train", words), run)
     values = found("train", f"ckpt={run.parent}", "actor.optim.lr=0.5", base=run)
     assert (values["runner.max_steps"], values["seed"], values["env.id"]) == (7, 3, "CartPole-v1")
-    assert (values["actor.optim.lr"], values["runner.experiment_name"], values["rollout.dump"]) == (0.5, None, False)
+    assert (values["actor.optim.lr"], values["runner.experiment_name"]) == (0.5, None)
     values = found("eval", "env.eval.total_num_envs=3", base=run)
     assert (values["seed"], values["env.eval.total_num_envs"], values["env.eval.max_episode_steps"]) == (3, 3, 500)
 

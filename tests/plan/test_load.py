@@ -59,7 +59,6 @@ BAD = [
     ("actor.optim.learning_rate=1", ["Did you mean 'actor.optim.lr'?"]),
     ("env.num_envs=8", ["Did you mean 'env.train.total_num_envs'?"]),
     ("runner.iterations=8", ["Did you mean 'runner.max_steps'?"]),
-    ("runner.dump_batch=true", ["Did you mean 'rollout.dump'?"]),
     ("eval.greedy=true", ["Did you mean 'eval.sampling_params.do_sample'?"]),
     ("zzz.qqq=true", ["lists all keys"]),
     ("algorithm.clip_range=0.2", ["Did you mean 'algorithm.clip_ratio_high'?"]),
