@@ -90,9 +90,9 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
 
 
 def compose_with_ckpt(args: argparse.Namespace) -> Any:
-    """Compose the config of a command that uses weights; the run that `ckpt=` names says which parts these fit.
+    """Compose the config of a command that uses weights, with that of the run in `ckpt=` as the base.
 
-    A first word without a key is that run, as commands about a run take it.
+    A first argument without a key is that run, as in commands about a run.
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = write_word("ckpt", args.words[0])

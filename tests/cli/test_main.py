@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -143,6 +144,8 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert main([]) == 0
     text = capsys.readouterr().out
     assert all(f"  {name} " in text for name in COMMANDS)
+    first = re.findall(r"^  (\S+) ", text[text.index("commands:") : text.index("more:")], re.MULTILINE)
+    assert first == ["train", "eval", "collect", "sft", "play", "report", "list", "show", "doctor", "new"]
 
 
 def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,3 +345,17 @@ def test_a_checkpoint_that_is_not_there_is_the_first_thing_named(command, capsys
     (tmp_path / "runs" / "nonsuch").mkdir(parents=True)
     assert main([command, "env=gym", "env.id=CartPole-v1", "ckpt=runs/nonesuch"]) == 6
     assert "no such run, checkpoint or model folder. Did you mean 'runs/nonsuch'" in capsys.readouterr().err
+
+
+def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
+    (tmp_path / "greeting_of_mine.py").write_text("def greet(args):\n    print('hello', *args.words)\n    return 3\n")
+    info = tmp_path / "greeting_of_mine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting-of-mine\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[embodyrl.commands]\ngreet = greeting_of_mine:greet\n")
+    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{SOURCE}"}
+    command = [sys.executable, "-m", "embodyrl.cli.main"]
+    run = subprocess.run([*command, "greet", "a", "--b"], capture_output=True, text=True, env=os.environ | paths)
+    assert (run.returncode, run.stdout) == (3, "hello a --b\n"), run.stderr
+    run = subprocess.run([*command, "--help"], capture_output=True, text=True, env=os.environ | paths)
+    assert "greet       Command of the package greeting-of-mine." in run.stdout
