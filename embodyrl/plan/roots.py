@@ -278,8 +278,7 @@ NEEDS: dict[str, dict[str, str]] = {
     },
     "eval": {
         "video!=none": _VIDEO,
-        "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode "
-        "rollout.num_workers",
+        "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
         "never: `embodyrl eval` plays env.eval": "env.train",
     }
     | _SAMPLED,
