@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
@@ -93,19 +94,36 @@ def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     )
 
 
-def gpu_memory() -> int:
-    """Return the free memory of the visible GPU that has the least, bytes; 0 if unknown."""
-    return min((free for free, _ in _memory()), default=0)
+class Gpus:
+    """Visible GPUs as they are at the first look, which starts `nvidia-smi` once."""
+
+    @property
+    def free(self) -> int:
+        """Return the free memory of the visible GPU that has the least, bytes; 0 if unknown."""
+        return min((free for free, _ in self._memory), default=0)
+
+    @property
+    def total(self) -> int:
+        """Return the whole memory of the smallest visible GPU, bytes; 0 if unknown."""
+        return min((total for _, total in self._memory), default=0)
+
+    @property
+    def kinds(self) -> set[str]:
+        """Return the names of the visible models of GPUs."""
+        return {gpu.name for gpu in select_visible(self._listed)}
+
+    @cached_property
+    def _listed(self) -> tuple[Gpu, ...]:
+        return query_gpus()
+
+    @cached_property
+    def _memory(self) -> list[tuple[int, int]]:
+        return _memory(self._listed)
 
 
-def total_gpu_memory() -> int:
-    """Return the whole memory of the smallest visible GPU, bytes; 0 if unknown."""
-    return min((total for _, total in _memory()), default=0)
-
-
-def _memory() -> list[tuple[int, int]]:
-    """Free and whole memory of each visible GPU."""
-    names, gpus = visible_gpus(), query_gpus()
+def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
+    """Return free and whole memory of each visible GPU."""
+    names = visible_gpus()
     chosen = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
     sorted_by_speed = len({gpu.name for gpu in gpus}) > 1 and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID"

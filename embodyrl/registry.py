@@ -112,6 +112,10 @@ class Registry(Generic[T]):
         """Return all short names, entry points of extensions and installed packages included."""
         return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
 
+    def every(self) -> list[T]:
+        """Return all that is registered, by name; for groups in which nothing is chosen."""
+        return [self.get(name) for name in self.names()]
+
     def problems(self, names: Iterable[str], key: str) -> list[str]:
         """What is wrong with the names that `key` holds, one line each; short names are not imported."""
         found: list[str] = []

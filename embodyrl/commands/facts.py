@@ -8,14 +8,14 @@ from embodyrl.algorithms.policy_losses import ClipSettings
 from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.planner.memory import GIB, MIB, engine_share, plan_memory, require_memory
-from embodyrl.extensions.planner.rates import predict
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.types import EnvSpec
+
+MIB, GIB = 2**20, 2**30
 
 
 def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
@@ -93,17 +93,14 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"
     else:
         per_step = f"{plan.num_episodes} episodes, {plan.num_episodes // cfg.algorithm.group_size} groups"
-    memory = plan_memory(run_plan)
-    require_memory(run_plan, memory)
-    require_disk(cfg, memory.checkpoint, run_plan.total_steps)
-    samples, rates = run_plan.max_samples, predict(run_plan)
+    planned, size = run_plan.resources.facts(run_plan), run_plan.resources.checkpoint
+    samples = run_plan.max_samples
+    require_disk(cfg, size, run_plan.total_steps)
     return [
         ("per step", f"{per_step} · up to {samples} samples, {run_plan.optimizer_steps_per_step} optimizer steps"),
         ("in total", f"{run_plan.total_steps} training steps"),
-        *memory.lines(run_plan.ranks, len(run_plan.env_workers)),
-        *([("", f"vLLM gets {engine_share(run_plan):.0%} of its GPU")] if memory.engine else []),
-        *(rates.lines(samples) if rates else []),
-        ("disk", f"{memory.checkpoint / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept"),
+        *planned,
+        *([("disk", f"{size / GIB:.2f} GiB per checkpoint, {cfg.checkpoint.keep} kept")] if size else []),
     ]
 
 

@@ -28,7 +28,6 @@ from embodyrl.commands.run_folder import (
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.planner.memory import plan_memory
 from embodyrl.extensions.reporting.held_out import evaluation_facts
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.load import write_word
@@ -84,7 +83,7 @@ def train(
     cfg = _with_reference(cfg)
     run_plan = build_run_plan(cfg, training=True)
     cfg = run_plan.config(TrainConfig) if cfg.eval.protocol.name else cfg
-    require_disk(cfg, plan_memory(run_plan).checkpoint, run_plan.total_steps)
+    require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
     weights = first_weights(cfg, run_plan.env)
     if resume is not None:
         check_resumed(cfg, run_plan.env, resume)

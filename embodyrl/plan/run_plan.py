@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placement, place_rank
-from embodyrl.devices import Devices, deal_devices, visible_gpus
+from embodyrl.devices import Devices, Gpus, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSplit
@@ -23,6 +23,7 @@ from embodyrl.plan.checks import key_problems
 from embodyrl.plan.environment import env_context, fit_lengths
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import follow
+from embodyrl.plan.resources import Resources, plan_resources
 from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
@@ -62,6 +63,8 @@ class RunPlan:
     ranks: int
     """Processes that train the policy."""
     devices: Devices
+    gpus: Gpus = field(default_factory=Gpus, compare=False)
+    resources: Resources = field(default_factory=Resources)
     nodes: Mapping[str, tuple[int, ...]]
     """Hosts of each component; 0 is the driver's."""
     single_step: bool = False
@@ -137,7 +140,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     if isinstance(rules, BufferSettings):
         # An off-policy update draws from the buffer, whatever the batch of this step.
         per_update = max(1, round(samples * rules.updates_per_sample))
-    return RunPlan(
+    run_plan = RunPlan(
         cfg=cfg,
         context=replace(context, described=env),
         env=env,
@@ -153,6 +156,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         devices=devices,
         nodes=component_nodes(cfg),
     )
+    return replace(run_plan, resources=plan_resources(run_plan))
 
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:

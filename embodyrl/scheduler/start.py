@@ -21,7 +21,6 @@ from embodyrl.cluster.protocol import OnNonfinite
 from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
-from embodyrl.extensions.planner.memory import engine_share, plan_memory
 from embodyrl.files import available_cores
 from embodyrl.plan.roots import RunConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
@@ -116,15 +115,15 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
     """Return the settings of a process that acts and trains alone."""
     cfg = run_plan.cfg
     learner = cfg if isinstance(cfg, TrainConfig) and run_plan.algorithm is not None else None
-    plan = plan_memory(run_plan) if learner is not None and visible_gpus() else None
+    planned = run_plan.resources
     request = PolicyRequest(
         env=run_plan.env,
         value_dim=run_plan.policy.value_dim,
         temperature=cfg.algorithm.sampling_params.temperature,
         sampling=cfg.algorithm.sampling_params,
         backend=cfg.rollout.backend,
-        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if plan and plan.sleeps else {}),
-        engine_share=engine_share(run_plan) if cfg.rollout.backend == "vllm" else 0.0,
+        engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if planned.sleeps else {}),
+        engine_share=planned.engine_share,
         url=cfg.rollout.url,
         served_model=cfg.rollout.served_model,
         top=cfg.rollout.logprobs,
@@ -141,7 +140,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
         actor = learner.actor
         if run_plan.ranks > 1:
             # Chosen by the driver, which sees all GPUs: ranks might choose differently.
-            actor = actor.updated({"fsdp.gradient_sync": (plan or plan_memory(run_plan)).gradient_sync})
+            actor = actor.updated({"fsdp.gradient_sync": planned.gradient_sync})
         learning = {
             "algorithm": learner.algorithm,
             "env": learner.env if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,

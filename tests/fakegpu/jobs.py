@@ -228,6 +228,7 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
 def run(job: Job, folder: Path) -> Result:
     """Start, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
+    from embodyrl.devices import Gpus
     from embodyrl.extensions.planner import memory
     from embodyrl.plan.run_plan import build_run_plan
     from embodyrl.scheduler.start import policy_init
@@ -243,8 +244,8 @@ def run(job: Job, folder: Path) -> Result:
     result.planned = {name: size for name, size in sizes.items() if type(size) is int} | {"policy": plan.policy}
     result.sleeps = plan.sleeps
     if plan.engine:
-        memory.gpu_memory = lambda: H100
-    result.planned["share"] = int(memory.engine_share(run_plan) * H100) if plan.engine else 0
+        Gpus.free = H100
+    result.planned["share"] = int(memory.engine_share(run_plan, plan) * H100) if plan.engine else 0
     try:
         prompt = run_plan.policy.sample_tokens - run_plan.policy.num_action_chunks
         with one_of(run_plan.ranks), fake_text(job, prompt):

@@ -18,7 +18,7 @@ from jobs import GIB, Job, run
 from settings import model_of
 
 from embodyrl.config.shared import Precision
-from embodyrl.extensions.planner import memory
+from embodyrl.devices import Gpus
 from embodyrl.learners.settings import ActorSettings
 from embodyrl.learners.training import Optimization
 from embodyrl.policies import POLICIES
@@ -131,7 +131,7 @@ def test_vllm_sleeps_while_weights_are_trained(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(CausalLMPolicy, "_start_engine", start)
     words = ("actor.fsdp.size=1", "rollout.backend=vllm", "algorithm.kl_beta=0.01")
-    monkeypatch.setattr(memory, "gpu_memory", lambda: 7 * GIB)  # so small that the plan chooses it
+    monkeypatch.setattr(Gpus, "free", 7 * GIB)  # so small that the plan chooses it
     run(Job(name="asleep", model="0.5b", layers=1, words=words, act=2, train=2), tmp_path)
     (engine,) = started
     assert engine._llm.naps == 1

@@ -14,7 +14,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster.local import LocalLauncher
-from embodyrl.devices import deal_devices, gpu_memory, visible_gpus
+from embodyrl.devices import Gpus, deal_devices, visible_gpus
 from embodyrl.plan.run_plan import build_run_plan, count_env_workers
 from embodyrl.scheduler.start import env_spec, plan_hosts
 
@@ -90,7 +90,7 @@ def test_memory_is_what_is_free_on_the_gpus_that_are_visible(visible, rows, mib,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_memory() == mib * 2**20
+    assert Gpus().free == mib * 2**20
 
 
 def test_cuda_numbers_unlike_gpus_in_an_order_of_its_own(tmp_path, monkeypatch):
@@ -101,7 +101,7 @@ def test_cuda_numbers_unlike_gpus_in_an_order_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert gpu_memory() == 7
+    assert Gpus().free == 7
 
 
 def seen_by_processes(folder, run_plan):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
-from embodyrl.devices import gpu_memory, total_gpu_memory, visible_gpus
+from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.files import available_bytes
@@ -120,7 +120,8 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Asked only where it decides something, for it starts a program.
-    gpu = gpu_memory() if may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto") else 0
+    asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
+    gpu = run_plan.gpus.free if asked else 0
     cache = run_plan.policy.acting_bytes * run_plan.num_slots if may_sleep else 0
     if not gpu or fullest_gpu(run_plan, roomy) + cache <= gpu:
         return roomy
@@ -290,13 +291,15 @@ def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters:
     return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
 
 
-def engine_share(run_plan: RunPlan) -> float:
-    """Of a GPU's memory, what vLLM may take: all that the plan of its process leaves, less a reserve."""
-    gpu = gpu_memory()
+def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
+    """Return the share of a GPU's memory for vLLM: all that the plan of its process leaves, less a reserve.
+
+    None: the process only acts.
+    """
+    gpu = run_plan.gpus.free
     if not gpu:
         return _UNKNOWN_SHARE
-    if isinstance(run_plan.cfg, TrainConfig) and run_plan.algorithm is not None:
-        plan = plan_memory(run_plan)
+    if plan is not None:
         # What it needs at least was counted: it may take that and all that is left.
         beside = replace(plan, engine=0)
         if plan.sleeps:
@@ -307,7 +310,7 @@ def engine_share(run_plan: RunPlan) -> float:
     else:
         left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy.num_parameters - _CUDA
     # vLLM takes its share of the whole memory, also where another process has a part of it.
-    return max(0.05, int(100 * (left / (total_gpu_memory() or gpu) - _RESERVE)) / 100)
+    return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
 
 
 def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
@@ -318,7 +321,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     """
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
-        gpu, needed = gpu_memory(), fullest_gpu(run_plan, plan)
+        gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
         if gpu and needed > gpu:
             raise ConfigError(
                 f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from embodyrl.devices import query_gpus, select_visible, visible_gpus
+from embodyrl.devices import Gpus, visible_gpus
 from embodyrl.files import available_cores
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
@@ -86,7 +86,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
     cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
     if not visible_gpus() or not policy.forward_flops:
         return None
-    found = _speed()
+    found = _speed(run_plan.gpus)
     speed = found or UNKNOWN
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     acting = cfg.acting_processes or run_plan.ranks
@@ -121,10 +121,9 @@ def predict(run_plan: RunPlan) -> Rates | None:
     )
 
 
-def _speed() -> Speed | None:
+def _speed(gpus: Gpus) -> Speed | None:
     """Return the rates of the slowest GPU that is visible; None if one of them is not in the table."""
-    kinds = {gpu.name for gpu in select_visible(query_gpus())}
     # As words: L4 is no part of L40S.
-    fitting = [next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None) for kind in kinds]
+    fitting = [next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None) for kind in gpus.kinds]
     known = [one for one in fitting if one is not None]
     return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None

@@ -19,6 +19,7 @@ from panda import PANDA
 from embodyrl.commands import facts as command_facts
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import assets_dir
+from embodyrl.devices import Gpus
 from embodyrl.envs import factory as env_factory
 from embodyrl.envs.maniskill import factory as maniskill
 from embodyrl.errors import ConfigError
@@ -139,7 +140,7 @@ def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
 def test_rates_are_those_of_the_named_gpu(name, speed, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = rates._speed()
+    found = rates._speed(Gpus())
     assert (found and found.name) == speed
 
 
@@ -183,8 +184,16 @@ def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
 def test_ranks_add_up_their_gradients_as_often_as_the_memory_asks(gib, when, tmp_path, monkeypatch):
     pytest.importorskip("libero")
-    monkeypatch.setattr(memory, "gpu_memory", lambda: gib * 2**30)
+    monkeypatch.setattr(Gpus, "free", gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
     plan = memory.plan_memory(run_plan.build_run_plan(cfg, training=True))
     assert plan.gradient_sync == when
     assert plan.policy < gib * 2**30
+
+
+def test_a_dry_run_starts_nvidia_smi_once(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(H100_MIB), more=f"echo >> {tmp_path}/starts")
+    assert "predicted" in dry_run("gsm8k_vllm_1gpu", folder, monkeypatch)
+    assert len((tmp_path / "starts").read_text()) == 1

@@ -23,7 +23,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import Card, info_of
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.planner import memory
-from embodyrl.extensions.planner.memory import GIB, MemoryPlan, engine_share, plan_memory, require_memory
+from embodyrl.extensions.planner.memory import GIB, MemoryPlan, plan_memory, require_memory
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.run_plan import build_run_plan
@@ -169,7 +169,7 @@ def test_demonstrations_are_kept_and_read_before_that(tmp_path):
 def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
     monkeypatch.setattr(devices, "_QUERY_S", 0.1)
-    assert devices.gpu_memory() == 0
+    assert devices.Gpus().free == 0
 
 
 def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monkeypatch):
@@ -181,7 +181,7 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
     def plan(mib, *more):
         stub_nvidia_smi(tmp_path, monkeypatch, *of_size(mib))
         drawn = build_run_plan(load_config("train", [*words, *more, f"runner.output_dir={tmp_path}"]), training=True)
-        return plan_memory(drawn), engine_share(drawn)
+        return plan_memory(drawn), drawn.resources.engine_share
 
     on = "rollout.vllm.enable_sleep_mode=true"
     (large, beside), (asked, alone) = plan(80_000), plan(80_000, on)
@@ -204,7 +204,7 @@ def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path
     def share(free):
         stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:2], str(free), "80000", *H100[4:]))
         drawn = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-        return engine_share(drawn)
+        return drawn.resources.engine_share
 
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
 

@@ -1,0 +1,48 @@
+"""The planner of runs: memory, share of vLLM and predicted rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from embodyrl.extensions.planner.memory import MemoryPlan, engine_share, plan_memory, require_memory
+from embodyrl.extensions.planner.rates import predict
+from embodyrl.plan.resources import Resources
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.run_plan import RunPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedResources(Resources):
+    """Resources of a training run, with the memory plan that they follow from."""
+
+    memory: MemoryPlan
+
+    def facts(self, run_plan: RunPlan) -> list[tuple[str, str]]:
+        """Return the lines of `--dry-run` about memory and speed.
+
+        Raises:
+            ConfigError: the run needs more memory than the machine has.
+        """
+        require_memory(run_plan, self.memory)
+        rates, vllm = predict(run_plan), ("", f"vLLM gets {self.engine_share:.0%} of its GPU")
+        return [
+            *self.memory.lines(run_plan.ranks, len(run_plan.env_workers)),
+            *([vllm] if self.memory.engine else []),
+            *(rates.lines(run_plan.max_samples) if rates else []),
+        ]
+
+
+def plan_resources(run_plan: RunPlan) -> Resources:
+    """Plan memory and what follows from it; `nvidia-smi` is started only where its answer decides something."""
+    learns = isinstance(run_plan.cfg, TrainConfig) and run_plan.algorithm is not None
+    memory = plan_memory(run_plan) if learns else None
+    share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
+    if memory is None:
+        return Resources(engine_share=share)
+    return PlannedResources(
+        gradient_sync=memory.gradient_sync,
+        sleeps=memory.sleeps,
+        engine_share=share,
+        checkpoint=memory.checkpoint,
+        memory=memory,
+    )

@@ -1,0 +1,51 @@
+"""Choices of a run that depend on memory, made by a planner: an entry point of the group `embodyrl.planners`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from embodyrl.plan.roots import TrainConfig
+from embodyrl.registry import Registry, takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Choices of a run that depend on memory."""
+
+    gradient_sync: str = "micro_batch"
+    """When ranks add up their gradients: step or micro_batch."""
+    sleeps: bool = False
+    """vLLM frees its memory while weights are trained."""
+    engine_share: float = 0.4
+    """Share of a GPU's memory for vLLM."""
+    checkpoint: int = 0
+    """Bytes of a checkpoint on disk; 0: unknown."""
+
+    def facts(self, run_plan: Any) -> list[tuple[str, str]]:
+        """Return name and text of the lines of `--dry-run` about memory and speed.
+
+        Raises:
+            ConfigError: the run needs more memory than the machine has.
+        """
+        del run_plan
+        return [("memory", "not estimated: the extension 'planner' is missing; reinstall embodyrl to get it")]
+
+
+PLANNERS: Registry[Callable[[Any], Resources]] = Registry(
+    "planner", group="embodyrl.planners", wants="a function of a RunPlan that returns Resources", fits=takes(1)
+)
+
+
+def plan_resources(run_plan: Any) -> Resources:
+    """Return the resources of a run by the first planner; without one, those that need the least memory."""
+    for planner in PLANNERS.every():
+        return planner(run_plan)
+    cfg = run_plan.cfg
+    if not isinstance(cfg, TrainConfig):
+        return Resources()
+    sync = cfg.actor.fsdp.gradient_sync
+    return Resources(
+        gradient_sync="micro_batch" if sync == "auto" else sync, sleeps=bool(cfg.rollout.vllm.enable_sleep_mode)
+    )
