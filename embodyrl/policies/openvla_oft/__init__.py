@@ -98,7 +98,7 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
     if options.cfg.action_head != "discrete":
         rows = options.cfg.action_dim * width
         yield from (Linear(1, rows, width), Linear(2, width, width), Linear(1, width, options.cfg.action_dim))
-    if options.cfg.action_head == "diffusion":
+    if options.cfg.action_head is ActionHead.diffusion:
         yield from (Linear(1, 1, width), Linear(1, width, width))
     if options.cfg.action_head == "l1":
         yield Linear(1, 1, options.cfg.action_dim, bias=False)  # the deviations
@@ -238,7 +238,7 @@ class OpenVlaOftFactory:
             raise ConfigError(problems)
         options = self._options(cfg, env, value_dim)
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
-        diffuses = cfg.action_head == "diffusion"
+        diffuses = cfg.action_head is ActionHead.diffusion
         passes = cfg.num_diffusion_steps_inference if diffuses and (cfg.every_step or cfg.corrects) else 1
         size = sample_size(config, images=images, tokens_per_chunk=tokens, half=cfg.half, adapters=cfg.is_lora)
         spec = PolicySpec(

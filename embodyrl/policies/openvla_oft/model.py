@@ -90,7 +90,7 @@ class OpenVlaOft(nn.Module):
         if options.cfg.action_head == "l1":
             self.action_head = L1Head(options.cfg.action_dim, width)
             self.action_scale = ActionScale(options.cfg.action_dim)
-        elif options.cfg.action_head == "diffusion":
+        elif options.cfg.action_head is ActionHead.diffusion:
             self.action_head = DiffusionHead(options.cfg.action_dim, width)
             self.noisy_action_projector = Mlp(1, width, width)
 

@@ -1,0 +1,76 @@
+"""Keys of the config.json of an ACT policy (LeRobot 0.4.4). No torch."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from embodyrl.policies.lerobot.config import LeRobotConfig, Normalization
+from embodyrl.policies.lerobot.resnet_sizes import PLAIN, count_parameters, last_channels
+
+KIND = "act"
+
+
+class ActConfig(LeRobotConfig):
+    """Sizes and losses of an action chunking transformer (arXiv 2304.13705)."""
+
+    chunk_size: PositiveInt = 100
+    n_action_steps: PositiveInt = 100
+    normalization_mapping: dict[str, Normalization] = Field(
+        default_factory=lambda: dict.fromkeys(("VISUAL", "STATE", "ACTION"), Normalization.MEAN_STD)
+    )
+    pretrained_backbone_weights: str | None = None
+    replace_final_stride_with_dilation: bool = False
+    pre_norm: bool = False
+    dim_model: PositiveInt = 512
+    n_heads: PositiveInt = 8
+    dim_feedforward: PositiveInt = 3200
+    feedforward_activation: Literal["relu", "gelu", "glu"] = "relu"
+    n_encoder_layers: PositiveInt = 4
+    n_decoder_layers: PositiveInt = 1
+    use_vae: bool = True
+    latent_dim: PositiveInt = 32
+    n_vae_encoder_layers: PositiveInt = 4
+    temporal_ensemble_coeff: float | None = None
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    kl_weight: NonNegativeFloat = 10.0
+    optimizer_lr: float = 1e-5
+    optimizer_weight_decay: float = 1e-4
+    optimizer_lr_backbone: float = 1e-5
+
+    @property
+    def horizon_length(self) -> int:
+        """H: actions of a chunk."""
+        return self.chunk_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All trained weights of the network."""
+        w, hidden, state = self.dim_model, self.dim_feedforward, self.state_dim
+        attention, norm, mlp = 4 * w * w + 4 * w, 2 * w, 2 * w * hidden + w + hidden
+        layer = attention + mlp + 2 * norm
+        total = self.n_encoder_layers * layer + self.pre_norm * norm
+        total += self.n_decoder_layers * (2 * attention + mlp + 3 * norm) + norm
+        total += (self.latent_dim + 1) * w + (w + 1) * self.action_dim + self.chunk_size * w
+        total += (1 + bool(state) + bool(self.environment_dim)) * w
+        total += sum((size + 1) * w for size in (state, self.environment_dim) if size)
+        if self.use_vae:
+            total += self.n_vae_encoder_layers * layer + self.pre_norm * norm + w
+            total += sum((size + 1) * w for size in (state, self.action_dim) if size) + (w + 1) * 2 * self.latent_dim
+        if self.cameras:
+            total += count_parameters(self.vision_backbone, frozen=True)
+            total += (last_channels(self.vision_backbone) + 1) * w
+        return total
+
+    def wrong(self) -> str | None:
+        """Return what contradicts itself, or None."""
+        if self.n_obs_steps != 1:
+            return f"n_obs_steps={self.n_obs_steps}, and ACT reads one observation"
+        if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:
+            return f"temporal_ensemble_coeff with n_action_steps={self.n_action_steps}; it must be 1"
+        if self.dim_model % self.n_heads or (self.cameras and self.dim_model % 4):
+            return f"dim_model={self.dim_model} is no multiple of n_heads={self.n_heads} (with images also of 4)"
+        if self.replace_final_stride_with_dilation and self.vision_backbone in PLAIN:
+            return f"replace_final_stride_with_dilation with {self.vision_backbone}, which cannot be dilated"
+        if self.feedforward_activation == "glu":
+            return "feedforward_activation=glu, which halves a width that no layer expects"
+        return super().wrong()

@@ -1,0 +1,152 @@
+"""ACT as a policy: a chunk from a latent of zeros, a Gaussian around it, and training as an autoencoder."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from embodyrl.policies.act.config import KIND, ActConfig
+from embodyrl.policies.act.network import Act
+from embodyrl.policies.act.settings import ActSettings
+from embodyrl.policies.chains import Transition
+from embodyrl.policies.lerobot.config import read_config
+from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
+from embodyrl.policies.lerobot.policy import Corrected, LeRobotModule, LeRobotPolicy, Read, Started
+from embodyrl.policies.lerobot.settings import chunk_shape
+from embodyrl.policies.lerobot.units import Units
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.records import ChunkRecord
+from embodyrl.policies.sampling import START, Chosen, normals
+from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicySpec
+
+PREFIX = "model."
+
+
+class ActPolicy(LeRobotPolicy):
+    """Implements `Policy` for `Act`."""
+
+    _cfg: ActSettings
+    _config: ActConfig
+
+    @property
+    def _network(self) -> Act:
+        network = self._module.network
+        assert isinstance(network, Act)
+        return network
+
+    @property
+    def _record(self) -> ChunkRecord:
+        return ChunkRecord.chain(self._shape, 0)
+
+    def _read(self, obs: Observation) -> Read:
+        """Encode observations with a latent of zeros."""
+        tokens = self._network.read(self._inputs(obs))
+        encoded = self._network.encode(tokens, self._no_latent(len(obs)))
+        return Read(encoded.mean(0), (tokens, encoded))
+
+    def _no_latent(self, count: int) -> Tensor:
+        return torch.zeros(count, self._config.latent_dim, device=self._device)
+
+    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+        """Return the executed rows of the chunk."""
+        return self._executed(self._network.decode(*read.model).actions)
+
+    def _around(self, read: Read, temperature: float) -> Transition:
+        mean = self._executed(self._network.decode(*read.model).actions)
+        return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
+
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+        """Sample around the chunk."""
+        spread = self._around(read, temperature)
+        rows = spread.mean + spread.std * normals(seeds, START, spread.mean.shape[1:], self._device)
+        tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
+        return Chosen(state=rows, tokens=tokens, logprob=spread.log_prob(rows))
+
+    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+        """Score sampled rows."""
+        spread = self._around(read, self._temperature)
+        rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(spread.mean)
+        return spread.log_prob(rows), spread.entropy()
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Return the loss of actions [B, H, A]: mean distance, and `kl_weight` times the latent's KL divergence.
+
+        Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean distance of the
+        executed rows in the environment's units.
+        """
+        target = self._from_actions(actions)
+        if not (torch.is_grad_enabled() and self._config.use_vae):
+            read = self._read(obs)
+            chunk = self._network.decode(*read.model).actions
+            distance = (chunk - target).abs().flatten(1).mean(1)
+            rows = on_device(self._to_actions(self._executed(chunk.detach())), self._device)
+            given = on_device(actions[:, : self._shape.executed], self._device)
+            error = (rows - given).abs().flatten(1).mean(1)
+            return ImitationScores(loss=distance, accuracy=torch.zeros_like(error), error=error)
+        loss = self.loss(obs, target, torch.zeros(target.shape[:2], dtype=torch.bool, device=self._device))
+        return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
+
+    def loss(self, obs: Observation, target: Tensor, padding: Tensor) -> Tensor:
+        """Return the training loss [B] of normalized chunks [B, H, A], of which `padding` [B, H] rows do not count.
+
+        The mean is over all numbers of a chunk, padding included (LeRobot 0.4).
+        """
+        network, inputs = self._network, self._inputs(obs)
+        tokens, latent = network.read(inputs), self._no_latent(len(obs))
+        divergence = target.new_zeros(len(obs))
+        if self._config.use_vae:
+            posterior = network.posterior(inputs, target, padding)
+            latent = posterior.mean + (posterior.log_variance / 2).exp() * torch.randn_like(posterior.mean)
+            divergence = posterior.divergence()
+        chunk = network.decode(tokens, network.encode(tokens, latent)).actions
+        distance = (chunk - target).abs() * ~padding[..., None]
+        return distance.flatten(1).mean(1) + self._config.kl_weight * divergence
+
+    def _read_files(self, folder: Path) -> LeRobotFiles:
+        return files_of(folder, self._config, self._cfg)
+
+
+class SteeredAct(Started, ActPolicy):
+    """A frozen ACT whose latent is chosen."""
+
+    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+        tokens, _ = read.model
+        with torch.no_grad():
+            encoded = self._network.encode(tokens, choice)
+            return self._executed(self._network.decode(tokens, encoded).actions)
+
+
+class CorrectedAct(Corrected, ActPolicy):
+    """A frozen ACT whose chunk is corrected."""
+
+
+def files_of(folder: Path, config: ActConfig, cfg: ActSettings) -> LeRobotFiles:
+    """Read the small files of a folder (see `read_files`)."""
+    raw = read_config(folder, KIND, ActConfig)[1]
+    return read_files(folder, config, raw, KIND, PREFIX, cfg.unnorm_key)
+
+
+def build_policy(
+    cfg: ActSettings,
+    spec: PolicySpec,
+    config: ActConfig,
+    raw: dict[str, Any],
+    folder: Path,
+    steering: SteeringShape | None,
+    request: PolicyRequest,
+) -> ActPolicy:
+    """Build the policy with fresh weights from the seed.
+
+    Raises:
+        CheckpointError: a small file of the folder is damaged.
+    """
+    files = files_of(folder, config, cfg)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        units = Units(config, files.eps)
+        module = LeRobotModule(Act(config), units, config.dim_model, request.value_dim, steering)
+    kind = ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct
+    return kind(spec, cfg, config, module, files, request)

@@ -1,0 +1,20 @@
+"""Keys of ACT."""
+
+from enum import StrEnum
+
+from embodyrl.config.settings import Positive
+from embodyrl.policies.lerobot.settings import LeRobotSettings
+
+Likelihood = StrEnum("Likelihood", ["gaussian", "dsrl", "residual"])
+
+
+class ActSettings(LeRobotSettings):
+    """The action chunking transformer in LeRobot's layout."""
+
+    needs = {"likelihood=gaussian": "action_std"}
+
+    likelihood: Likelihood = Likelihood.gaussian
+    """Where log-probabilities for RL come from: a Gaussian around the chunk (gaussian). Or the model is frozen, and an
+    actor learns by algorithm=sac to choose the latent (dsrl), or to correct the chunk (residual)."""
+    action_std: Positive = 0.1
+    """gaussian: standard deviation of normalized actions."""

@@ -1,0 +1,52 @@
+"""Diffusion Policy in LeRobot's layout. Importing this package does not import torch."""
+
+from typing import Any
+
+from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
+from embodyrl.policies.diffusion.settings import DiffusionSettings
+from embodyrl.policies.lerobot.factory import LeRobotFactory
+from embodyrl.policies.lerobot.settings import chunk_shape
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.records import ChunkRecord
+from embodyrl.types import EnvSpec, PolicySpec
+
+
+class DiffusionFactory(LeRobotFactory):
+    """Builds `DiffusionPolicy`; implements `PolicyFactory`."""
+
+    kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
+
+    def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+        """Return the policy's config in an environment, with the sampler of the settings (see `LeRobotFactory`)."""
+        config, raw = super().plan(cfg, env)
+        return cfg.applied(config), raw
+
+    def features(self, config: DiffusionConfig) -> int:
+        """Return the width of a condition."""
+        return config.condition_width
+
+    def chosen(self, config: DiffusionConfig) -> int:
+        """Return the numbers of the noise of a chunk."""
+        return config.horizon * config.action_dim
+
+    def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
+        """Return the record of a chunk: the states around its stochastic steps."""
+        return record_of(cfg, config)
+
+    def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+        """Return the forward passes of a chunk."""
+        return config.steps
+
+    def make(self, cfg: Any, spec: PolicySpec, config: Any, raw: dict[str, Any], request: PolicyRequest) -> Policy:
+        """Build the policy with fresh weights from the seed."""
+        from embodyrl.policies.diffusion.policy import build_policy
+
+        return build_policy(cfg, spec, config, raw, self.folder(cfg), self.steering(cfg, config), request)
+
+
+def record_of(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
+    """Return the record of a chunk of the chain."""
+    return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)
+
+
+FACTORY = DiffusionFactory()

@@ -1,0 +1,131 @@
+"""Keys of the config.json of a Diffusion Policy (LeRobot 0.4.4). No torch."""
+
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
+from embodyrl.policies.lerobot.resnet_sizes import count_parameters, last_channels
+
+KIND = "diffusion"
+
+
+class DiffusionConfig(LeRobotConfig):
+    """Sizes, noise schedule and losses of a diffusion policy (arXiv 2303.04137)."""
+
+    n_obs_steps: PositiveInt = 2
+    horizon: PositiveInt = 16
+    n_action_steps: PositiveInt = 8
+    normalization_mapping: dict[str, Normalization] = Field(
+        default_factory=lambda: {
+            "VISUAL": Normalization.MEAN_STD,
+            "STATE": Normalization.MIN_MAX,
+            "ACTION": Normalization.MIN_MAX,
+        }
+    )
+    drop_n_last_frames: int = Field(default=7, ge=0)
+    resize_shape: tuple[PositiveInt, PositiveInt] | None = None
+    crop_ratio: float = Field(default=1.0, gt=0, le=1)
+    crop_shape: tuple[PositiveInt, PositiveInt] | None = None
+    crop_is_random: bool = True
+    pretrained_backbone_weights: str | None = None
+    use_group_norm: bool = True
+    spatial_softmax_num_keypoints: PositiveInt = 32
+    use_separate_rgb_encoder_per_camera: bool = False
+    down_dims: tuple[PositiveInt, ...] = Field(default=(512, 1024, 2048), min_length=1)
+    kernel_size: PositiveInt = 5
+    n_groups: PositiveInt = 8
+    diffusion_step_embed_dim: int = Field(default=128, ge=4)
+    use_film_scale_modulation: bool = True
+    noise_scheduler_type: Literal["DDPM", "DDIM"] = "DDPM"
+    num_train_timesteps: PositiveInt = 100
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = "squaredcos_cap_v2"
+    beta_start: PositiveFloat = 0.0001
+    beta_end: PositiveFloat = 0.02
+    prediction_type: Literal["epsilon", "sample"] = "epsilon"
+    clip_sample: bool = True
+    clip_sample_range: PositiveFloat = 1.0
+    num_inference_steps: PositiveInt | None = None
+    compile_model: bool = False
+    compile_mode: str = "reduce-overhead"
+    do_mask_loss_for_padding: bool = False
+    optimizer_lr: float = 1e-4
+    optimizer_betas: tuple[float, float] = (0.95, 0.999)
+    optimizer_eps: float = 1e-8
+    optimizer_weight_decay: float = 1e-6
+    scheduler_name: str = "cosine"
+    scheduler_warmup_steps: int = 500
+
+    @property
+    def horizon_length(self) -> int:
+        """H: actions of a chunk."""
+        return self.horizon
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps of a chunk."""
+        return self.num_inference_steps or self.num_train_timesteps
+
+    @property
+    def crop(self) -> tuple[int, int] | None:
+        """Height and width to which images are cropped; a `resize_shape` decides with `crop_ratio`."""
+        if self.resize_shape is None:
+            return self.crop_shape
+        if self.crop_ratio == 1.0:
+            return None
+        height, width = self.resize_shape
+        return int(height * self.crop_ratio), int(width * self.crop_ratio)
+
+    @property
+    def seen_size(self) -> tuple[int, int]:
+        """Height and width of what the backbone reads."""
+        return self.crop or self.resize_shape or self.image_size
+
+    @property
+    def condition_width(self) -> int:
+        """Numbers of a condition: state, image features and environment state of each observed step."""
+        seen = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
+        return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
+
+    @property
+    def num_parameters(self) -> int:
+        """All trained weights of the network."""
+        step, levels = self.diffusion_step_embed_dim, self.down_dims
+        pairs = [(self.action_dim, levels[0]), *pairwise(levels), (levels[-1], levels[-1])]
+        total = 8 * step * step + 5 * step
+        total += sum(self._block(a, b) + self._block(b, b) for a, b in pairs)
+        total += sum(3 * width * width + width for width in levels[:-1])
+        for a, b in pairwise(levels[::-1]):
+            total += self._block(2 * a, b) + self._block(b, b) + 4 * b * b + b
+        total += self.kernel_size * levels[0] ** 2 + 3 * levels[0] + (levels[0] + 1) * self.action_dim
+        if self.cameras:
+            points, count = self.spatial_softmax_num_keypoints, len(self.cameras)
+            encoder = count_parameters(self.vision_backbone, frozen=False)
+            encoder += (last_channels(self.vision_backbone) + 1) * points + (2 * points + 1) * 2 * points
+            total += encoder * (count if self.use_separate_rgb_encoder_per_camera else 1)
+        return total
+
+    def _block(self, a: int, b: int) -> int:
+        film = b * (1 + self.use_film_scale_modulation)
+        total = self.kernel_size * (a + b) * b + 6 * b
+        total += (self.diffusion_step_embed_dim + self.condition_width + 1) * film
+        return total + ((a + 1) * b if a != b else 0)
+
+    def wrong(self) -> str | None:
+        """Return what contradicts itself, or None."""
+        if STATE not in self.input_features:
+            return f"input_features has no '{STATE}'"
+        if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):
+            return f"crop_shape={list(self.crop)} is larger than the images"
+        if self.horizon % 2 ** (len(self.down_dims) - 1) or self.kernel_size % 2 == 0:
+            return f"horizon={self.horizon} or kernel_size={self.kernel_size} does not fit the levels of down_dims"
+        if any(width % self.n_groups for width in self.down_dims):
+            return f"down_dims={list(self.down_dims)} are no multiples of n_groups={self.n_groups}"
+        if self.steps > self.num_train_timesteps:
+            return f"num_inference_steps={self.steps} exceeds num_train_timesteps={self.num_train_timesteps}"
+        return super().wrong()
+
+    @property
+    def _before_crop(self) -> tuple[int, int]:
+        return self.resize_shape or self.image_size

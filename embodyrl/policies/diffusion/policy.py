@@ -1,0 +1,193 @@
+"""Diffusion Policy as a policy: chunks by denoising, the chain's likelihood (DPPO), and the loss of the noise."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from embodyrl.policies.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.diffusion import record_of
+from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
+from embodyrl.policies.diffusion.network import Diffusion
+from embodyrl.policies.diffusion.schedule import Schedule
+from embodyrl.policies.diffusion.settings import DiffusionSettings, GreedyStart, Sampler
+from embodyrl.policies.lerobot.config import read_config
+from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
+from embodyrl.policies.lerobot.policy import (
+    Corrected,
+    LeRobotModule,
+    LeRobotPolicy,
+    Read,
+    Started,
+    seeds_of_observations,
+)
+from embodyrl.policies.lerobot.units import Units
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.sampling import START, STEP, TIMES, Chosen, normals, uniforms
+from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicySpec
+
+PREFIX = "diffusion."
+
+
+class DenoisingChain(GaussianChain):
+    """Denoising steps as a policy (DPPO, arXiv 2409.00588) whose deviations have a lower bound.
+
+    Where one step is stochastic, the others are those of DDIM without noise.
+    """
+
+    def __init__(self, cfg: DiffusionSettings, config: DiffusionConfig) -> None:
+        steps = config.steps
+        super().__init__(record_of(cfg, config), num_steps=steps, every_step=cfg.every_step, drawn_steps=steps)
+        self._least, self._first = cfg.diffusion_min_std, config.first_executed
+        self._noisy = Schedule(config, steps, config.noise_scheduler_type, cfg.diffusion_eta)
+        self._plain = Schedule(config, steps, Sampler.DDIM)
+
+    def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
+        """Return the step with noise, and the certain one."""
+        level = self._noisy.levels.to(x.device)[index]
+        predicted, _ = velocity(x, level)
+        step = self._noisy.step(x, predicted, level)
+        certain = self._plain.step(x, predicted, level).certain
+        return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
+
+    def _part(self, x: Tensor) -> Tensor:
+        """Return the executed numbers [B, K, A] of a state; rows of the past come first."""
+        return x[:, self._first : self._first + self._shape.executed]
+
+
+class DiffusionPolicy(LeRobotPolicy):
+    """Implements `Policy` for `Diffusion`."""
+
+    _cfg: DiffusionSettings
+    _config: DiffusionConfig
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._schedule = Schedule(self._config, self._config.steps, self._config.noise_scheduler_type)
+        self._chain = DenoisingChain(self._cfg, self._config)
+
+    @property
+    def _network(self) -> Diffusion:
+        network = self._module.network
+        assert isinstance(network, Diffusion)
+        return network
+
+    def _read(self, obs: Observation) -> Read:
+        """Return the condition [B, D]."""
+        condition = self._network.condition(self._inputs(obs))
+        return Read(condition, condition)
+
+    def _predict(self, condition: Tensor, x: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        predicted = self._network.unet(x, level, condition)
+        return predicted, predicted
+
+    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+        """Denoise from noise of the observation's own seed, or from zeros without noise."""
+        if self._cfg.greedy_start is GreedyStart.zero:
+            return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
+        seeds = seeds_of_observations(obs)
+        start = normals(seeds, START, self._size, self._device)
+        return self._executed(self.denoise(read.model, start, seeds))
+
+    def denoise(
+        self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
+    ) -> Tensor:
+        """Return the chunks [B, H, A] of noise x [B, H, A]; without seeds no step adds noise."""
+        schedule = schedule or self._schedule
+        for index, number in enumerate(schedule.levels.tolist()):
+            level = torch.full((len(x),), number, device=x.device)
+            step = schedule.step(x, self._network.unet(x, level, condition), level)
+            x = step.mean
+            if seeds is not None and step.std.any():
+                x = x + step.std * normals(seeds, STEP + index, self._size, self._device)
+        return x
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self._shape.horizon, self._shape.width
+
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+        """Follow the chain."""
+        chosen = self._chain.sample(partial(self._predict, read.model), seeds, self._device, temperature)
+        return Chosen(state=self._executed(chosen.state), tokens=chosen.tokens, logprob=chosen.logprob)
+
+    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+        """Score the chain's states."""
+        return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Return the loss of actions [B, H', A] from the present step on: squared error of the noise, or of the chunk.
+
+        Rows of a chunk that lie before the present step (`n_obs_steps` > 1) repeat the first action, and do not count.
+        Without gradients noise and step are the same in every call, and `error` is the mean distance of the executed
+        rows in the environment's units.
+        """
+        past = self._shape.horizon - actions.shape[1]
+        target = self._from_actions(np.concatenate([actions[:, :1].repeat(past, 1), actions], 1))
+        trains = torch.is_grad_enabled()
+        rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
+        noise = normals(rows, START, self._size, self._device)
+        count = self._config.num_train_timesteps
+        level = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
+        read = self._read(obs)
+        loss = self.elements(read.model, target, noise, level)[:, past:].flatten(1).mean(1)
+        if trains:
+            return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
+        found = on_device(self._to_actions(self._greedy(obs, read)), self._device)
+        error = (found - on_device(actions[:, : self._shape.executed], self._device)).abs().flatten(1).mean(1)
+        return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
+
+    def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return squared errors [B, H, A] at training steps [B] of normalized chunks with given noise [B, H, A]."""
+        predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
+        return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
+
+    def _read_files(self, folder: Path) -> LeRobotFiles:
+        return files_of(folder, self._config, self._cfg)
+
+
+class SteeredDiffusion(Started, DiffusionPolicy):
+    """A frozen diffusion policy whose starting noise is chosen; its steps are those of DDIM without noise."""
+
+    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+        plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
+        with torch.no_grad():
+            return self._executed(self.denoise(read.model, choice.view(-1, *self._size), schedule=plain))
+
+
+class CorrectedDiffusion(Corrected, DiffusionPolicy):
+    """A frozen diffusion policy whose chunk is corrected."""
+
+
+def files_of(folder: Path, config: DiffusionConfig, cfg: DiffusionSettings) -> LeRobotFiles:
+    """Read the small files of a folder (see `read_files`)."""
+    raw = read_config(folder, KIND, DiffusionConfig)[1]
+    return read_files(folder, config, raw, KIND, PREFIX, cfg.unnorm_key)
+
+
+def build_policy(
+    cfg: DiffusionSettings,
+    spec: PolicySpec,
+    config: DiffusionConfig,
+    raw: dict[str, Any],
+    folder: Path,
+    steering: SteeringShape | None,
+    request: PolicyRequest,
+) -> DiffusionPolicy:
+    """Build the policy with fresh weights from the seed.
+
+    Raises:
+        CheckpointError: a small file of the folder is damaged.
+    """
+    files = files_of(folder, config, cfg)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        units = Units(config, files.eps)
+        module = LeRobotModule(Diffusion(config), units, config.condition_width, request.value_dim, steering)
+    kind = DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion
+    return kind(spec, cfg, config, module, files, request)

@@ -1,0 +1,96 @@
+"""Noise schedule and denoising steps: DDPM (arXiv 2006.11239) and DDIM (arXiv 2010.02502), as diffusers has them."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from embodyrl.policies.chains import Transition
+from embodyrl.policies.diffusion.config import DiffusionConfig
+
+LARGEST_BETA = 0.999
+LEAST_VARIANCE = 1e-20
+
+
+def betas(config: DiffusionConfig) -> Tensor:
+    """Return the noise [T] that each training step adds, float32."""
+    count, first, last = config.num_train_timesteps, config.beta_start, config.beta_end
+    match config.beta_schedule:
+        case "linear":
+            return torch.linspace(first, last, count)
+        case "scaled_linear":
+            return torch.linspace(first**0.5, last**0.5, count) ** 2
+        case "sigmoid":
+            return torch.sigmoid(torch.linspace(-6, 6, count)) * (last - first) + first
+    shares = [_cosine(i / count) for i in range(count + 1)]
+    return torch.tensor([min(1 - shares[i + 1] / shares[i], LARGEST_BETA) for i in range(count)], dtype=torch.float32)
+
+
+def _cosine(t: float) -> float:
+    return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One denoising step."""
+
+    clean: Tensor
+    """[B, H, A] estimate of the chunk, clipped."""
+    mean: Tensor
+    """[B, H, A] of the state after the step."""
+    std: Tensor
+    """[B, 1, 1]; 0 in the last step."""
+
+    @property
+    def certain(self) -> Transition:
+        """The step without its noise."""
+        return Transition(mean=self.mean, std=torch.zeros_like(self.std))
+
+
+class Schedule:
+    """Steps from noise to a chunk; `levels` are the training steps that they begin at, noisiest first."""
+
+    def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
+        """Take `steps` steps of `sampler`, DDPM or DDIM with `eta` of DDPM's noise."""
+        self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
+        self.shares = torch.cumprod(1.0 - betas(config), 0)
+        """[T] part of the variance that is signal after each training step."""
+        self._stride = config.num_train_timesteps // steps
+        self.levels = torch.arange(steps - 1, -1, -1) * self._stride
+
+    def add_noise(self, chunk: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+        """Return chunks [B, H, A] as they are after training steps [B]."""
+        share = self.shares.to(chunk.device)[level][:, None, None]
+        return share.sqrt() * chunk + (1 - share).sqrt() * noise
+
+    def step(self, x: Tensor, predicted: Tensor, level: Tensor) -> Step:
+        """Take one step.
+
+        Args:
+            x: [B, H, A] states.
+            predicted: [B, H, A] output of the network there: the noise, or the chunk (`prediction_type`).
+            level: [B] training steps of the states.
+        """
+        shares = self.shares.to(x.device)
+        before = level - self._stride
+        now = shares[level][:, None, None]
+        then = torch.where(before >= 0, shares[before.clamp(min=0)], shares.new_ones(()))[:, None, None]
+        if self._config.prediction_type == "sample":
+            clean = predicted
+            noise = (x - now.sqrt() * clean) / (1 - now).sqrt()
+        else:
+            clean, noise = (x - (1 - now).sqrt() * predicted) / now.sqrt(), predicted
+        if self._config.clip_sample:
+            bound = self._config.clip_sample_range
+            clean = clean.clamp(-bound, bound)
+        variance = (1 - then) / (1 - now) * (1 - now / then)
+        last = (before < 0)[:, None, None]
+        if self._ddpm:
+            ratio = now / then
+            mean = then.sqrt() * (1 - ratio) / (1 - now) * clean + ratio.sqrt() * (1 - then) / (1 - now) * x
+            std = variance.clamp(min=LEAST_VARIANCE).sqrt().masked_fill(last, 0.0)
+            return Step(clean=clean, mean=mean, std=std)
+        std = self._eta * variance.clamp(min=0.0).sqrt()
+        mean = then.sqrt() * clean + (1 - then - std.square()).clamp(min=0.0).sqrt() * noise
+        return Step(clean=clean, mean=mean, std=std)

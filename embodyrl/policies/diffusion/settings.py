@@ -1,0 +1,54 @@
+"""Keys of the diffusion policy."""
+
+from enum import StrEnum
+
+from embodyrl.config.settings import Count, Positive, Share
+from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.lerobot.settings import LeRobotSettings
+from embodyrl.policies.records import Stochastic
+
+Likelihood = StrEnum("Likelihood", ["chain", "dsrl", "residual"])
+GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
+
+
+class Sampler(StrEnum):
+    """Denoising steps."""
+
+    DDPM = "DDPM"
+    DDIM = "DDIM"
+
+
+class DiffusionSettings(LeRobotSettings):
+    """The diffusion policy in LeRobot's layout."""
+
+    needs = {
+        "likelihood=chain": "stochastic_steps diffusion_eta diffusion_min_std",
+        "likelihood!=dsrl": "greedy_start",
+    }
+
+    likelihood: Likelihood = Likelihood.chain
+    """Where log-probabilities for RL come from: the denoising steps (chain: DPPO). Or the model is frozen, and an actor
+    learns by algorithm=sac to choose the noise that it starts from (dsrl), or to correct its chunk (residual)."""
+    sampler: Sampler | None = None
+    """Denoising steps: DDPM or DDIM; default: the checkpoint's (noise_scheduler_type)."""
+    num_inference_steps: Count | None = None
+    """Denoising steps of a chunk; default: the checkpoint's."""
+    greedy_start: GreedyStart = GreedyStart.random
+    """Greedy acting denoises noise that is a function of the observation, with the sampler's own noise (random), or
+    starts in the middle of the noise and adds none (zero)."""
+    stochastic_steps: Stochastic = Stochastic.one
+    """chain: RL learns from one step of each chunk, drawn evenly, or from all; each costs a forward pass."""
+    diffusion_eta: Share = 1.0
+    """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (as much as DDPM)."""
+    diffusion_min_std: Positive = 0.1
+    """chain: least standard deviation of a stochastic step."""
+
+    @property
+    def every_step(self) -> bool:
+        """All denoising steps are stochastic."""
+        return self.stochastic_steps is Stochastic.all
+
+    def applied(self, config: DiffusionConfig) -> DiffusionConfig:
+        """Return the config with the sampler and the number of steps of these settings."""
+        changes = {"noise_scheduler_type": self.sampler, "num_inference_steps": self.num_inference_steps}
+        return config.model_copy(update={key: value for key, value in changes.items() if value is not None})

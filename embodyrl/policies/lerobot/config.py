@@ -1,0 +1,210 @@
+"""Read and write LeRobot's config.json: features, normalization and image backbone that its policies share. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY
+from embodyrl.types import EnvSpec
+
+STATE, ENVIRONMENT, ACTION = "observation.state", "observation.environment_state", "action"
+IMAGES = "observation.images."
+_UNSET = ("use_amp", "use_peft", "push_to_hub")
+
+
+class Normalization(StrEnum):
+    """Kinds of normalization, by LeRobot's names."""
+
+    MEAN_STD = "MEAN_STD"
+    MIN_MAX = "MIN_MAX"
+    QUANTILES = "QUANTILES"
+    QUANTILE10 = "QUANTILE10"
+    IDENTITY = "IDENTITY"
+
+
+class Feature(BaseModel):
+    """Type and shape of an input or output."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["VISUAL", "STATE", "ENV", "ACTION", "REWARD", "LANGUAGE"]
+    shape: tuple[PositiveInt, ...]
+
+
+class LeRobotConfig(BaseModel):
+    """Keys of config.json that both policies have; unknown keys are kept in the file and not read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    n_obs_steps: PositiveInt = 1
+    n_action_steps: PositiveInt
+    input_features: dict[str, Feature] = Field(default_factory=dict)
+    output_features: dict[str, Feature] = Field(default_factory=dict)
+    normalization_mapping: dict[str, Normalization]
+    vision_backbone: Literal["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"] = "resnet18"
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the image features, in order."""
+        return tuple(name for name, feature in self.input_features.items() if feature.type == "VISUAL")
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of all images; zeros without cameras."""
+        height, width = self.input_features[self.cameras[0]].shape[-2:] if self.cameras else (0, 0)
+        return height, width
+
+    @property
+    def state_dim(self) -> int:
+        """Numbers of the robot's state; 0: none is read."""
+        feature = self.input_features.get(STATE)
+        return feature.shape[0] if feature else 0
+
+    @property
+    def environment_name(self) -> str:
+        """Name of the environment's state."""
+        names = (name for name, feature in self.input_features.items() if feature.type == "ENV")
+        return next(names, ENVIRONMENT)
+
+    @property
+    def environment_dim(self) -> int:
+        """Numbers of the environment's state; 0: none is read."""
+        feature = self.input_features.get(self.environment_name)
+        return feature.shape[0] if feature else 0
+
+    @property
+    def action_dim(self) -> int:
+        """A"""
+        return self.output_features[ACTION].shape[0]
+
+    @property
+    def horizon_length(self) -> int:
+        """H: actions of a chunk."""
+        raise AssertionError("each policy has its own")
+
+    @property
+    def num_parameters(self) -> int:
+        """All trained weights of the network."""
+        raise AssertionError("each policy has its own")
+
+    @property
+    def first_executed(self) -> int:
+        """Rows of a chunk that lie before the present step."""
+        return self.n_obs_steps - 1
+
+    def wrong(self) -> str | None:
+        """Return what contradicts itself, or None."""
+        if ACTION not in self.output_features:
+            return f"output_features has no '{ACTION}'"
+        if not self.cameras and not self.environment_dim:
+            return "input_features has neither an image nor an environment state"
+        sizes = {self.input_features[name].shape for name in self.cameras}
+        if len(sizes) > 1:
+            return f"images of different shapes: {sorted(sizes)}"
+        if self.n_action_steps > self.horizon_length - self.first_executed:
+            return f"n_action_steps={self.n_action_steps} exceeds the chunk"
+        return None
+
+    def fitted(self, env: EnvSpec, executed: int) -> Self:
+        """Return the config of a new model for an environment: its cameras, its state and its actions.
+
+        Without images the originals want two states, so that the environment's state is split.
+        """
+        shape = (3, *env.image_size)
+        steps = self.n_obs_steps
+        cameras = env.cameras[-(len(env.cameras) // steps) :] if env.cameras else ()
+        inputs = {f"{IMAGES}{name}": Feature(type="VISUAL", shape=shape) for name in cameras}
+        if env.state_dim:
+            width = env.state_dim // steps
+            inputs[STATE] = Feature(type="STATE", shape=(width if cameras else max(1, width - width // 2),))
+            if not cameras:
+                inputs[ENVIRONMENT] = Feature(type="ENV", shape=(max(1, width // 2),))
+        outputs = {ACTION: Feature(type="ACTION", shape=(env.action_dim,))}
+        modes = {"ENV": self.normalization_mapping.get("STATE", Normalization.IDENTITY)} | self.normalization_mapping
+        changed = {"input_features": inputs, "output_features": outputs, "normalization_mapping": modes}
+        return self.model_copy(update=changed | {"n_action_steps": executed})
+
+    def mismatches(self, env: EnvSpec) -> list[str]:
+        """Return what the environment lacks, one line each with the fix."""
+        problems, steps = [], self.n_obs_steps
+        state, cameras = steps * (self.state_dim + self.environment_dim), steps * len(self.cameras)
+        history = f" for each of {steps} steps" if steps > 1 else ""
+        if env.state_dim != state:
+            problems.append(
+                f"env '{env.name}' gives {env.state_dim} numbers of state, the checkpoint reads "
+                f"{self.state_dim + self.environment_dim}{history}{_cure(steps)}"
+            )
+        if cameras > len(env.cameras):
+            problems.append(
+                f"env '{env.name}' shows {len(env.cameras)} cameras, the checkpoint reads {len(self.cameras)}{history}"
+                f"{_cure(steps)}"
+            )
+        if self.cameras and env.image_size != self.image_size:
+            height, width = self.image_size
+            problems.append(
+                f"env '{env.name}' has images of {env.image_size[0]}x{env.image_size[1]}, the checkpoint reads "
+                f"{height}x{width}. Set env.init_params.camera_heights={height} and camera_widths={width}."
+            )
+        if env.action_dim != self.action_dim:
+            problems.append(f"env '{env.name}' takes {env.action_dim} numbers, the checkpoint gives {self.action_dim}.")
+        return problems
+
+    def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:
+        """Return config.json with the values of `raw` first, as LeRobot writes it."""
+        mine = json.loads(self.model_dump_json())
+        kept = {key: value for key, value in raw.items() if key not in (RANDOM_INIT_KEY, "type")}
+        common = {"device": "cpu"} | dict.fromkeys(_UNSET, False)
+        common |= dict.fromkeys(("repo_id", "private", "tags", "license", "pretrained_path"))
+        head = {key: mine[key] for key in ("n_obs_steps", "input_features", "output_features")}
+        return json.dumps({"type": kind} | head | common | kept | mine, indent=4).encode()
+
+
+def _cure(steps: int) -> str:
+    if steps == 1:
+        return ". Choose another environment or checkpoint."
+    return f". Use the environment with a history: env.env_type=history.NAME env.history={steps}."
+
+
+C = TypeVar("C", bound=LeRobotConfig)
+
+
+def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, Any]]:
+    """Read config.json, and its keys as they are.
+
+    Raises:
+        CheckpointError: the file is missing, malformed, of another policy, or contradicts itself.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        raw: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        if (found := raw.get("type", kind)) != kind:
+            raise CheckpointError(f"{path} is of policy type '{found}', not '{kind}'. Set model={found}.")
+        read = config.model_validate({key: value for key, value in raw.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{path}: {where} is {first['input']!r}: {first['msg']}. Fetch the file again.") from error
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}). It must be the folder of a LeRobot {kind} policy."
+        ) from error
+    if RANDOM_INIT_KEY not in raw and (problem := read.wrong()):
+        raise CheckpointError(f"{path}: {problem}. Take another checkpoint.")
+    return read, raw
+
+
+def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:
+    """Check that an environment gives what a policy reads.
+
+    Raises:
+        ConfigError: it does not; names what.
+    """
+    if problems := config.mismatches(env):
+        raise ConfigError(problems)

@@ -1,0 +1,180 @@
+"""The factory of LeRobot's imitation policies. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.config.shared import Precision
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
+from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
+from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.records import ChunkRecord
+from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.steering.settings import SteeringShape, steered
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+_MAY_DIFFER = (
+    *("n_action_steps", "normalization_mapping", "pretrained_backbone_weights", "dropout", "kl_weight"),
+    *("temporal_ensemble_coeff", "noise_scheduler_type", "num_inference_steps", "crop_is_random", "drop_n_last_frames"),
+    *("do_mask_loss_for_padding", "compile_model", "compile_mode"),
+)
+"""Keys of config.json that change no weight's shape or meaning."""
+
+
+class LeRobotFactory(ABC):
+    """Implements `PolicyFactory`; a policy adds its config, its sizes and its network."""
+
+    kind: ClassVar[str]
+    config: ClassVar[type[LeRobotConfig]]
+    settings: ClassVar[Any]
+
+    @abstractmethod
+    def features(self, config: Any) -> int:
+        """Return the numbers that value heads and actors read."""
+
+    @abstractmethod
+    def chosen(self, config: Any) -> int:
+        """Return the numbers that dsrl chooses."""
+
+    @abstractmethod
+    def record(self, cfg: Any, config: Any) -> ChunkRecord:
+        """Return what is kept of a chunk."""
+
+    @abstractmethod
+    def passes(self, cfg: Any, config: Any) -> int:
+        """Return the forward passes of a chunk."""
+
+    @abstractmethod
+    def make(self, cfg: Any, spec: PolicySpec, config: Any, raw: dict[str, Any], request: PolicyRequest) -> Policy:
+        """Build the policy."""
+
+    def validate(self, cfg: LeRobotSettings) -> list[str]:
+        """Return config problems, one line each with the fix."""
+        problems = []
+        if cfg.precision is not Precision.fp32:
+            problems.append(f"model.precision={cfg.precision}: {self.kind} computes in fp32; set model.precision=fp32.")
+        try:
+            folder = self.folder(cfg)
+            config, _ = read_config(folder, self.kind, self.config)
+            if config.input_features and (problem := self._executing(cfg, config).wrong()):
+                problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
+            if not starts_random(folder) and not (folder / WEIGHTS_FILE).is_file():
+                problems.append(f"model.path: {folder} holds no {WEIGHTS_FILE}; fetch the weights too.")
+        except (CheckpointError, ConfigError) as error:
+            problems.append(str(error))
+        return problems
+
+    def folder(self, cfg: LeRobotSettings) -> Path:
+        """Return the folder of `model.path`.
+
+        Raises:
+            ConfigError: the key is not set, or names no folder.
+        """
+        folder = None if cfg.path is None else resolve_asset(cfg.path)
+        if folder is None or not folder.is_dir():
+            raise ConfigError(
+                f"model.path={cfg.path} is no folder. It wants a LeRobot {self.kind} policy: {CONFIG_FILE}, "
+                f"{WEIGHTS_FILE} and the files of both processors; assets/{self.kind} starts from random weights."
+            )
+        return folder
+
+    def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy from the folder's config.json.
+
+        Raises:
+            ConfigError: the checkpoint and the environment do not fit together.
+            CheckpointError: config.json is missing or malformed.
+        """
+        config, _ = self.plan(cfg, env)
+        saved = read_config(self.folder(cfg), self.kind, self.config)[0]
+        executed = saved.n_action_steps
+        doubts = ()
+        if saved.input_features and executed != cfg.num_action_chunks:
+            doubts = (
+                f"the checkpoint executes {executed} actions per query (n_action_steps), model.num_action_chunks="
+                f"{cfg.num_action_chunks} are executed",
+            )
+        record = self.record(cfg, config)
+        spec = PolicySpec(
+            name=self.kind,
+            num_action_chunks=cfg.num_action_chunks,
+            action_dim=config.action_dim,
+            tokens_per_chunk=record.tokens,
+            scored=record.per_action,
+            imitated=config.horizon_length - config.first_executed,
+            value_dim=value_dim,
+            num_images=config.n_obs_steps * len(config.cameras),
+            uses_state=config.state_dim + config.environment_dim > 0,
+            turns_images=True,
+            gripper=env.gripper,
+            num_parameters=config.num_parameters,
+            act_passes=self.passes(cfg, config),
+            warmup_steps=WARMUP_STEPS,
+            action_kinds=frozenset({ActionKind.box}),
+            doubts=doubts,
+        )
+        if (shape := self.steering(cfg, config)) is None:
+            return spec
+        shape.check(self.folder(cfg))
+        spec = steered(spec, shape, cfg.likelihood)
+        layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
+        return replace(spec, tokens_per_chunk=layout.tokens)
+
+    def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
+        """Return what an actor beside the frozen network chooses; None: the network itself learns."""
+        if not cfg.steers:
+            return None
+        return steering_shape(cfg, config, self.features(config), self.chosen(config))
+
+    def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
+        """Compare sizes, and what an actor beside the network chooses (see `ComparesWeights`)."""
+        config, _ = self.plan(cfg, env)
+        mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
+        skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
+        differing = [key for key in mine if key not in skipped and mine[key] != saved[key]]
+        wrong = [f"{key} is {saved[key]}, this run needs {mine[key]}" for key in differing]
+        if wrong:
+            raise CheckpointError(
+                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model.path of its "
+                "training."
+            )
+        if (shape := self.steering(cfg, config)) is not None:
+            shape.check(folder)
+
+    def build(self, cfg: LeRobotSettings, request: PolicyRequest) -> Policy:
+        """Build the policy with the weights in `cfg.path`, or with random weights from the seed.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or does not fit.
+        """
+        spec = self.spec(cfg, request.env, request.value_dim)
+        config, raw = self.plan(cfg, request.env)
+        policy = self.make(cfg, spec, config, raw, request)
+        if RANDOM_INIT_KEY not in raw:
+            policy.load_weights(self.folder(cfg))
+        return policy
+
+    def plan(self, cfg: LeRobotSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+        """Return the policy's config in an environment, and the keys of config.json.
+
+        Raises:
+            ConfigError: the checkpoint and the environment do not fit together.
+            CheckpointError: config.json is missing or malformed.
+        """
+        config, raw = read_config(self.folder(cfg), self.kind, self.config)
+        if not config.input_features:
+            config = config.fitted(env, cfg.num_action_chunks)
+        config = self._executing(cfg, config)
+        if problem := config.wrong():
+            raise ConfigError(f"model={self.kind} in env '{env.name}': {problem}.")
+        require_fit(config, env)
+        return config, raw
+
+    def _executing(self, cfg: LeRobotSettings, config: LeRobotConfig) -> LeRobotConfig:
+        return config.model_copy(update={"n_action_steps": cfg.num_action_chunks})

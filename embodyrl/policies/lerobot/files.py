@@ -1,0 +1,268 @@
+"""Folders of LeRobot 0.4 policies: weights, processors with their statistics, and heads that RL adds.
+
+Older folders (0.3) keep the statistics among the weights, maybe with the name of a robot before them.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as load_bytes
+from safetensors.torch import save as to_bytes
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.folder import (
+    CONFIG_FILE,
+    RANDOM_INIT_KEY,
+    STATISTICS_FILE,
+    WEIGHTS_FILE,
+    check_statistics,
+    find_data_set,
+)
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
+from embodyrl.policies.lerobot.units import STATISTICS, Statistics
+from embodyrl.policies.weights import check_weights
+
+PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
+HEADS_FILE = "embodyrl_heads.safetensors"
+"""Weights that RL adds, beside those that LeRobot loads."""
+NETWORK = "network."
+"""Before the names of the weights in a module."""
+HEADS = ("value_head.", "noise_actor.", "residual_actor.")
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""ImageNet's, which LeRobot's training takes for images whatever the data."""
+_OLD = re.compile(
+    r"(?:un)?normalize_\w+?\.(?:(?P<robot>.+?)[._])?buffer[._](?P<part>.+)\.(?P<name>" + "|".join(STATISTICS) + ")"
+    r"|(?P<robot2>.+)\.buffer\.(?P<part2>.+)\.(?P<name2>" + "|".join(STATISTICS) + ")"
+)
+"""Name of a statistic among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`, or
+`so100.buffer.action.mean`."""
+_FIX = "Take config.json and the weights from one folder, and the model settings of the training."
+
+
+@dataclass(frozen=True, slots=True)
+class LeRobotFiles:
+    """Everything in a folder but the weights, and how the weights were stored."""
+
+    prefix: str
+    """Before the names of all weights: `model.` or `diffusion.`."""
+    small: dict[str, bytes]
+    """Files that are written again as they are."""
+    statistics: Statistics
+    """By feature and name."""
+    eps: float = 1e-8
+    """Of the normalizer."""
+    aside: dict[str, Tensor] = field(default_factory=dict)
+    """Statistics among the weights of an older folder."""
+    metadata: dict[str, str] | None = None
+
+    def save(self, module: nn.Module, folder: Path) -> None:
+        """Write weights, heads, config and processors into a folder."""
+        for name, content in self.small.items():
+            (folder / name).write_bytes(content)
+        state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+        heads = {key: tensor for key, tensor in state.items() if key.startswith(HEADS)}
+        weights = {self.prefix + key.removeprefix(NETWORK): t for key, t in state.items() if key.startswith(NETWORK)}
+        save_file(self.aside | weights, folder / WEIGHTS_FILE, self.metadata)
+        if heads:
+            save_file(heads, folder / HEADS_FILE)
+
+    def load(self, module: nn.Module, folder: Path) -> None:
+        """Read weights into a module in place; heads may be missing, or stay unread.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or weights are missing, surplus or of another shape.
+        """
+        mine = module.state_dict()
+        path = folder / WEIGHTS_FILE
+        stored = {key: t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
+        found = {
+            NETWORK + key.removeprefix(self.prefix) if key.startswith(self.prefix) else key: tensor
+            for key, tensor in stored.items()
+        }
+        network = {key: tensor for key, tensor in mine.items() if key.startswith(NETWORK)}
+        check_weights(network, found, path, fix=_FIX)
+        if (beside := folder / HEADS_FILE).is_file():
+            heads, own = read_tensors(beside)[0], {k: t for k, t in mine.items() if k.startswith(HEADS)}
+            check_weights(own, heads, beside, may_lack=HEADS, may_hold=HEADS, fix=_FIX)
+            found |= heads
+        with torch.no_grad():
+            for key in mine.keys() & found.keys():
+                mine[key].copy_(found[key])
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """Read the tensors and the metadata of a file.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
+
+
+def read_files(
+    folder: Path | None, config: LeRobotConfig, raw: Mapping[str, Any], kind: str, prefix: str, robot: str | None
+) -> LeRobotFiles:
+    """Read a folder's small files, and the statistics that apply: those of `dataset_statistics.json`, which
+    `embodyrl sft` writes, else of the processors, else of older weights.
+
+    Args:
+        folder: the checkpoint; None: a new model without statistics.
+        config: of the policy.
+        raw: keys of its config.json.
+        kind: of the policy.
+        prefix: before the names of all weights.
+        robot: whose statistics apply, where an older folder has those of several.
+
+    Raises:
+        CheckpointError: a file is damaged, or lacks statistics.
+    """
+    small = {} if folder is None else {path.name: path.read_bytes() for path in _small_files(folder)}
+    fresh = folder is None or RANDOM_INIT_KEY in raw
+    statistics, eps = _processor_statistics(folder, small)
+    own = None if folder is None or not (folder / STATISTICS_FILE).is_file() else folder / STATISTICS_FILE
+    aside, metadata = {}, None
+    if folder is not None and not fresh and (folder / WEIGHTS_FILE).is_file():
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            metadata = file.metadata()
+            aside = {key: file.get_tensor(key) for key in file.keys() if _OLD.fullmatch(key)}  # noqa: SIM118
+        if not statistics and aside and own is None:
+            statistics = _old_statistics(aside, config, folder / WEIGHTS_FILE, robot)
+    if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
+        small[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
+    if own is not None:
+        statistics, aside = dict(statistics) | _own_statistics(own, config), {}
+        small |= _processors(config, statistics, eps)
+    if fresh:
+        statistics = _image_statistics(config) | dict(statistics)
+        small = {CONFIG_FILE: config.to_json(kind, raw), **_processors(config, statistics, eps)}
+    return LeRobotFiles(prefix, small, statistics, eps, aside, metadata)
+
+
+def _small_files(folder: Path) -> Iterator[Path]:
+    for name in (CONFIG_FILE, f"{PREPROCESSOR}.json", f"{POSTPROCESSOR}.json", "train_config.json"):
+        if (folder / name).is_file():
+            yield folder / name
+    yield from sorted(folder.glob("policy_*processor*.safetensors"))
+
+
+def _processor_statistics(folder: Path | None, small: Mapping[str, bytes]) -> tuple[Statistics, float]:
+    """Return the statistics of the preprocessor's normalizer, and its eps."""
+    name = f"{PREPROCESSOR}.json"
+    if name not in small:
+        return {}, 1e-8
+    try:
+        steps = json.loads(small[name])["steps"]
+        (step,) = (step for step in steps if step.get("registry_name") == "normalizer_processor")
+        flat = load_bytes(small[step["state_file"]])
+        eps = float(step["config"].get("eps", 1e-8))
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder}/{name} or the file of its normalizer is damaged ({error!r}). Fetch both again."
+        ) from error
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        feature, _, statistic = key.rpartition(".")
+        found.setdefault(feature, {})[statistic] = tensor
+    return found, eps
+
+
+def _old_statistics(
+    aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None
+) -> Statistics:
+    """Return the statistics among the weights of an older folder, of one robot.
+
+    Raises:
+        CheckpointError: there are those of several robots, and none is chosen.
+    """
+    names = {name.replace(".", "_"): name for name in config.input_features | config.output_features}
+    robots: dict[str, dict[str, dict[str, Tensor]]] = {}
+    for key, tensor in aside.items():
+        match = _OLD.fullmatch(key)
+        assert match is not None
+        owner, part, name = (match[group] or match[f"{group}2"] for group in ("robot", "part", "name"))
+        if (feature := names.get(part.replace(".", "_"))) is not None:
+            robots.setdefault(owner or "", {}).setdefault(feature, {})[name] = tensor
+    if len(robots) <= 1:
+        return next(iter(robots.values()), {})
+    if robot is None:
+        raise CheckpointError(
+            f"{where} holds statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to one."
+        )
+    return robots[find_data_set(robot, robots, where)]
+
+
+def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
+    """Return the statistics that `embodyrl sft` measured, by feature; a state of several steps is that of the last."""
+    try:
+        (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
+        rows = {
+            part: {name: entry[part][name] for name in STATISTICS if name in entry[part]}
+            for part in ("action", "proprio")
+            if part in entry
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is malformed ({error!r}). Run `embodyrl sft` again.") from error
+    for part, numbers in rows.items():
+        check_statistics(numbers, f"{path}: {part}", varies=part == "action")
+    found: dict[str, Mapping[str, Tensor]] = {ACTION: _tensors(rows["action"], slice(-config.action_dim, None))}
+    if "proprio" in rows:
+        state, both = config.state_dim, config.state_dim + config.environment_dim
+        if state:
+            found[STATE] = _tensors(rows["proprio"], slice(-both, -both + state or None))
+        if both > state:
+            found[config.environment_name] = _tensors(rows["proprio"], slice(state - both, None))
+    return found
+
+
+def _tensors(rows: Mapping[str, Any], part: slice) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.asarray(row, np.float32)[part].copy()) for name, row in rows.items()}
+
+
+def _image_statistics(config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
+    mean, std = (torch.tensor(row)[:, None, None] for row in (IMAGE_MEAN, IMAGE_STD))
+    ends = {"min": torch.zeros(3, 1, 1), "max": torch.ones(3, 1, 1)}
+    return {name: {"mean": mean, "std": std, **ends} for name in config.cameras}
+
+
+def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> dict[str, bytes]:
+    """Return the files of both processors, as LeRobot writes them."""
+    inputs, outputs = (
+        {name: feature.model_dump(mode="json") for name, feature in features.items()}
+        for features in (config.input_features, config.output_features)
+    )
+    modes = {kind: str(mode) for kind, mode in config.normalization_mapping.items()}
+    device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
+
+    def scale(kind: str, index: int, name: str, features: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "registry_name": kind,
+            "config": {"eps": eps, "features": features, "norm_map": modes},
+            "state_file": f"{name}_step_{index}_{kind}.safetensors",
+        }
+
+    before = [
+        {"registry_name": "rename_observations_processor", "config": {"rename_map": {}}},
+        {"registry_name": "to_batch_processor", "config": {}},
+        device,
+        scale("normalizer_processor", 3, PREPROCESSOR, inputs | outputs),
+    ]
+    after = [scale("unnormalizer_processor", 0, POSTPROCESSOR, outputs), device]
+    flat = {f"{feature}.{name}": t.contiguous() for feature, row in statistics.items() for name, t in row.items()}
+    files: dict[str, bytes] = {}
+    for name, steps in ((PREPROCESSOR, before), (POSTPROCESSOR, after)):
+        files[f"{name}.json"] = json.dumps({"name": name, "steps": steps}, indent=2).encode()
+        files |= {step["state_file"]: to_bytes(flat) for step in steps if "state_file" in step}
+    return files

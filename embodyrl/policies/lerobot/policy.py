@@ -1,0 +1,249 @@
+"""What LeRobot's imitation policies share as `Policy`: observations in, executed rows of chunks out, weights, values."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from embodyrl.policies.folder import CONFIG_FILE
+from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
+from embodyrl.policies.lerobot.files import LeRobotFiles
+from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
+from embodyrl.policies.lerobot.units import Inputs, Units
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.sampling import Chosen, seeds_of, spread
+from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
+from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.tensors import on_device
+from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+VALUE_WIDTHS = (256, 128)
+"""Hidden layers of the value head."""
+
+
+class LeRobotModule(nn.Module):
+    """All parameters: the network, the statistics of its data, and heads that RL adds."""
+
+    def __init__(
+        self, network: nn.Module, units: Units, features: int, value_dim: int, steering: SteeringShape | None
+    ) -> None:
+        super().__init__()
+        self.network, self.units = network, units
+        self.value_head: nn.Module | None = None
+        self.noise_actor: SteeringActor | None = None
+        self.residual_actor: SteeringActor | None = None
+        if value_dim:
+            layers: list[nn.Module] = []
+            for inputs, outputs in pairwise((features, *VALUE_WIDTHS)):
+                layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+            self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
+        if steering is not None and steering.proposes:
+            self.residual_actor = SteeringActor(steering, gain=0.0)
+        elif steering is not None:
+            self.noise_actor = SteeringActor(steering, gain=0.01)
+
+    @property
+    def steering_actor(self) -> SteeringActor | None:
+        """What is trained where the network is frozen."""
+        return self.noise_actor or self.residual_actor
+
+
+class Read(NamedTuple):
+    """What the network makes of B observations once, whatever is sampled then."""
+
+    pooled: Tensor
+    """[B, F] for value heads and actors beside the network."""
+    model: Any
+    """What the policy's other methods need."""
+
+
+class LeRobotPolicy(ABC):
+    """Implements `Policy` around a network that reads observations once and gives chunks.
+
+    Rows of chunks are normalized; those that are executed begin with `LeRobotConfig.first_executed`. Tokens hold what
+    `ChunkRecord` says. Log-probabilities of an action stand at the beginning of its share of the tokens.
+    """
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        cfg: LeRobotSettings,
+        config: LeRobotConfig,
+        module: LeRobotModule,
+        files: LeRobotFiles,
+        request: PolicyRequest,
+    ) -> None:
+        self.spec = spec
+        self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
+        self._temperature, self._turned = request.temperature, request.env.image_rotation_deg == 180
+        self._device = torch.device(request.device)
+        module.units.fill(files.statistics, cfg.path)
+        self._module = module.to(self._device).requires_grad_(request.trainable)
+        if module.steering_actor is not None:
+            # Features of a frozen network can stand in the replay buffer.
+            module.network.requires_grad_(False)
+        # Dropout and random crops are for imitation alone, which turns them on.
+        self.module: nn.Module = module.eval()
+
+    @abstractmethod
+    def _read(self, obs: Observation) -> Read:
+        """Read observations, with gradients."""
+
+    @abstractmethod
+    def _greedy(self, obs: Observation, read: Read) -> Tensor:
+        """Return the executed rows [B, K, A] that are chosen without exploration."""
+
+    @abstractmethod
+    def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
+        """Sample executed rows [B, K, A]."""
+
+    @abstractmethod
+    def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies [B, K, A] of what `_sample` kept, with gradients."""
+
+    @abstractmethod
+    def _read_files(self, folder: Path) -> LeRobotFiles:
+        """Read the small files of a folder."""
+
+    @torch.no_grad()
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`); greedy chunks have zero tokens."""
+        read = self._read(obs)
+        if noise is None:
+            chosen = Chosen.greedily(self._greedy(obs, read))
+        else:
+            chosen = self._sample(read, seeds_of(noise), temperature or self._temperature)
+        tokens, logprob = Chosen(
+            state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)
+        ).kept(self.spec)
+        return PolicyOutput(
+            actions=self._to_actions(chosen.state), tokens=tokens, logprob=logprob, value=self._value(read).cpu().numpy()
+        )
+
+    @torch.no_grad()
+    def values(self, obs: Observation) -> FloatArray:
+        """Return value estimates [B, V]."""
+        return self._value(self._read(obs)).cpu().numpy()
+
+    def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
+        """Return log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
+        read = self._read(obs)
+        logprob, entropy = (spread(self._counted(part), self.spec) for part in self._score(read, tokens))
+        return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
+
+    def save(self, folder: Path) -> None:
+        """Write LeRobot's folder, and heads of RL in a file of their own."""
+        self._files.save(self._module, folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Replace weights and statistics in place (see `Policy.load_weights`); heads may be missing or unread."""
+        self._files.load(self._module, folder)
+        if (folder / CONFIG_FILE).is_file():
+            self._files = self._read_files(folder)
+            self._module.units.fill(self._files.statistics, folder)
+
+    def _value(self, read: Read) -> Tensor:
+        """Return [B, V] from features without gradient, so that the critic does not bend what the policy reads."""
+        head = self._module.value_head
+        pooled = read.pooled.detach()
+        return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
+
+    def _inputs(self, obs: Observation) -> Inputs:
+        """Normalize observations; several steps lie one after another in state and cameras, oldest first."""
+        config, steps = self._config, self._config.n_obs_steps
+        state_dim, environment_dim = config.state_dim, config.environment_dim
+        numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
+        images = None
+        if config.cameras:
+            frames = obs.images[:, : steps * len(config.cameras)]
+            frames = frames[:, :, ::-1, ::-1] if self._turned else frames
+            pixels = on_device(np.ascontiguousarray(frames), self._device).permute(0, 1, 4, 2, 3)
+            images = pixels.float().div(255.0).unflatten(1, (steps, -1))
+        return self._module.units.inputs(
+            numbers[:, :, :state_dim] if state_dim else None,
+            numbers[:, :, state_dim : state_dim + environment_dim] if environment_dim else None,
+            images,
+            config.cameras,
+        )
+
+    def _executed(self, chunk: Tensor) -> Tensor:
+        """Return the executed rows [B, K, A] of chunks [B, H, A]."""
+        first = self._config.first_executed
+        return chunk[:, first : first + self._shape.executed]
+
+    def _to_actions(self, rows: Tensor) -> FloatArray:
+        return self._module.units.unnormalize(ACTION, rows).cpu().numpy()
+
+    def _from_actions(self, actions: FloatArray) -> Tensor:
+        rows = on_device(np.ascontiguousarray(actions, np.float32), self._device)
+        return self._module.units.normalize(ACTION, rows)
+
+    def _counted(self, per_number: Tensor) -> Tensor:
+        """Return [B, K, A] without numbers that are constant in the data: their noise is nobody's choice."""
+        varies = self._module.units.varies()
+        return per_number if varies is None or per_number.shape[2] != len(varies) else per_number * varies
+
+
+def seeds_of_observations(obs: Observation) -> IntArray:
+    """Return seeds [B] that are a function of what is seen, in every batch and process."""
+    pairs = zip(obs.images, obs.state, strict=True)
+    return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
+
+
+class SteeredLeRobot(Steered, LeRobotPolicy):
+    """A frozen network, and an actor that has a say in its chunks; implements `SoftActor`."""
+
+    @property
+    def _actor(self) -> SteeringActor:
+        actor = self._module.steering_actor
+        assert actor is not None
+        return actor
+
+    def save(self, folder: Path) -> None:
+        """Write the folder (see `Policy.save`), and what the actor chooses."""
+        super().save(folder)
+        self._actor.shape.save(folder)
+
+    def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
+        return self._from_actions(actions)
+
+
+class Started(SteeredLeRobot):
+    """DSRL (arXiv 2506.15799): the actor chooses the network's noise or latent."""
+
+    def _see(self, obs: Observation) -> Seen:
+        with torch.no_grad():
+            read = self._read(obs)
+        return Seen(read.pooled, self._value(read), read)
+
+    @abstractmethod
+    def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
+        """Return the executed rows [B, K, A] for chosen numbers [B, n] within the bound."""
+
+    def _execute(
+        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        chosen = self._actor.shape.bound * choice.tanh().flatten(1)
+        return self._to_actions(self._from_choice(seen.model, chosen))
+
+
+class Corrected(SteeredLeRobot):
+    """A residual policy (arXiv 2407.16677, 2412.13630): the actor corrects the greedy chunk."""
+
+    def _see(self, obs: Observation) -> Seen:
+        with torch.no_grad():
+            read = self._read(obs)
+            features = torch.cat([read.pooled, self._greedy(obs, read).flatten(1)], 1)
+        return Seen(features, self._value(read), read)
+
+    def _execute(
+        self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
+    ) -> FloatArray:
+        return self._to_actions(executed(seen.features, choice.tanh().flatten(1), self._actor.shape))

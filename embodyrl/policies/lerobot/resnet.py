@@ -1,0 +1,123 @@
+"""Residual networks (arXiv 1512.03385) with torchvision's names of weights, up to the last feature map."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WIDTHS
+
+NORM_EPS = 1e-5
+START_SCALE = 0.3
+"""Scale of the last frozen norm of a block in a network without pretrained weights, whose outputs would grow."""
+
+Norm = Callable[[int], nn.Module]
+
+
+class FrozenBatchNorm(nn.Module):
+    """Batch norm with fixed statistics and scales, which are buffers."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+            self.register_buffer(name, torch.full((channels,), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale and shift [N, C, H, W]."""
+        scale = self.weight * (self.running_var + NORM_EPS).rsqrt()
+        shift = self.bias - self.running_mean * scale
+        return x * scale[:, None, None] + shift[:, None, None]
+
+
+def group_norm(channels: int) -> nn.Module:
+    """Return a group norm with groups of 16 channels."""
+    return nn.GroupNorm(channels // 16, channels)
+
+
+def _conv(inputs: int, outputs: int, size: int, stride: int = 1, dilation: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, size, stride, size // 2 * dilation, dilation, bias=False)
+
+
+class PlainBlock(nn.Module):
+    """Two 3x3 convolutions."""
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = _conv(inputs, width, 3, stride), norm(width)
+        self.conv2, self.bn2 = _conv(width, width, 3), norm(width)
+        self.downsample = _shortcut(inputs, width, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to the next feature map."""
+        skip = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(x)) + skip)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (with the stride) and 1x1 convolutions."""
+
+    def __init__(self, inputs: int, width: int, stride: int, norm: Norm, dilation: int = 1) -> None:
+        super().__init__()
+        outputs = EXPANSION * width
+        self.conv1, self.bn1 = _conv(inputs, width, 1), norm(width)
+        self.conv2, self.bn2 = _conv(width, width, 3, stride, dilation), norm(width)
+        self.conv3, self.bn3 = _conv(width, outputs, 1), norm(outputs)
+        self.downsample = _shortcut(inputs, outputs, stride, norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [N, C, H, W] to the next feature map."""
+        skip = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return F.relu(self.bn3(self.conv3(x)) + skip)
+
+
+def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequential | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(_conv(inputs, outputs, 1, stride), norm(outputs))
+
+
+def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
+    """Return the parts of a network by torchvision's names, in order.
+
+    Args:
+        name: one of `DEPTHS`.
+        norm: makes the norm of a number of channels.
+        dilated: the last layer keeps its input's size and dilates its convolutions; bottlenecks only.
+    """
+    parts: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(3, 64, 7, 2, 3, bias=False), bn1=norm(64), relu=nn.ReLU(), maxpool=nn.MaxPool2d(3, 2, 1)
+    )
+    inputs = 64
+    for index, (blocks, width) in enumerate(zip(DEPTHS[name], WIDTHS, strict=True)):
+        layer: list[nn.Module] = []
+        for block in range(blocks):
+            spread = dilated and index == 3
+            stride = 2 if block == 0 and index and not spread else 1
+            if name in PLAIN:
+                layer.append(PlainBlock(inputs, width, stride, norm))
+                inputs = width
+            else:
+                layer.append(Bottleneck(inputs, width, stride, norm, 2 if spread and block else 1))
+                inputs = EXPANSION * width
+        parts[f"layer{index + 1}"] = nn.Sequential(*layer)
+    for module in chain.from_iterable(part.modules() for part in parts.values()):
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        for last in ("bn3", "bn2"):
+            if isinstance(norm_of := getattr(module, last, None), FrozenBatchNorm):
+                norm_of.weight.fill_(START_SCALE)
+                break
+    return parts

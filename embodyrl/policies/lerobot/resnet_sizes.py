@@ -1,0 +1,44 @@
+"""Sizes of residual networks. No torch."""
+
+DEPTHS = {
+    "resnet18": (2, 2, 2, 2),
+    "resnet34": (3, 4, 6, 3),
+    "resnet50": (3, 4, 6, 3),
+    "resnet101": (3, 4, 23, 3),
+    "resnet152": (3, 8, 36, 3),
+}
+"""Blocks of each of the four layers."""
+PLAIN = ("resnet18", "resnet34")
+"""Networks of blocks with two convolutions; the others have three (bottlenecks)."""
+WIDTHS = (64, 128, 256, 512)
+EXPANSION = 4
+"""Outputs of a bottleneck, in multiples of its width."""
+
+
+def last_channels(name: str) -> int:
+    """Return the channels of the last feature map."""
+    return WIDTHS[-1] * (1 if name in PLAIN else EXPANSION)
+
+
+def map_size(size: tuple[int, int], *, dilated: bool = False) -> tuple[int, int]:
+    """Return height and width of the last feature map of an image; each of five halvings rounds up."""
+    height, width = size
+    for _ in range(4 if dilated else 5):
+        height, width = -(-height // 2), -(-width // 2)
+    return height, width
+
+
+def count_parameters(name: str, *, frozen: bool) -> int:
+    """Return the number of trained weights; `frozen`: norms have none."""
+    total, inputs, each = 3 * 64 * 49 + (0 if frozen else 128), 64, 0 if frozen else 2
+    for index, (blocks, width) in enumerate(zip(DEPTHS[name], WIDTHS, strict=True)):
+        for block in range(blocks):
+            outputs = width if name in PLAIN else EXPANSION * width
+            if name in PLAIN:
+                total += 9 * width * (inputs + width) + 2 * each * width
+            else:
+                total += width * (inputs + 9 * width + outputs) + each * (2 * width + outputs)
+            if block == 0 and (index or inputs != outputs):
+                total += (inputs + each) * outputs
+            inputs = outputs
+    return total

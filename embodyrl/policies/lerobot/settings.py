@@ -1,0 +1,50 @@
+"""Keys that LeRobot's imitation policies share, and what their actors choose. No torch."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from embodyrl.config.shared import Precision
+from embodyrl.policies.lerobot.config import LeRobotConfig
+from embodyrl.policies.records import ChunkShape
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
+
+
+class LeRobotSettings(ResidualSettings):
+    """A policy in LeRobot's layout."""
+
+    needs = {"likelihood=dsrl": "noise_bound"}
+
+    precision: Precision = Precision.fp32
+    """Compute precision: fp32."""
+    cameras: list[str] | None = None
+    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
+    default: the names that it was trained with."""
+    unnorm_key: str | None = None
+    """Robot whose statistics apply, where an older checkpoint has those of several."""
+    noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
+    """dsrl: what the actor chooses lies within -noise_bound..noise_bound."""
+
+    @property
+    def steers(self) -> bool:
+        """The model is frozen, and an actor beside it learns."""
+        return self.corrects or self._chosen == "dsrl"
+
+
+def chunk_shape(config: LeRobotConfig) -> ChunkShape:
+    """Return the sizes of a chunk."""
+    width = config.action_dim
+    return ChunkShape(
+        horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width
+    )
+
+
+def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:
+    """Return what an actor beside the frozen model reads, with `features` numbers of the model, and chooses.
+
+    `chosen`: numbers that dsrl chooses, all for the whole chunk.
+    """
+    if cfg.corrects:
+        return SteeringShape.correcting(cfg, features, config.action_dim)
+    actions, bound = config.n_action_steps, cfg.noise_bound
+    return SteeringShape(features=features, rows=1, numbers=chosen, actions=actions, bound=bound, proposes=False)

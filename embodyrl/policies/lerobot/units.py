@@ -1,0 +1,129 @@
+"""Statistics of the training data, and what they make of observations and actions."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from embodyrl.errors import CheckpointError
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, Normalization
+
+PAIRS = {
+    Normalization.MEAN_STD: ("mean", "std"),
+    Normalization.MIN_MAX: ("min", "max"),
+    Normalization.QUANTILES: ("q01", "q99"),
+    Normalization.QUANTILE10: ("q10", "q90"),
+}
+"""The two statistics that each kind of normalization reads."""
+STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
+
+
+Statistics = Mapping[str, Mapping[str, Tensor]]
+"""By feature and name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Normalized observations of T steps, oldest first."""
+
+    state: Tensor | None
+    """[B, T, S]"""
+    environment: Tensor | None
+    """[B, T, E]"""
+    images: Tensor | None
+    """[B, T, C, 3, H, W]"""
+
+
+class Units(nn.Module):
+    """Normalization of each feature by its type, with statistics as buffers, so that they travel with the weights.
+
+    A feature without statistics passes as it is.
+    """
+
+    def __init__(self, config: LeRobotConfig, eps: float) -> None:
+        super().__init__()
+        self._eps, self._environment = eps, config.environment_name
+        self._modes: dict[str, Normalization] = {}
+        for name, feature in (config.input_features | config.output_features).items():
+            mode = config.normalization_mapping.get(feature.type, Normalization.IDENTITY)
+            if mode is Normalization.IDENTITY:
+                continue
+            self._modes[name] = mode
+            shape = (feature.shape[0], 1, 1) if feature.type == "VISUAL" else feature.shape
+            low = 0.0 if mode is Normalization.MEAN_STD else -1.0
+            for place, value in zip(("first", "second"), (low, 1.0), strict=True):
+                self.register_buffer(_buffer(name, place), torch.full(shape, value))
+
+    def fill(self, statistics: Statistics, where: object) -> None:
+        """Take statistics by feature and name.
+
+        Raises:
+            CheckpointError: a feature has statistics, but not those that its kind of normalization reads.
+        """
+        for name, mode in self._modes.items():
+            if not (found := statistics.get(name)):
+                continue
+            if missing := [key for key in PAIRS[mode] if key not in found]:
+                raise CheckpointError(
+                    f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization reads. Train the "
+                    "policy on a data set with these statistics, or fetch its processor files again."
+                )
+            pair = [found[key].float() for key in PAIRS[mode]]
+            for mine, theirs in zip(self._pair(name), pair, strict=True):
+                if theirs.numel() != mine.numel() or not theirs.isfinite().all():
+                    raise CheckpointError(
+                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Fetch the file again."
+                    )
+                mine.copy_(theirs.view_as(mine))
+
+    def normalize(self, name: str, x: Tensor) -> Tensor:
+        """Map values of a feature to the network's units; statistics are along the last dimensions."""
+        if (mode := self._modes.get(name)) is None:
+            return x
+        first, second = self._pair(name)
+        if mode is Normalization.MEAN_STD:
+            return (x - first) / (second + self._eps)
+        return 2 * (x - first) / self._span(first, second) - 1
+
+    def unnormalize(self, name: str, x: Tensor) -> Tensor:
+        """Map values from the network's units; the inverse of `normalize`, but for the eps of mean and std."""
+        if (mode := self._modes.get(name)) is None:
+            return x
+        first, second = self._pair(name)
+        if mode is Normalization.MEAN_STD:
+            return x * second + first
+        if mode is Normalization.MIN_MAX:
+            return (x + 1) / 2 * self._span(first, second) + first
+        return (x + 1.0) * self._span(first, second) / 2.0 + first
+
+    def varies(self) -> Tensor | None:
+        """Return [A] 0 for numbers of an action that are constant in the data, else 1; None: all vary."""
+        if (mode := self._modes.get(ACTION)) is None:
+            return None
+        first, second = self._pair(ACTION)
+        spread = second if mode is Normalization.MEAN_STD else second - first
+        return (spread.abs() > 1e-6).float()
+
+    def inputs(
+        self, state: Tensor | None, environment: Tensor | None, images: Tensor | None, names: tuple[str, ...]
+    ) -> Inputs:
+        """Normalize observations; `names` are those of the cameras in `images` [B, T, C, 3, H, W], in 0..1."""
+        if images is not None:
+            images = torch.stack([self.normalize(name, images[:, :, i]) for i, name in enumerate(names)], 2)
+        return Inputs(
+            state=None if state is None else self.normalize(STATE, state),
+            environment=None if environment is None else self.normalize(self._environment, environment),
+            images=images,
+        )
+
+    def _span(self, first: Tensor, second: Tensor) -> Tensor:
+        span = second - first
+        return span.masked_fill(span == 0, self._eps)
+
+    def _pair(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.get_buffer(_buffer(name, "first")), self.get_buffer(_buffer(name, "second"))
+
+
+def _buffer(name: str, place: str) -> str:
+    return f"{name.replace('.', '/')}/{place}"
