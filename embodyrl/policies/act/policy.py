@@ -13,7 +13,6 @@ from embodyrl.policies.chains import Transition
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.policy import Corrected, LeRobotModule, LeRobotPolicy, Read, Started
-from embodyrl.policies.lerobot.settings import chunk_shape
 from embodyrl.policies.lerobot.units import Units
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.records import ChunkRecord

@@ -1,4 +1,4 @@
-"""Read and write LeRobot's config.json: features, normalization and image backbone that its policies share. No torch."""
+"""Read and write the keys of LeRobot's config.json that its policies share. No torch."""
 
 from __future__ import annotations
 
@@ -190,7 +190,9 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path}: {where} is {first['input']!r}: {first['msg']}. Fetch the file again.") from error
+        raise CheckpointError(
+            f"{path}: {where} is {first['input']!r}: {first['msg']}. Fetch the file again."
+        ) from error
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}). It must be the folder of a LeRobot {kind} policy."

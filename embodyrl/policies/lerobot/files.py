@@ -179,9 +179,7 @@ def _processor_statistics(folder: Path | None, small: Mapping[str, bytes]) -> tu
     return found, eps
 
 
-def _old_statistics(
-    aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None
-) -> Statistics:
+def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:
     """Return the statistics among the weights of an older folder, of one robot.
 
     Raises:
@@ -260,7 +258,9 @@ def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> di
         scale("normalizer_processor", 3, PREPROCESSOR, inputs | outputs),
     ]
     after = [scale("unnormalizer_processor", 0, POSTPROCESSOR, outputs), device]
-    flat = {f"{feature}.{name}": t.contiguous() for feature, row in statistics.items() for name, t in row.items()}
+    flat = {
+        f"{feature}.{name}": t.clone().contiguous() for feature, row in statistics.items() for name, t in row.items()
+    }
     files: dict[str, bytes] = {}
     for name, steps in ((PREPROCESSOR, before), (POSTPROCESSOR, after)):
         files[f"{name}.json"] = json.dumps({"name": name, "steps": steps}, indent=2).encode()

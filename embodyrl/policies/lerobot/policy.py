@@ -1,4 +1,4 @@
-"""What LeRobot's imitation policies share as `Policy`: observations in, executed rows of chunks out, weights, values."""
+"""Parts of `Policy` that LeRobot's imitation policies share."""
 
 from __future__ import annotations
 
@@ -120,11 +120,14 @@ class LeRobotPolicy(ABC):
             chosen = Chosen.greedily(self._greedy(obs, read))
         else:
             chosen = self._sample(read, seeds_of(noise), temperature or self._temperature)
-        tokens, logprob = Chosen(
-            state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)
-        ).kept(self.spec)
+        tokens, logprob = Chosen(state=chosen.state, tokens=chosen.tokens, logprob=self._counted(chosen.logprob)).kept(
+            self.spec
+        )
         return PolicyOutput(
-            actions=self._to_actions(chosen.state), tokens=tokens, logprob=logprob, value=self._value(read).cpu().numpy()
+            actions=self._to_actions(chosen.state),
+            tokens=tokens,
+            logprob=logprob,
+            value=self._value(read).cpu().numpy(),
         )
 
     @torch.no_grad()

@@ -34,9 +34,7 @@ class LeRobotSettings(ResidualSettings):
 def chunk_shape(config: LeRobotConfig) -> ChunkShape:
     """Return the sizes of a chunk."""
     width = config.action_dim
-    return ChunkShape(
-        horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width
-    )
+    return ChunkShape(horizon=config.horizon_length, width=width, executed=config.n_action_steps, action_dim=width)
 
 
 def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:

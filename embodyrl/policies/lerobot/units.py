@@ -73,7 +73,8 @@ class Units(nn.Module):
             for mine, theirs in zip(self._pair(name), pair, strict=True):
                 if theirs.numel() != mine.numel() or not theirs.isfinite().all():
                     raise CheckpointError(
-                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Fetch the file again."
+                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Fetch "
+                        "the file again."
                     )
                 mine.copy_(theirs.view_as(mine))
 

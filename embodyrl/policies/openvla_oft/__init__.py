@@ -17,7 +17,14 @@ from embodyrl.policies.openvla_oft.config import (
     OftOptions,
     read_config,
 )
-from embodyrl.policies.openvla_oft.settings import OftSettings, OpenVlaSettings, as_oft, correction_of, record_of
+from embodyrl.policies.openvla_oft.settings import (
+    ActionHead,
+    OftSettings,
+    OpenVlaSettings,
+    as_oft,
+    correction_of,
+    record_of,
+)
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import SteeringShape, steered
@@ -98,7 +105,7 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
     if options.cfg.action_head != "discrete":
         rows = options.cfg.action_dim * width
         yield from (Linear(1, rows, width), Linear(2, width, width), Linear(1, width, options.cfg.action_dim))
-    if options.cfg.action_head is ActionHead.diffusion:
+    if options.cfg.action_head == ActionHead.diffusion:
         yield from (Linear(1, 1, width), Linear(1, width, width))
     if options.cfg.action_head == "l1":
         yield Linear(1, 1, options.cfg.action_dim, bias=False)  # the deviations
@@ -238,7 +245,7 @@ class OpenVlaOftFactory:
             raise ConfigError(problems)
         options = self._options(cfg, env, value_dim)
         tokens, images = options.num_action_tokens, cfg.num_images_in_input
-        diffuses = cfg.action_head is ActionHead.diffusion
+        diffuses = cfg.action_head == ActionHead.diffusion
         passes = cfg.num_diffusion_steps_inference if diffuses and (cfg.every_step or cfg.corrects) else 1
         size = sample_size(config, images=images, tokens_per_chunk=tokens, half=cfg.half, adapters=cfg.is_lora)
         spec = PolicySpec(

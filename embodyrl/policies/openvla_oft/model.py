@@ -24,7 +24,7 @@ from embodyrl.policies.openvla_oft.heads import (
     time_embedding,
 )
 from embodyrl.policies.openvla_oft.llama import KeyValueCache, LanguageModel, Repeated, RmsNorm
-from embodyrl.policies.openvla_oft.settings import correction_of
+from embodyrl.policies.openvla_oft.settings import ActionHead, correction_of
 from embodyrl.policies.openvla_oft.vision import LayerScale, Mlp, Projector, VisionBackbone
 from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
@@ -90,7 +90,7 @@ class OpenVlaOft(nn.Module):
         if options.cfg.action_head == "l1":
             self.action_head = L1Head(options.cfg.action_dim, width)
             self.action_scale = ActionScale(options.cfg.action_dim)
-        elif options.cfg.action_head is ActionHead.diffusion:
+        elif options.cfg.action_head == ActionHead.diffusion:
             self.action_head = DiffusionHead(options.cfg.action_dim, width)
             self.noisy_action_projector = Mlp(1, width, width)
 

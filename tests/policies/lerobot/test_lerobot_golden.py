@@ -1,0 +1,217 @@
+"""Every number that LeRobot 0.4.4 left (tests/golden/lerobot/README.md) against ours.
+
+Tolerances are relative to the largest expected number of a tensor: 2e-5 for one pass, 1e-4 for gradients and chains of
+steps, which leaves room for other processors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from golden_lerobot import (
+    ACT,
+    DIFFUSION,
+    GRADIENT,
+    MANY,
+    ONE_PASS,
+    folder_of,
+    meta,
+    observation,
+    policy_of,
+    recorded,
+    relative,
+)
+
+from embodyrl.policies.diffusion.schedule import Schedule
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Policies of all cases, with the settings of their checkpoints; diffusion samples ten steps of DDIM."""
+    root = tmp_path_factory.mktemp("golden")
+    keys = {"act": {}, "diffusion": {"sampler": "DDIM", "num_inference_steps": 10}}
+    made = {}
+    for case in (*ACT, *DIFFUSION):
+        policy = policy_of(folder_of(case, root / case), **keys[case.partition("/")[0]])
+        made[case] = policy, policy._config, recorded(case)
+    return made
+
+
+def close(actual, expected, tolerance, name):
+    assert relative(actual.detach(), expected) < tolerance, name
+
+
+def check_gradients(network, data, case):
+    weights = {f"{'model' if case.startswith('act') else 'diffusion'}.{k}": w for k, w in network.named_parameters()}
+    for name in meta(case)["gradients_of"]:
+        grad = weights[name].grad
+        if f"grad.{name}" in data:
+            close(grad, data[f"grad.{name}"], GRADIENT, name)
+        else:
+            close(grad.flatten()[:2000], data[f"grad_flat_head.{name}"], GRADIENT, name)
+            assert float(grad.double().norm()) == pytest.approx(float(data[f"grad_norm.{name}"]), rel=GRADIENT)
+    norm = sum(w.grad.double().square().sum() for w in weights.values() if w.grad is not None).sqrt()
+    assert float(norm) == pytest.approx(float(data["grad_norm_total"]), rel=GRADIENT)
+
+
+@pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
+def test_normalization_is_equal_to_the_last_bit(cases, case):
+    policy, config, data = cases[case]
+    inputs = policy._inputs(observation(config, data, "raw."))
+    assert torch.equal(policy._from_actions(data["raw.action"].numpy()), data["normalised.action"])
+    pairs = [("observation.state", inputs.state), (config.environment_name, inputs.environment)]
+    for name, found in pairs:
+        if found is not None:
+            assert torch.equal(found.view_as(data[f"normalised.{name}"]), data[f"normalised.{name}"]), name
+
+
+@pytest.mark.parametrize("case", ACT)
+def test_act_trains_like_the_original(cases, case, monkeypatch):
+    policy, config, data = cases[case]
+    network, obs = policy.module.network, observation(config, data, "raw.")
+    target, padding = policy._from_actions(data["raw.action"].numpy()), data["action_is_pad"]
+    inputs = policy._inputs(obs)
+    tokens, latent = network.read(inputs), torch.zeros(len(target), config.latent_dim)
+    if config.use_vae:
+        posterior = network.posterior(inputs, target, padding)
+        close(posterior.mean, data["train.mu"], ONE_PASS, "mu")
+        close(posterior.log_variance, data["train.log_sigma_x2"], ONE_PASS, "log_sigma_x2")
+        close(posterior.divergence().mean()[None], data["train.kld_loss"][None], ONE_PASS, "kld_loss")
+        latent = posterior.mean + (posterior.log_variance / 2).exp() * data["train.latent_noise"]
+    encoded = network.encode(tokens, latent)
+    close(encoded, data["train.encoder_out.0"], ONE_PASS, "encoder")
+    decoded = network.decode(tokens, encoded)
+    close(decoded.hidden, data["train.decoder_out.0"], ONE_PASS, "decoder")
+    close(decoded.actions, data["train.actions_hat"], ONE_PASS, "actions")
+    close((decoded.actions - target).abs() * ~padding[..., None], data["train.l1_elements"], ONE_PASS, "l1")
+    monkeypatch.setattr(torch, "randn_like", lambda mean: data["train.latent_noise"])
+    loss = policy.loss(obs, target, padding).mean()
+    close(loss[None], data["train.loss"][None], ONE_PASS, "loss")
+    network.zero_grad()
+    loss.backward()
+    check_gradients(network, data, case)
+
+
+@pytest.mark.parametrize("case", ACT)
+def test_act_sees_places_and_pixels_like_the_original(cases, case):
+    policy, config, data = cases[case]
+    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    tokens = network.read(inputs)
+    start = 1 + (inputs.state is not None) + (inputs.environment is not None)
+    for index in range(len(config.cameras)):
+        grid = network.backbone(inputs.images[:, 0, index])
+        close(grid, data[f"train.feature_map.{index}"], ONE_PASS, "feature map")
+        count = grid[0, 0].numel()
+        first, expected = start + index * count, data[f"train.image_pos.{index}"].flatten(2)[0].T
+        close(tokens.places[first : first + count, 0], expected, ONE_PASS, "places")
+        seen = data[f"train.image_tokens.{index}"].flatten(2).permute(2, 0, 1)
+        close(tokens.content[first - 1 : first - 1 + count], seen, ONE_PASS, "tokens")
+
+
+@pytest.mark.parametrize("case", ACT)
+def test_act_acts_like_the_original(cases, case):
+    policy, config, data = cases[case]
+    read = policy._read(observation(config, data, "raw."))
+    close(read.model[1], data["eval.encoder_out.0"], ONE_PASS, "encoder")
+    chunk = policy.module.network.decode(*read.model).actions
+    close(chunk, data["eval.chunk"], ONE_PASS, "chunk")
+    whole = torch.from_numpy(policy._to_actions(chunk.detach()))
+    close(whole, data["eval.chunk_unnormalised"], ONE_PASS, "unnormalised")
+
+
+@pytest.mark.parametrize("case", ["act/image", "act/novae"])
+def test_chunks_give_the_actions_of_the_originals_queue(cases, case):
+    """A query for each `n_action_steps` actions."""
+    policy, config, data = cases[case]
+    every = config.n_action_steps
+    for t in range(6):
+        if t % every == 0:
+            actions = policy.act(observation(config, data, "", [t]), noise=None).actions
+        expected = policy.module.units.unnormalize("action", data[f"episode.{t}.selected"])
+        close(torch.from_numpy(actions[:, t % every]), expected, ONE_PASS, t)
+
+
+@pytest.mark.parametrize("case", DIFFUSION)
+def test_diffusion_trains_like_the_original(cases, case):
+    policy, config, data = cases[case]
+    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    network.train(meta(case)["train_mode"])
+    target, level = policy._from_actions(data["raw.action"].numpy()), data["train.timesteps"]
+    schedule = policy._schedule
+    assert torch.equal(schedule.shares, data["schedule.alphas_cumprod"])
+    noisy = schedule.add_noise(target, data["train.eps"], level)
+    close(noisy, data["train.noisy_actions"], ONE_PASS, "noisy")
+    condition = network.condition(inputs)
+    embedded = network.unet.diffusion_step_encoder(level)
+    close(embedded, data["train.step_embedding.0"], ONE_PASS, "step")
+    close(network.unet(noisy, level, condition), data["train.unet.0"], ONE_PASS, "unet")
+    elements = policy.elements(condition, target, data["train.eps"], level)
+    mask = ~data["action_is_pad"][..., None] if config.do_mask_loss_for_padding else torch.ones(())
+    close(elements * mask, data["train.loss_elements"], ONE_PASS, "elements")
+    loss = (elements * mask).mean()
+    close(loss[None], data["train.loss"][None], ONE_PASS, "loss")
+    network.zero_grad()
+    loss.backward()
+    check_gradients(network, data, case)
+    network.eval()
+
+
+@pytest.mark.parametrize("case", ["diffusion/image", "diffusion/separate"])
+def test_diffusion_sees_key_points_like_the_original(cases, case):
+    policy, config, data = cases[case]
+    network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
+    separate = config.use_separate_rgb_encoder_per_camera
+    for index, encoder in enumerate(network.rgb_encoder if separate else [network.rgb_encoder]):
+        found = {}
+        hooks = [
+            part.register_forward_hook(lambda _, __, out, name=name, found=found: found.__setitem__(name, out))
+            for name, part in (("feature_map", encoder.backbone), ("keypoints", encoder.pool))
+        ]
+        images = inputs.images[:, :, index] if separate else inputs.images
+        features = encoder(images.flatten(0, -4))
+        for hook in hooks:
+            hook.remove()
+        for name, tensor in (*found.items(), ("features", features)):
+            close(tensor, data[f"train.rgb{index}.{name}.0"], ONE_PASS, name)
+
+
+@pytest.mark.parametrize("case", DIFFUSION)
+@pytest.mark.parametrize(("sampler", "steps"), [("DDIM", 10), ("DDPM", 10), ("DDPM", 100)])
+@torch.no_grad()
+def test_denoising_follows_the_originals_steps(cases, case, sampler, steps):
+    policy, config, data = cases[case]
+    condition = policy._read(observation(config, data, "raw.")).model
+    close(condition, data["eval.global_cond"], ONE_PASS, "condition")
+    name, schedule, x = f"sample.{sampler.lower()}{steps}", Schedule(config, steps, sampler), data["sample.noise"]
+    assert torch.equal(schedule.levels, data[f"{name}.timesteps"])
+    if steps == 100:
+        seed = int(meta(case)["ddpm_full_step_noise"].partition("(")[2].partition(")")[0])
+        noise = torch.from_numpy(np.random.RandomState(seed).standard_normal((100, *x.shape)).astype(np.float32))
+    else:
+        noise = torch.cat([data.get(f"{name}.step_noise", torch.zeros(9, *x.shape)), torch.zeros(1, *x.shape)])
+    for index, number in enumerate(schedule.levels.tolist()):
+        level = torch.full((len(x),), number)
+        step = schedule.step(x, policy.module.network.unet(x, level, condition), level)
+        x = step.mean + step.std * noise[index]
+        if steps == 10:
+            close(x, data[f"{name}.trajectory"][index], MANY, index)
+    close(x, data[f"{name}.out"], MANY, "out")
+    for number in (0, 47, 99):
+        predicted = policy.module.network.unet(data["train.eps"], torch.full((len(x),), number), condition)
+        close(predicted, data[f"eval.unet_at_{number}"], ONE_PASS, number)
+
+
+@pytest.mark.parametrize("case", DIFFUSION)
+@torch.no_grad()
+def test_chunks_from_a_history_give_the_actions_of_the_originals_queue(cases, case):
+    """A query for each `n_action_steps` actions; the first observation fills the history."""
+    policy, config, data = cases[case]
+    close(policy._executed(data["sample.ddim10.out"]), data["eval.chunk"], ONE_PASS, "chunk")
+    every = config.n_action_steps
+    for t in range(sum(name.endswith(".selected") for name in data)):
+        if t % every == 0:
+            history = [max(0, t - back) for back in reversed(range(config.n_obs_steps))]
+            condition = policy._read(observation(config, data, "", history)).model
+            rows = policy._executed(policy.denoise(condition, data["sample.noise"]))
+        close(rows[:, t % every], data[f"episode.{t}.selected"], MANY, t)

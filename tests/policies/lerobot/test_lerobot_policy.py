@@ -1,0 +1,175 @@
+"""Acting, scoring and training of ACT and Diffusion Policy: one function, whatever the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from golden_lerobot import fresh, noise_for, observe, policy_of, toy_env
+from settings import model_of
+
+from embodyrl.errors import ConfigError
+from embodyrl.policies.protocol import POLICIES, PolicyRequest, SoftActor
+
+KINDS = ("act", "diffusion")
+SEEN = {"state": toy_env(), "images": toy_env(3, ("front", "wrist"))}
+
+
+def build(kind, tmp_path, env, *, value_dim=0, trainable=True, start=None, **keys):
+    folder = start or fresh(kind, tmp_path / f"{kind}{len(list(tmp_path.iterdir()))}")
+    cfg = model_of(kind, path=str(folder), **({"num_action_chunks": 4} | keys))
+    factory = POLICIES.get(kind)
+    assert factory.validate(cfg) == []
+    request = PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=0, trainable=trainable)
+    policy = factory.build(cfg, request)
+    assert policy.spec == factory.spec(cfg, env, value_dim)
+    return policy
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_acting(kind, seen, tmp_path):
+    policy, obs = build(kind, tmp_path, SEEN[seen], value_dim=1), observe(SEEN[seen], 3)
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    assert out.actions.shape == (3, 4, 2)
+    with torch.no_grad():
+        scores = policy.score(obs, out.tokens)
+    assert np.abs(scores.logprob.numpy() - out.logprob).max() < 1e-5
+    assert np.abs(scores.value.numpy() - out.value).max() < 1e-5
+    assert np.abs(policy.values(obs) - out.value).max() < 1e-5
+    assert (out.logprob != 0).sum() >= 3 * 4 * 2
+
+
+@pytest.mark.parametrize("steps", ["one", "all"])
+@pytest.mark.parametrize("sampler", ["DDPM", "DDIM"])
+def test_the_chain_is_scored_as_it_was_sampled(sampler, steps, tmp_path):
+    policy = build("diffusion", tmp_path, SEEN["state"], sampler=sampler, stochastic_steps=steps)
+    obs = observe(SEEN["state"], 4)
+    out = policy.act(obs, noise=noise_for(policy, 4), temperature=1.0)
+    scores = policy.score(obs, out.tokens)
+    assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-4 * max(1, np.abs(out.logprob).max())
+    scores.logprob.sum().backward()
+    assert all(p.grad is not None for p in policy.module.network.unet.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_does_not_depend_on_its_batch(kind, tmp_path):
+    env = SEEN["images"]
+    policy, obs = build(kind, tmp_path, env), observe(env, 4)
+    noise = noise_for(policy, 4)
+    turned = type(obs)(images=obs.images[::-1], state=obs.state[::-1], instructions=obs.instructions)
+    for some in (noise, None):
+        there = policy.act(obs, noise=some)
+        back = policy.act(turned, noise=None if some is None else some[::-1])
+        assert np.abs(there.actions - back.actions[::-1]).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_scores_agree_with_finite_differences(kind, tmp_path):
+    policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 2)
+    tokens = policy.act(obs, noise=noise_for(policy, 2)).tokens
+    weight = (policy.module.network.action_head if kind == "act" else policy.module.network.unet.final_conv[1]).weight
+    policy.score(obs, tokens).logprob.sum().backward()
+    at = tuple(int(i) for i in np.unravel_index(int(weight.grad.abs().argmax()), weight.shape))
+    values = []
+    for step in (1e-3, -1e-3):
+        with torch.no_grad():
+            weight[at] += step
+            values.append(float(policy.score(obs, tokens).logprob.double().sum()))
+            weight[at] -= step
+    assert (values[0] - values[1]) / 2e-3 == pytest.approx(float(weight.grad[at]), rel=2e-2)
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_imitation_lowers_its_loss(kind, seen, tmp_path):
+    env = SEEN[seen]
+    policy, obs = build(kind, tmp_path, env), observe(env, 4)
+    horizon = policy.spec.imitated
+    actions = np.tile(np.tanh(obs.state[:, None, :2]), (1, horizon, 1)).astype(np.float32)
+    optimizer = torch.optim.Adam(policy.module.parameters(), 1e-3)
+    with torch.no_grad():
+        before = policy.imitate(obs, actions)
+        assert torch.equal(before.loss, policy.imitate(obs, actions).loss)
+    policy.module.train()
+    for _ in range(15):
+        optimizer.zero_grad()
+        policy.imitate(obs, actions).loss.mean().backward()
+        optimizer.step()
+    policy.module.eval()
+    with torch.no_grad():
+        after = policy.imitate(obs, actions)
+    assert after.loss.mean() < before.loss.mean()
+    assert after.error.shape == after.loss.shape == (4,)
+
+
+@pytest.mark.parametrize("likelihood", ["dsrl", "residual"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_actor_beside_the_frozen_model_learns_alone(kind, likelihood, tmp_path):
+    env = SEEN["images"]
+    policy, obs = build(kind, tmp_path, env, likelihood=likelihood, value_dim=1), observe(env, 3)
+    assert isinstance(policy, SoftActor)
+    trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
+    assert trained == {"noise_actor" if likelihood == "dsrl" else "residual_actor", "value_head"}
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    scores = policy.score(obs, out.tokens)
+    assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-5
+    features = policy.features(obs)
+    assert features.shape == (3, policy.spec.steering_features)
+    drawn, _ = policy.draw(features)
+    assert drawn.shape == (3, policy.width)
+    critics = policy.build_critics(2, 0, layer_norm=False)
+    # A critic sees the correction of each action; of a whole chunk the chosen numbers.
+    assert critics(features, policy.chosen(out.tokens)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_actor_chooses_decides_the_chunk(kind, tmp_path):
+    env = SEEN["state"]
+    start = fresh(kind, tmp_path / "start")
+    policy, obs = build(kind, tmp_path, env, likelihood="dsrl", start=start), observe(env, 3)
+    plain = build(kind, tmp_path, env, start=start, **({"greedy_start": "zero"} if kind == "diffusion" else {}))
+    last = policy.module.noise_actor.layers[-1]
+    torch.nn.init.zeros_(last.weight)
+    torch.nn.init.zeros_(last.bias)
+    calm = policy.act(obs, noise=None).actions
+    assert np.abs(calm - plain.act(obs, noise=None).actions).max() < 1e-6
+    with torch.no_grad():
+        last.bias[: policy.width] = 1.0
+    assert np.abs(policy.act(obs, noise=None).actions - calm).max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_residual_of_nothing_is_the_model_and_demonstrations_name_their_correction(kind, tmp_path):
+    env, start = SEEN["state"], fresh(kind, tmp_path / "start")
+    policy = build(kind, tmp_path, env, likelihood="residual", start=start)
+    obs = observe(env, 3)
+    proposed = policy.act(obs, noise=None).actions
+    assert np.abs(proposed - build(kind, tmp_path, env, start=start).act(obs, noise=None).actions).max() < 1e-6
+    shares = policy.normalise(proposed + 0.1, obs).detach()
+    assert torch.allclose(shares, torch.full_like(shares, 0.5), atol=1e-4)
+    with pytest.raises(ConfigError, match="likelihood"):
+        policy.imitate(obs, proposed)
+
+
+def test_dsrl_of_an_act_without_a_latent_is_refused(tmp_path):
+    cfg = model_of("act", path=str(fresh("act", tmp_path / "act", use_vae=False)), likelihood="dsrl")
+    assert "use_vae" in POLICIES.get("act").validate(cfg)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_counted_without_torch(kind, tmp_path):
+    for name, env in SEEN.items():
+        policy = policy_of(fresh(kind, tmp_path / name), env=env)
+        assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters()), name
+
+
+def test_frames_are_turned_upright(tmp_path):
+    env = SEEN["images"]
+    obs = observe(env, 2)
+    flipped = type(obs)(images=obs.images[:, :, ::-1, ::-1], state=obs.state, instructions=obs.instructions)
+    start = fresh("act", tmp_path / "start")
+    upright, turned = (build("act", tmp_path, e, start=start) for e in (env, replace(env, image_rotation_deg=180)))
+    assert np.array_equal(upright.act(obs, noise=None).actions, turned.act(flipped, noise=None).actions)
