@@ -30,7 +30,7 @@ class Tokens:
 
 
 class Decoded(NamedTuple):
-    """One pass of the decoder."""
+    """Output of the decoder."""
 
     hidden: Tensor
     """[H, B, D] output of the decoder."""

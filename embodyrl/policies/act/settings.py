@@ -14,7 +14,7 @@ class ActSettings(LeRobotSettings):
     needs = {"likelihood=gaussian": "action_std"}
 
     likelihood: Likelihood = Likelihood.gaussian
-    """Where log-probabilities for RL come from: a Gaussian around the chunk (gaussian). Or the model is frozen, and an
-    actor learns by algorithm=sac to choose the latent (dsrl), or to correct the chunk (residual)."""
+    """Source of log-probabilities for RL: a Gaussian around the chunk (gaussian). With dsrl and residual the model is
+    frozen, and an actor learns with algorithm=sac to choose the latent, or to correct the chunk."""
     action_std: Positive = 0.1
     """gaussian: standard deviation of normalized actions."""

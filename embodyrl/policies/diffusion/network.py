@@ -88,7 +88,7 @@ class ConvBlock(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolution blocks; the condition shifts, and may scale, what is between them (FiLM, arXiv 1709.07871)."""
+    """Two convolution blocks; the condition shifts, and may scale, their channels (arXiv 1709.07871)."""
 
     def __init__(self, inputs: int, outputs: int, condition: int, config: DiffusionConfig) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class UNet(nn.Module):
         self.up_modules = nn.ModuleList(
             nn.ModuleList([*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)]) for a, b in pairwise(levels[::-1])
         )
-        # The first block of the last stage has the default number of groups, whatever `n_groups` is.
+        # The last stage has eight groups in the original too, independent of `n_groups`.
         first = ConvBlock(levels[0], levels[0], config.kernel_size, 8)
         self.final_conv = nn.Sequential(first, nn.Conv1d(levels[0], config.action_dim, 1))
 

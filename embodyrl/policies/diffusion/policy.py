@@ -42,7 +42,7 @@ class DenoisingChain(GaussianChain):
 
     def __init__(self, cfg: DiffusionSettings, config: DiffusionConfig) -> None:
         steps = config.steps
-        super().__init__(record_of(cfg, config), num_steps=steps, every_step=cfg.every_step, drawn_steps=steps)
+        super().__init__(record_of(cfg, config), num_steps=steps, every_step=cfg.every_step, sampled_steps=steps)
         self._least, self._first = cfg.diffusion_min_std, config.first_executed
         self._noisy = Schedule(config, steps, config.noise_scheduler_type, cfg.diffusion_eta)
         self._plain = Schedule(config, steps, Sampler.DDIM)
@@ -123,7 +123,7 @@ class DiffusionPolicy(LeRobotPolicy):
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
         """Return the loss of actions [B, H', A] from the present step on: squared error of the noise, or of the chunk.
 
-        Rows of a chunk that lie before the present step (`n_obs_steps` > 1) repeat the first action, and do not count.
+        Rows of a chunk before the present step (`n_obs_steps` > 1) repeat the first action, and do not count.
         Without gradients noise and step are the same in every call, and `error` is the mean distance of the executed
         rows in the environment's units.
         """

@@ -33,7 +33,7 @@ def _cosine(t: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One denoising step."""
+    """Outcome of a denoising step."""
 
     clean: Tensor
     """[B, H, A] estimate of the chunk, clipped."""

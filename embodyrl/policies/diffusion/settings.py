@@ -27,8 +27,8 @@ class DiffusionSettings(LeRobotSettings):
     }
 
     likelihood: Likelihood = Likelihood.chain
-    """Where log-probabilities for RL come from: the denoising steps (chain: DPPO). Or the model is frozen, and an actor
-    learns by algorithm=sac to choose the noise that it starts from (dsrl), or to correct its chunk (residual)."""
+    """Source of log-probabilities for RL: the denoising steps (chain: DPPO). With dsrl and residual the model is frozen
+    and an actor learns with algorithm=sac to choose the initial noise, or to correct the chunk."""
     sampler: Sampler | None = None
     """Denoising steps: DDPM or DDIM; default: the checkpoint's (noise_scheduler_type)."""
     num_inference_steps: Count | None = None
@@ -37,7 +37,7 @@ class DiffusionSettings(LeRobotSettings):
     """Greedy acting denoises noise that is a function of the observation, with the sampler's own noise (random), or
     starts in the middle of the noise and adds none (zero)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """chain: RL learns from one step of each chunk, drawn evenly, or from all; each costs a forward pass."""
+    """chain: RL learns from one step of each chunk, sampled uniformly, or from all; each costs a forward pass."""
     diffusion_eta: Share = 1.0
     """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (as much as DDPM)."""
     diffusion_min_std: Positive = 0.1

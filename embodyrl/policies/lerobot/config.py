@@ -96,7 +96,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def first_executed(self) -> int:
-        """Rows of a chunk that lie before the present step."""
+        """Rows of a chunk before the present step."""
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:
@@ -115,7 +115,7 @@ class LeRobotConfig(BaseModel):
     def fitted(self, env: EnvSpec, executed: int) -> Self:
         """Return the config of a new model for an environment: its cameras, its state and its actions.
 
-        Without images the originals want two states, so that the environment's state is split.
+        Without images the originals read two states, so that the state is split.
         """
         shape = (3, *env.image_size)
         steps = self.n_obs_steps

@@ -79,7 +79,7 @@ class LeRobotFactory(ABC):
         folder = None if cfg.path is None else resolve_asset(cfg.path)
         if folder is None or not folder.is_dir():
             raise ConfigError(
-                f"model.path={cfg.path} is no folder. It wants a LeRobot {self.kind} policy: {CONFIG_FILE}, "
+                f"model.path={cfg.path} is no folder. It must be a LeRobot {self.kind} policy: {CONFIG_FILE}, "
                 f"{WEIGHTS_FILE} and the files of both processors; assets/{self.kind} starts from random weights."
             )
         return folder
@@ -127,13 +127,13 @@ class LeRobotFactory(ABC):
         return replace(spec, tokens_per_chunk=layout.tokens)
 
     def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
-        """Return what an actor beside the frozen network chooses; None: the network itself learns."""
+        """Return the choice of the actor of a frozen network; None: the network itself learns."""
         if not cfg.steers:
             return None
         return steering_shape(cfg, config, self.features(config), self.chosen(config))
 
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes, and what an actor beside the network chooses (see `ComparesWeights`)."""
+        """Compare sizes of network and actor (see `ComparesWeights`)."""
         config, _ = self.plan(cfg, env)
         mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))

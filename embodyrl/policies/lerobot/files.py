@@ -33,12 +33,12 @@ from embodyrl.policies.weights import check_weights
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 HEADS_FILE = "embodyrl_heads.safetensors"
-"""Weights that RL adds, beside those that LeRobot loads."""
+"""Weights that RL adds, in a file that LeRobot does not read."""
 NETWORK = "network."
 """Before the names of the weights in a module."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""ImageNet's, which LeRobot's training takes for images whatever the data."""
+"""Statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
 _OLD = re.compile(
     r"(?:un)?normalize_\w+?\.(?:(?P<robot>.+?)[._])?buffer[._](?P<part>.+)\.(?P<name>" + "|".join(STATISTICS) + ")"
     r"|(?P<robot2>.+)\.buffer\.(?P<part2>.+)\.(?P<name2>" + "|".join(STATISTICS) + ")"
@@ -59,7 +59,7 @@ class LeRobotFiles:
     statistics: Statistics
     """By feature and name."""
     eps: float = 1e-8
-    """Of the normalizer."""
+    """Smallest denominator of the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)
     """Statistics among the weights of an older folder."""
     metadata: dict[str, str] | None = None
@@ -115,8 +115,10 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str] | None]:
 def read_files(
     folder: Path | None, config: LeRobotConfig, raw: Mapping[str, Any], kind: str, prefix: str, robot: str | None
 ) -> LeRobotFiles:
-    """Read a folder's small files, and the statistics that apply: those of `dataset_statistics.json`, which
-    `embodyrl sft` writes, else of the processors, else of older weights.
+    """Read a folder's small files and its statistics.
+
+    Statistics are those of `dataset_statistics.json`, which `embodyrl sft` writes, else of the processors, else of
+    older weights.
 
     Args:
         folder: the checkpoint; None: a new model without statistics.

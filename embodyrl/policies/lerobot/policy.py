@@ -51,24 +51,24 @@ class LeRobotModule(nn.Module):
 
     @property
     def steering_actor(self) -> SteeringActor | None:
-        """What is trained where the network is frozen."""
+        """Part that is trained if the network is frozen."""
         return self.noise_actor or self.residual_actor
 
 
 class Read(NamedTuple):
-    """What the network makes of B observations once, whatever is sampled then."""
+    """Output of the network for B observations that all samples share."""
 
     pooled: Tensor
-    """[B, F] for value heads and actors beside the network."""
+    """[B, F] input of value heads and actors."""
     model: Any
-    """What the policy's other methods need."""
+    """Input of the policy's other methods."""
 
 
 class LeRobotPolicy(ABC):
     """Implements `Policy` around a network that reads observations once and gives chunks.
 
-    Rows of chunks are normalized; those that are executed begin with `LeRobotConfig.first_executed`. Tokens hold what
-    `ChunkRecord` says. Log-probabilities of an action stand at the beginning of its share of the tokens.
+    Rows of chunks are normalized; executed rows begin with `LeRobotConfig.first_executed`. The layout of tokens is that
+    of a `ChunkRecord`; log-probabilities of an action are at the beginning of its share of the tokens.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class LeRobotPolicy(ABC):
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
-        """Normalize observations; several steps lie one after another in state and cameras, oldest first."""
+        """Normalize observations; several steps follow each other in state and cameras, oldest first."""
         config, steps = self._config, self._config.n_obs_steps
         state_dim, environment_dim = config.state_dim, config.environment_dim
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
@@ -201,7 +201,7 @@ def seeds_of_observations(obs: Observation) -> IntArray:
 
 
 class SteeredLeRobot(Steered, LeRobotPolicy):
-    """A frozen network, and an actor that has a say in its chunks; implements `SoftActor`."""
+    """A frozen network with an actor that changes its chunks; implements `SoftActor`."""
 
     @property
     def _actor(self) -> SteeringActor:
@@ -210,7 +210,7 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
         return actor
 
     def save(self, folder: Path) -> None:
-        """Write the folder (see `Policy.save`), and what the actor chooses."""
+        """Write the folder (see `Policy.save`) and the shape of the choice."""
         super().save(folder)
         self._actor.shape.save(folder)
 

@@ -23,11 +23,11 @@ class LeRobotSettings(ResidualSettings):
     unnorm_key: str | None = None
     """Robot whose statistics apply, where an older checkpoint has those of several."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: what the actor chooses lies within -noise_bound..noise_bound."""
+    """dsrl: bound of the noise or latent that the actor chooses."""
 
     @property
     def steers(self) -> bool:
-        """The model is frozen, and an actor beside it learns."""
+        """The model is frozen, and an actor learns."""
         return self.corrects or self._chosen == "dsrl"
 
 
@@ -38,7 +38,7 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
 
 
 def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:
-    """Return what an actor beside the frozen model reads, with `features` numbers of the model, and chooses.
+    """Return the inputs and choices of the actor of a frozen model with `features` numbers.
 
     `chosen`: numbers that dsrl chooses, all for the whole chunk.
     """

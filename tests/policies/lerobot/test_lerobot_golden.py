@@ -94,7 +94,7 @@ def test_act_trains_like_the_original(cases, case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ACT)
-def test_act_sees_places_and_pixels_like_the_original(cases, case):
+def test_act_encodes_positions_and_pixels_like_the_original(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
     tokens = network.read(inputs)
@@ -158,7 +158,7 @@ def test_diffusion_trains_like_the_original(cases, case):
 
 
 @pytest.mark.parametrize("case", ["diffusion/image", "diffusion/separate"])
-def test_diffusion_sees_key_points_like_the_original(cases, case):
+def test_diffusion_finds_key_points_like_the_original(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
     separate = config.use_separate_rgb_encoder_per_camera

@@ -107,7 +107,7 @@ def test_imitation_lowers_its_loss(kind, seen, tmp_path):
 
 @pytest.mark.parametrize("likelihood", ["dsrl", "residual"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_actor_beside_the_frozen_model_learns_alone(kind, likelihood, tmp_path):
+def test_only_the_actor_of_a_frozen_model_learns(kind, likelihood, tmp_path):
     env = SEEN["images"]
     policy, obs = build(kind, tmp_path, env, likelihood=likelihood, value_dim=1), observe(env, 3)
     assert isinstance(policy, SoftActor)
