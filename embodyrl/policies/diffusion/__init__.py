@@ -3,9 +3,8 @@
 from typing import Any
 
 from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
-from embodyrl.policies.diffusion.settings import DiffusionSettings
+from embodyrl.policies.diffusion.settings import DiffusionSettings, record_of
 from embodyrl.policies.lerobot.factory import LeRobotFactory
-from embodyrl.policies.lerobot.settings import chunk_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
@@ -42,11 +41,6 @@ class DiffusionFactory(LeRobotFactory):
         from embodyrl.policies.diffusion.policy import build_policy
 
         return build_policy(cfg, spec, config, raw, self.folder(cfg), self.steering(cfg, config), request)
-
-
-def record_of(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
-    """Return the record of a chunk of the chain."""
-    return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)
 
 
 FACTORY = DiffusionFactory()

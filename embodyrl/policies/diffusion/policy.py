@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.chains import GaussianChain, Transition, Velocity
-from embodyrl.policies.diffusion import record_of
 from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
 from embodyrl.policies.diffusion.network import Diffusion
 from embodyrl.policies.diffusion.schedule import Schedule
-from embodyrl.policies.diffusion.settings import DiffusionSettings, GreedyStart, Sampler
+from embodyrl.policies.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.policy import (

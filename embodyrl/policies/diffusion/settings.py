@@ -4,8 +4,8 @@ from enum import StrEnum
 
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.diffusion.config import DiffusionConfig
-from embodyrl.policies.lerobot.settings import LeRobotSettings
-from embodyrl.policies.records import Stochastic
+from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
+from embodyrl.policies.records import ChunkRecord, Stochastic
 
 Likelihood = StrEnum("Likelihood", ["chain", "dsrl", "residual"])
 GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
@@ -52,3 +52,8 @@ class DiffusionSettings(LeRobotSettings):
         """Return the config with the sampler and the number of steps of these settings."""
         changes = {"noise_scheduler_type": self.sampler, "num_inference_steps": self.num_inference_steps}
         return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
+
+
+def record_of(cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
+    """Return the record of a chunk of the chain."""
+    return ChunkRecord.chain(chunk_shape(config), config.steps - 1 if cfg.every_step else 1)
