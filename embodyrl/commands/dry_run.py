@@ -3,9 +3,8 @@
 import importlib
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.commands.facts import facts, training_facts
+from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, resolve_weights, weight_facts
-from embodyrl.extensions.reporting.held_out import evaluation_facts
 from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
 from embodyrl.plan.run_plan import build_run_plan
 

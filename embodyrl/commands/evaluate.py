@@ -12,8 +12,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
-from itertools import zip_longest
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,12 @@ import numpy as np
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
-from embodyrl.commands.facts import facts
+from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
-from embodyrl.extensions.reporting.held_out import evaluation_facts
-from embodyrl.extensions.reporting.side_by_side import join_side_by_side
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
@@ -40,6 +37,7 @@ from embodyrl.plan.keys import state_keys
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode, EpisodeSpec
@@ -241,93 +239,29 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
     return summarise(rows, RolloutResult(dropped=saved["dropped"], tally=spent), env, folder)
 
 
-def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
-    """Numbers of the episodes to look at: of every task one that went from failure to success, then of every task one
-    that still fails, and so on; afterwards those that got worse and those that always worked.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """First and last validation with the recordings that were added, and videos of both next to each other."""
 
-    Of those that changed the longest come first, as there is more to see. Where success is not known, the largest and
-    the smallest gain in return.
-    """
-    earlier = {row.episode: row for row in before}
-    pairs = [(earlier[row.episode], row) for row in after if row.episode in earlier]
-    by_task: dict[int, list[list[int]]] = {}
-    known = any(row.success_once is not None for row in after)
-    for a, b in sorted(pairs, key=lambda p: -p[1].steps if known else p[0].episode_return - p[1].episode_return):
-        kind = (not b.success_once, bool(a.success_once)) if known else (False, False)
-        place = [(False, False), (True, False), (True, True), (False, True)].index(kind)
-        by_task.setdefault(b.task_id, [[], [], [], []])[place].append(b.episode)
-        if not known and len(by_task[b.task_id][0]) > 1:
-            by_task[b.task_id][1] = [by_task[b.task_id][0].pop()] + by_task[b.task_id][1]
-    turns = [
-        [e for pair in zip_longest(*groups[:2]) for e in pair] + groups[2] + groups[3] for groups in by_task.values()
-    ]
-    order = [episode for turn in zip_longest(*turns) for episode in turn if episode is not None]
-    return order[:count]
+    first: EvalResult
+    last: EvalResult
+    videos: tuple[Path, ...] = ()
 
 
-def film(
-    run_plan: RunPlan, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
-) -> EvalResult:
-    """Play episodes of a validation again, action by action, and record them; the result with its recordings.
-
-    What does not come out as it did then is left out and said: a simulator need not repeat itself.
-    """
-    cfg = run_plan.config(EvalConfig)
-    plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
-    with np.load(result.folder / ACTIONS_FILE) as kept:
-        actions = {episode: kept[str(episode)] for episode in wanted if str(episode) in kept}
-
-    def choose(spec: EpisodeSpec) -> tuple[str, str]:
-        return str(videos / video_stem_of(run_plan.env, spec, result.step)), "all"
-
-    again = Rollout(
-        plan.without({e.episode_id for e in plan.episodes} - actions.keys()), keep=False, video=choose, replayed=actions
-    )
-    played = workers.scheduler.collect(again)
-    for problem in dict.fromkeys(played.video_problems):
-        say(f"recording failed: {problem}")
-    rows = {row.episode: row for row in read_episodes(result.folder / EPISODES_FILE)}
-    films: dict[int, str] = {}
-    for episode in played.episodes:
-        number = episode.spec.episode_id
-        if episode.video and bool(rows[number].success_once) == episode.success_once:
-            films[number] = episode.video
-        elif episode.video:
-            Path(episode.video).unlink(missing_ok=True)
-            say(f"episode {number} of step {result.step} came out otherwise when it was played again; it has no film")
-    told = (replace(row, video=films.get(row.episode, row.video)).to_json() for row in rows.values())
-    write_atomically(result.folder / EPISODES_FILE, "".join(json.dumps(row) + "\n" for row in told))
-    return replace(result, recordings=tuple(films.items()))
+COMPARISONS: Registry[Callable[..., Compared]] = Registry(
+    "comparison of validations",
+    group="embodyrl.comparisons",
+    wants="a function of a RunPlan, Workers, two EvalResults, a folder and a printer of lines that returns Compared",
+    fits=takes(6),
+)
 
 
-def film_changes(
-    run_plan: RunPlan, workers: Workers, ends: tuple[EvalResult, EvalResult], videos: Path, say: Say
-) -> tuple[EvalResult, EvalResult]:
-    """With `video=changed:N`: films of N telling episodes in the first and the last validation."""
-    choice = run_plan.config(EvalConfig).video
-    if not choice.startswith("changed:") or not all((end.folder / ACTIONS_FILE).is_file() for end in ends):
-        return ends
-    before, after = (read_episodes(end.folder / EPISODES_FILE) for end in ends)
-    wanted = select_episodes_to_record(before, after, int(choice.removeprefix("changed:")))
-    videos.mkdir(parents=True, exist_ok=True)
-    first, last = (film(run_plan, workers, end, wanted, videos, say) for end in ends)
-    order = {episode: place for place, episode in enumerate(wanted)}
-    return first, replace(last, recordings=tuple(sorted(last.recordings, key=lambda found: order[found[0]])))
-
-
-def compare_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, warn: Say) -> list[Path]:
-    """Join the recordings of episodes that both validations kept; a failure to do so is only reported."""
-    before = dict(first.recordings)
-    joined: list[Path] = []
-    for episode, path in last.recordings:
-        if episode not in before:
-            continue
-        out = folder / f"before_after_ep{episode:03d}.mp4"
-        labels = (f"before (step {first.step})", f"after (step {last.step})")
-        try:
-            join_side_by_side(Path(before[episode]), Path(path), out, labels=labels, fps=fps)
-        except (OSError, RuntimeError, ValueError) as error:
-            warn(f"could not join the recordings of episode {episode}: {error}")
-            continue
-        joined.append(out)
-    return joined
+def compare(
+    run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
+) -> Compared:
+    """Show what changed between two validations, by the first entry point of `embodyrl.comparisons`."""
+    for comparison in COMPARISONS.every():
+        return comparison(run_plan, workers, first, last, videos, say)
+    if run_plan.config(EvalConfig).video.startswith("changed:"):
+        say("no recordings: the extension 'reporting' is missing; reinstall embodyrl to get it")
+    return Compared(first=first, last=last)

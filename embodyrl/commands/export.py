@@ -11,13 +11,13 @@ from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import HUB_NAME, resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, RowSettings
-from embodyrl.extensions.reporting.held_out import EXPORTED_CONFIG
 from embodyrl.extensions.text.plan import ANY_TEXT
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from embodyrl.algorithms.policy_losses import ClipSettings
@@ -9,10 +10,11 @@ from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.plan.episodes import train_episodes
-from embodyrl.plan.roots import PolicyConfig, RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
+from embodyrl.plan.roots import EvalConfig, PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.inputs import gripper_text
+from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 MIB, GIB = 2**20, 2**30
@@ -60,6 +62,23 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
     lines["machine"] = f"{available_cores()} cores · {arena} · disk {_free_disk(cfg) / GIB:.0f} GiB free"
     return list(lines.items())
+
+
+BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
+    "banner line", group="embodyrl.banner", wants="a function of a RunPlan that returns lines", fits=takes(1)
+)
+"""Further lines about an evaluation, by name and text."""
+
+
+def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return the banner's lines about an evaluation."""
+    cfg, env = run_plan.config(EvalConfig), run_plan.env
+    plan = eval_episodes(cfg, env, run_plan.policy)
+    how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
+    text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
+    if (asked := count_asked(cfg, env)) > plan.num_episodes:
+        text += f"; {asked} were asked for, the others would be exact copies of these"
+    return [("evaluation", text), *(line for banner in BANNER.every() for line in banner(run_plan))]
 
 
 def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:

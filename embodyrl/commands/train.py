@@ -14,8 +14,8 @@ import numpy as np
 
 from embodyrl.algorithms.shaping import note_outcomes
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
-from embodyrl.commands.evaluate import compare_recordings, film_changes, read_evaluation, run_evaluation
-from embodyrl.commands.facts import facts, require_disk
+from embodyrl.commands.evaluate import compare, read_evaluation, run_evaluation
+from embodyrl.commands.facts import evaluation_facts, facts, require_disk
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import (
     RunFolder,
@@ -28,7 +28,6 @@ from embodyrl.commands.run_folder import (
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.reporting.held_out import evaluation_facts
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
@@ -109,6 +108,8 @@ class _Training:
     on_eval: OnEval | None
     first: EvalResult | None = None
     last: EvalResult | None = None
+    compared: tuple[Path, ...] = ()
+    """Videos of the first and the last validation next to each other."""
 
     def __post_init__(self) -> None:
         assert self.run_plan.algorithm is not None
@@ -150,7 +151,7 @@ class _Training:
             self._loop(workers, actors)
             checkpoint = save()
             self.session.wait_for_save()
-            self._film(workers)
+            self._compare(workers)
         self._report(checkpoint)
         return TrainResult(
             run=self.session.folder.root,
@@ -175,16 +176,16 @@ class _Training:
                 row |= self.last.metrics() | {"time/validate": self.last.wall_s}
                 self.monitor.log(self.session.step, row)
 
-    def _film(self, workers: Workers) -> None:
+    def _compare(self, workers: Workers) -> None:
         if self.first is None or self.last is None:
             return
         try:
-            ends = (self.first, self.last)
             videos = self.session.folder.videos
-            self.first, self.last = film_changes(self.run_plan, workers, ends, videos, self.monitor.text)
-        except OSError as error:  # what was learned is saved
-            self.monitor.text(f"warning: no films, they cannot be written: {error}")
+            found = compare(self.run_plan, workers, self.first, self.last, videos, self.monitor.text)
+        except OSError as error:  # the checkpoint is already saved
+            self.monitor.text(f"warning: videos of the first and last validation cannot be written: {error}")
             return
+        self.first, self.last, self.compared = found.first, found.last, found.videos
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
@@ -273,7 +274,6 @@ class _Training:
             return self.session.save(actors.save, meta)
 
     def _report(self, checkpoint: Path) -> None:
-        videos: list[Path] = []
         if self.first is not None and self.last is not None:
             self.monitor.results(changes(self.first, self.last))
             for one in paired_changes(self.first, self.last):
@@ -281,10 +281,8 @@ class _Training:
             before, after = self.first.overall, self.last.overall
             if after.success_once not in (None, after.mean_return):
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
-            folder, fps = self.session.folder.videos, self.cfg.video_cfg.fps
-            videos = compare_recordings(self.first, self.last, folder, fps=fps, warn=self.monitor.text)
         root, trust = str(self.session.folder.root), trust_words(self.cfg)
         uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
         self.session.conclude(checkpoint, *(uses if self.run_plan.env.draws else uses[:2]))
-        for path in videos[:4] or (self.last.videos[:4] if self.last is not None else ()):
+        for path in self.compared[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import resolve_asset, resolve_run
 from embodyrl.config.settings import flat, leaves, plain
 from embodyrl.config.tree import read_plain_yaml
@@ -16,34 +17,23 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.monitor.paired import other_worlds
 from embodyrl.plan.config import run_config
 from embodyrl.plan.environment import rows_of
-from embodyrl.plan.episodes import count_asked, eval_episodes, first_states, selected_reset_ids, selected_tasks
+from embodyrl.plan.episodes import eval_episodes, first_states, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import EnvSpec
 
-EXPORTED_CONFIG = "embodyrl_config.yaml"
-"""In an exported folder: the config of its run, or what is known of it."""
 
-
-def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Lines of the banner about an evaluation: its episodes, and whether training or validation used their states."""
+def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
+    """Return lines about whether training or validation used the initial states of an evaluation."""
     cfg, env = run_plan.config(EvalConfig), run_plan.env
-    plan = eval_episodes(cfg, env, run_plan.policy)
-    states = {e.reset_id for e in plan.episodes}
-    how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
-    text = f"{plan.num_episodes} {how} episodes of {len(states)} initial states"
-    if (asked := count_asked(cfg, env)) > plan.num_episodes:
-        text += f"; {asked} were asked for, the others would be exact copies of these"
-    lines = [("evaluation", text)]
+    states = {e.reset_id for e in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
         training = run_plan.config(TrainConfig)
         shown = _shown(dict(leaves(training)), env) or {}
         used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
-        return [*lines, ("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
-    if cfg.ckpt is None:
-        return lines
-    return [*lines, *(("held out", line) for line in _history(cfg.ckpt, states, cfg, env))]
+        return [("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
+    return [("held out", line) for line in _history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
 
 
 def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:

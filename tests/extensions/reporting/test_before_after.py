@@ -7,9 +7,10 @@ import imageio.v3 as iio
 import pytest
 from toy_runs import running_crew, train_toy
 
-from embodyrl.commands.evaluate import film, read_evaluation, select_episodes_to_record
+from embodyrl.commands.evaluate import read_evaluation
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.changes import record, select_episodes_to_record
 from embodyrl.monitor.history import EpisodeRow, read_rows
 from embodyrl.plan.config import load_config, load_saved_config
 
@@ -87,12 +88,12 @@ def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None
         result = read_evaluation(folder, crew.run_plan.env)
         assert result is not None
         (videos := tmp_path / "films").mkdir()
-        shown = film(crew.run_plan, crew.workers, result, [0, 1, 2, 3], videos, said.append)
+        shown = record(crew.run_plan, crew.workers, result, [0, 1, 2, 3], videos, said.append)
     kept = dict(shown.recordings)
     assert sorted(kept) == [0, 2]
     assert sorted(videos.iterdir()) == sorted(Path(path) for path in kept.values())
     assert {r["episode"]: r["video"] for r in read_rows(folder / "episodes.jsonl")} == {1: None, 3: None, **kept}
-    assert [line.split(" came out otherwise")[0] for line in said] == ["episode 1 of step 1", "episode 3 of step 1"]
+    assert [line.split(" had another outcome")[0] for line in said] == ["episode 1 of step 1", "episode 3 of step 1"]
 
 
 def test_an_evaluation_alone_has_nothing_to_compare():
