@@ -14,30 +14,41 @@ from typing import TYPE_CHECKING, Any
 from embodyrl.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from embodyrl.program.acting import LoadedPolicy, load_policy
-    from embodyrl.program.commands import GRPO, collect, compose, evaluate, sft, train
-    from embodyrl.program.environment import make_env
+    from embodyrl.program.acting import LoadedPolicy as LoadedPolicy
+    from embodyrl.program.acting import load_policy as load_policy
+    from embodyrl.program.commands import compose as compose
+    from embodyrl.program.commands import evaluate as evaluate
+    from embodyrl.program.commands import train as train
+    from embodyrl.program.environment import make_env as make_env
 
 # When it is imported torch makes the folder of its compiler cache, by default a new one in the temporary folder.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
-_HOMES = {
-    **dict.fromkeys(("GRPO", "collect", "compose", "evaluate", "sft", "train"), "commands"),
-    **dict.fromkeys(("LoadedPolicy", "load_policy"), "acting"),
-    "make_env": "environment",
+_NAMES = {
+    **{name: f"embodyrl.program.commands:{name}" for name in ("compose", "evaluate", "train")},
+    **{name: f"embodyrl.program.acting:{name}" for name in ("LoadedPolicy", "load_policy")},
+    "make_env": "embodyrl.program.environment:make_env",
 }
 
-__all__ = ["GRPO", "LoadedPolicy", "collect", "compose", "evaluate", "load_policy", "make_env", "sft", "train"]
+
+def _names() -> dict[str, str]:
+    """Return the public names and where each is defined, those of extensions included."""
+    from embodyrl.manifests import declared
+
+    return {**_NAMES, **declared("embodyrl.program")}
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return sorted([*_names(), "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     # Found by name on first use: every module imports this one, and the command line must start without what they need.
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"embodyrl.program.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'embodyrl' has no attribute '{name}'")
+    if name == "__all__":
+        return sorted(_names())
+    if name.startswith("_") or (target := _NAMES.get(name) or _names().get(name)) is None:
+        raise AttributeError(f"module 'embodyrl' has no attribute '{name}'")
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,36 +1,25 @@
-"""The commands as Python functions: compose a config, then train, evaluate, collect or fine-tune with it.
+"""The commands as Python functions: compose a config, then train or evaluate with it.
 
 >>> import embodyrl
 >>> cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2", "launcher=inline")
 >>> cfg.runner.max_steps
 2
-
-And `GRPO`: a language model, a reward and rows, reinforcement learning in five lines.
 """
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
-import sys
-import tempfile
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
 from embodyrl.plan.config import load_config
-from embodyrl.plan.load import write_word
-from embodyrl.plan.roots import CollectConfig, EvalConfig, Root, SftConfig, TrainConfig
+from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
 
 if TYPE_CHECKING:
     from embodyrl.commands.eval_result import EvalResult
     from embodyrl.commands.session import OnStep
     from embodyrl.commands.train import OnEval, TrainResult
-    from embodyrl.extensions.demonstrations.collect import CollectResult
-    from embodyrl.extensions.demonstrations.sft import SftResult
 
 
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
@@ -57,7 +46,7 @@ def train(
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    return _run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
+    return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
 def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
@@ -66,94 +55,15 @@ def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
     Raises:
         EmbodyError: every failure that has a cause to name.
     """
-    return _run("evaluate", cfg, resume=resume)
+    return run("eval", cfg, resume=resume)
 
 
-def collect(cfg: CollectConfig) -> CollectResult:
-    """Collect demonstrations into `cfg.collect.out`.
-
-    Raises:
-        EmbodyError: every failure that has a cause to name.
-    """
-    return _run("collect", cfg)
-
-
-def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
-    """Train on demonstrations or text, or go on with the run in `resume`; `on_step` as in `train`.
-
-    Raises:
-        EmbodyError: every failure that has a cause to name.
-    """
-    return _run("sft", cfg, resume=resume, on_step=on_step)
-
-
-def _run(command: str, cfg: Root, **more: Any) -> Any:
-    # Imported only now: who only composes configs needs neither torch nor a simulator.
+def run(command: str, cfg: Root, **more: Any) -> Any:
+    """Check a config and run a command with it; `more` are arguments of the command."""
+    # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values
 
     check_values(cfg)  # it may have been changed since it was composed
     check_components(cfg)
     return COMMANDS.get(command)(cfg, **more)
-
-
-Reward = Callable[[str, str, str], float]
-"""(prompt, response, reference) -> number; at least 1 is success."""
-
-
-class GRPO:
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model by a function.
-
-    For example:
-
-        def short(prompt, response, reference):
-            return 1.0 - len(response) / 100
-
-        result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
-    """
-
-    def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
-        """Prepare; nothing starts.
-
-        Args:
-            model: a folder in the Hugging Face layout, or "tiny": half a million parameters that know nothing.
-            reward: a function of a module, or a self-contained one of a script or notebook (its imports inside).
-            rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
-            words: further settings as `embodyrl train` takes them, for example "runner.max_steps=50".
-        """
-        self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
-
-    def train(self, **callbacks: Any) -> TrainResult:
-        """Train; `on_step` and `on_eval` as in `embodyrl.train`.
-
-        Raises:
-            EmbodyError: every failure that has a cause to name.
-        """
-        with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
-            rows = Path(folder) / "rows.jsonl"
-            # Rewards are always given a reference; rows without an answer have an empty one.
-            lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
-            rows.write_text("".join(lines), encoding="utf-8")
-            model = ["model=causal_lm", write_word("model.path", self.model)]
-            if self.model == "tiny":
-                model = ["model=causal_lm_tiny"]
-            reward = f"reward.path={_importable(self.reward, Path(folder))}"
-            mine = (write_word("data.path", str(rows)), reward)
-            cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
-            return train(cfg, **callbacks)
-
-
-_PLAIN = (
-    *("data.prompt_key=prompt", "data.answer_key=answer", 'data.prompt_template="{prompt}"', "reward.name=null"),
-    *("algorithm.sampling_params.max_new_tokens=64", "eval.episodes=64"),
-)
-
-
-def _importable(reward: Reward, folder: Path) -> str:
-    """Where other processes find the function: its module, or for one of a script or notebook a file of its source."""
-    if reward.__module__ != "__main__":
-        return f"{reward.__module__}:{reward.__qualname__}"
-    name = f"embodyrl_reward_{os.getpid()}"
-    (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
-    sys.path.insert(0, str(folder))  # spawned processes take it over
-    return f"{name}:{reward.__name__}"

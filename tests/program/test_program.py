@@ -287,3 +287,11 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "of 20 after 1 steps" in done.stdout
+
+
+def test_commands_of_extensions_are_functions_of_the_package(tmp_path: Path) -> None:
+    words = ("env=tabletop", "collect.episodes=2", "env.train.total_num_envs=2", "launcher=inline")
+    cfg = embodyrl.compose("collect", *words, f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}")
+    assert embodyrl.collect(cfg).episodes == 2
+    with pytest.raises(AttributeError, match="no attribute 'colect'"):
+        _ = embodyrl.colect

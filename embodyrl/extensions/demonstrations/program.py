@@ -1,0 +1,32 @@
+"""The commands `collect` and `sft` as Python functions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.plan.roots import CollectConfig, SftConfig
+from embodyrl.program.commands import run
+
+if TYPE_CHECKING:
+    from embodyrl.commands.session import OnStep
+    from embodyrl.extensions.demonstrations.collect import CollectResult
+    from embodyrl.extensions.demonstrations.sft import SftResult
+
+
+def collect(cfg: CollectConfig) -> CollectResult:
+    """Collect demonstrations into `cfg.collect.out`.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name.
+    """
+    return run("collect", cfg)
+
+
+def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
+    """Train on demonstrations or text, or go on with the run in `resume`; `on_step` as in `train`.
+
+    Raises:
+        EmbodyError: every failure that has a cause to name.
+    """
+    return run("sft", cfg, resume=resume, on_step=on_step)

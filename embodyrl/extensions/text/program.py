@@ -1,0 +1,80 @@
+"""Reinforcement learning of a language model in five lines: model, reward function, rows."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from embodyrl.plan.load import write_word
+from embodyrl.program.commands import compose, train
+
+if TYPE_CHECKING:
+    from embodyrl.commands.train import TrainResult
+
+Reward = Callable[[str, str, str], float]
+"""(prompt, response, reference) -> number; at least 1 is success."""
+
+
+class GRPO:
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model by a function.
+
+    For example:
+
+        def short(prompt, response, reference):
+            return 1.0 - len(response) / 100
+
+        result = embodyrl.GRPO("models/Qwen3-0.6B", short, [{"prompt": "Say hello."}]).train()
+    """
+
+    def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
+        """Prepare; nothing starts.
+
+        Args:
+            model: a folder in the Hugging Face layout, or "tiny": half a million parameters that know nothing.
+            reward: a function of a module, or a self-contained one of a script or notebook (its imports inside).
+            rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
+            words: further settings as `embodyrl train` takes them, for example "runner.max_steps=50".
+        """
+        self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
+
+    def train(self, **callbacks: Any) -> TrainResult:
+        """Train; `on_step` and `on_eval` as in `embodyrl.train`.
+
+        Raises:
+            EmbodyError: every failure that has a cause to name.
+        """
+        with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
+            rows = Path(folder) / "rows.jsonl"
+            # Rewards are always given a reference; rows without an answer have an empty one.
+            lines = (json.dumps({"answer": "", **row}) + "\n" for row in self.rows)
+            rows.write_text("".join(lines), encoding="utf-8")
+            model = ["model=causal_lm", write_word("model.path", self.model)]
+            if self.model == "tiny":
+                model = ["model=causal_lm_tiny"]
+            reward = f"reward.path={_importable(self.reward, Path(folder))}"
+            mine = (write_word("data.path", str(rows)), reward)
+            cfg = compose("train", "env=text/math", *model, *_PLAIN, *mine, *self.words)
+            return train(cfg, **callbacks)
+
+
+_PLAIN = (
+    *("data.prompt_key=prompt", "data.answer_key=answer", 'data.prompt_template="{prompt}"', "reward.name=null"),
+    *("algorithm.sampling_params.max_new_tokens=64", "eval.episodes=64"),
+)
+
+
+def _importable(reward: Reward, folder: Path) -> str:
+    """Where other processes find the function: its module, or for one of a script or notebook a file of its source."""
+    if reward.__module__ != "__main__":
+        return f"{reward.__module__}:{reward.__qualname__}"
+    name = f"embodyrl_reward_{os.getpid()}"
+    (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
+    sys.path.insert(0, str(folder))  # spawned processes take it over
+    return f"{name}:{reward.__name__}"
