@@ -383,3 +383,12 @@ def spell(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{spell(v)}" for k, v in value.items()) + "}"
     return str(value)
+
+
+def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return key, value and default of the keys that a saved config changes, as they are typed."""
+    return [
+        (name, spell(value), spell(defaults[name]) if name in defaults else "")
+        for name, value in flat(config).items()
+        if name not in defaults or value != plain(defaults[name])
+    ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from embodyrl.config.settings import flat, plain, spell
+from embodyrl.config.settings import flat
 from embodyrl.monitor.history import History
 from embodyrl.monitor.intervals import wilson
 
@@ -210,15 +210,6 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
             if per_point > 1:
                 band.append((step, min(values), max(values)))
     return Line(label=label, points=points, band=band, color=color)
-
-
-def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Key, value and default of what a saved config sets otherwise, as they are typed."""
-    return [
-        (name, spell(value), spell(defaults[name]) if name in defaults else "")
-        for name, value in flat(config).items()
-        if name not in defaults or value != plain(defaults[name])
-    ]
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:

@@ -10,10 +10,9 @@ from typing import Any
 
 import jinja2
 
-from embodyrl.config.settings import flat, spell
+from embodyrl.config.settings import changed_settings, flat, spell
 from embodyrl.extensions.reporting.charts import (
     Line,
-    changed_settings,
     curve,
     differing,
     line_chart,

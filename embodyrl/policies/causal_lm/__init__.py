@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from embodyrl.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from embodyrl.envs.decimate import cache_folder, decimate, read_mesh
 from embodyrl.envs.libero.lean import MAX_FACES, MAX_TEXTURE, lean_xml
 from embodyrl.errors import EnvError
+from embodyrl.extensions.meshes.decimate import cache_folder, decimate, read_mesh
 
 mujoco = pytest.importorskip("mujoco")
 pytest.importorskip("meshoptimizer")

@@ -8,13 +8,13 @@ import pytest
 from panda import PANDA
 from settings import env_of
 
-from embodyrl.cli import probes
 from embodyrl.envs.maniskill import factory as described
 from embodyrl.envs.maniskill import install
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.extensions.doctor import probes
 from embodyrl.plan.config import load_config
 
 

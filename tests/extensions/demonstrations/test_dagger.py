@@ -9,8 +9,8 @@ import pytest
 from toy_runs import TOY_COLLECT
 
 from embodyrl.commands.dry_run import describe
-from embodyrl.commands.export import export
 from embodyrl.errors import ConfigError, Interrupted
+from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.dagger import dagger
 from embodyrl.extensions.demonstrations.reader import load_demonstrations

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from toy_runs import toy_config, toy_words, train_toy
 
-from embodyrl.commands.export import export
 from embodyrl.commands.facts import evaluation_facts
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import assets_dir
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
+from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, save_config

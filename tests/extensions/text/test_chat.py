@@ -7,11 +7,18 @@ import pytest
 from text_runs import text_config
 from transformers import AutoTokenizer
 
-from embodyrl.chat import ChatTemplate, control_tokens, count_tokens, roles_problem, unnamed_end, without_controls
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.settings import RowSettings
+from embodyrl.extensions.text.chat import (
+    ChatTemplate,
+    control_tokens,
+    count_tokens,
+    roles_problem,
+    unnamed_end,
+    without_controls,
+)
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.prompts import Reader

@@ -4,30 +4,45 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
-from embodyrl.config.paths import HUB_NAME, resolve_asset
+from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.cards import read_card, reading_of
-from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, RowSettings
-from embodyrl.extensions.text.plan import ANY_TEXT
 from embodyrl.files import replacing
 from embodyrl.plan.config import hub_errors, load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
+from embodyrl.registry import Registry
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataExport:
+    """The part of an export that depends on the kind of the data."""
+
+    kinds: tuple[type, ...]
+    """Classes of the section `data`."""
+    environment: Callable[[Any], EnvSpec]
+    """Return the environment that a policy trained on a section `data` is built for."""
+    task: Callable[[Any], str]
+    """Return the hub's name for the task of a section `data`."""
+    upload: Callable[[Path, str], tuple[str, str] | None]
+    """Return card and tag of the data set in a folder, for a repository; None: the folder is no data set."""
+
+
+EXPORTS: Registry[DataExport] = Registry(
+    "export", group="embodyrl.exports", wants="a DataExport", fits=lambda found: isinstance(found, DataExport)
+)
 _UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
 """Sections and keys of a run that no export looks up, so that code and addresses in them need no trust."""
 
@@ -70,13 +85,15 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 
 def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:
     """Return the environment that a policy is built for; weights of a language model depend on no rows."""
-    data = getattr(cfg, "data", None)
-    if isinstance(data, RowSettings):
-        return ANY_TEXT
-    if isinstance(data, DemonstrationSettings):
-        return read_card(resolve_asset(str(data.path)), reading_of(data)).env
+    if found := _data_export(cfg):
+        return found.environment(cfg.data)
     assert not isinstance(cfg, SftConfig)
     return env_spec(cfg)
+
+
+def _data_export(cfg: RunConfig) -> DataExport | None:
+    data = getattr(cfg, "data", None)
+    return next((one for one in EXPORTS.every() if isinstance(data, one.kinds)), None)
 
 
 def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
@@ -84,7 +101,8 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
     title, results = f"{run.name}, step {step}", run / "eval" / f"step_{step:06d}" / "eval.json"
-    return _template("model_card.md").format(
+    template = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return template.format(
         metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
         title=title,
         version=__version__,
@@ -107,8 +125,9 @@ def _metadata(cfg: RunConfig, title: str, base: str, results: Path, where: str) 
     """
     from huggingface_hub import EvalResult, ModelCardData
 
-    data = getattr(cfg, "data", None)
-    sets = [data.path, *(data.more if isinstance(data, DemonstrationSettings) else [])] if data is not None else []
+    found_export = _data_export(cfg)
+    task = found_export.task(cfg.data) if found_export else "robotics"
+    sets = [cfg.data.path, *getattr(cfg.data, "more", [])] if found_export else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
     public = _published(base)
     table: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {"tasks": []}
@@ -116,7 +135,7 @@ def _metadata(cfg: RunConfig, title: str, base: str, results: Path, where: str) 
     metric, value = ("success_rate", "success_once") if known else ("return", "mean_return")
     found = [
         EvalResult(
-            task_type="robotics" if not isinstance(data, RowSettings) else "text-generation",
+            task_type=task,
             dataset_type=where,
             dataset_name=where,
             dataset_config=row["task"],
@@ -128,7 +147,7 @@ def _metadata(cfg: RunConfig, title: str, base: str, results: Path, where: str) 
     ]
     head = ModelCardData(
         library_name="embodyrl",
-        pipeline_tag="text-generation" if isinstance(data, RowSettings) else "robotics",
+        pipeline_tag=task,
         tags=["robotics", "reinforcement-learning", "embodyrl"],
         base_model=f"{public['owner']}/{public['name']}" if public else None,
         datasets=datasets or None,
@@ -142,10 +161,6 @@ def _published(path: str) -> re.Match[str] | None:
     """Return owner, name and commit of a repository of the hub; None for a folder, or a name without a commit."""
     match = HUB_NAME.fullmatch(path)
     return match if match and match["revision"] else None
-
-
-def _template(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _results(file: Path) -> str:
@@ -180,13 +195,10 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
         ConfigError: nothing that could be uploaded is there, or the hub refuses it; one line.
         CheckpointError: the checkpoint is damaged.
     """
-    if (source / INFO_PATH).is_file():
-        if problems := check_layout(source):
-            raise ConfigError(problems)
-        card = _template("data_card.md").format(
-            name=source.name, env=read_card(source).env.name, version=CODEBASE_VERSION, repo=repo
-        )
-        return _upload(source, repo, "dataset", private, card)
+    for one in EXPORTS.every():
+        if found := one.upload(source, repo):
+            card, tag = found
+            return _upload(source, repo, "dataset", private, card, tag)
     if (source / "config.json").is_file():
         return _upload(source, repo, "model", private)
     run, step = _checkpoint(source)
@@ -203,24 +215,22 @@ def _checkpoint(source: Path) -> tuple[Path, int]:
         return source.parents[1], int(step)
     steps = CheckpointStore(source / "checkpoints").folders() if (source / "checkpoints").is_dir() else []
     if not steps:
-        raise ConfigError(
-            f"{source} is no run with a checkpoint, no exported folder (config.json) and no data set ({INFO_PATH})."
-        )
+        raise ConfigError(f"{source} is no run with a checkpoint, no exported folder (config.json) and no data set.")
     return source, steps[-1]
 
 
-def _upload(folder: Path, repo: str, kind: str, private: bool, card: str | None = None) -> str:
+def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", tag: str = "") -> str:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
     with hub_errors(f"nothing was pushed to {repo}:", "Start the same command again; what arrived is not sent twice."):
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
-        if card is not None and not (folder / "README.md").exists():
+        if card and not (folder / "README.md").exists():
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)
         done = api.upload_folder(folder_path=folder, repo_id=repo, repo_type=kind, commit_message="embodyrl push")
-        if kind == "dataset":  # lerobot looks for its data sets' layout by this tag
+        if tag:
             with suppress(HfHubHTTPError):
-                api.delete_tag(repo, tag=CODEBASE_VERSION, repo_type=kind)
-            api.create_tag(repo, tag=CODEBASE_VERSION, revision=done.oid, repo_type=kind)
+                api.delete_tag(repo, tag=tag, repo_type=kind)
+            api.create_tag(repo, tag=tag, revision=done.oid, repo_type=kind)
     return f"{repo}@{done.oid}"

@@ -13,10 +13,10 @@ import torch
 from gpu_host import stub_nvidia_smi
 
 from embodyrl import __version__
-from embodyrl.cli import probes
-from embodyrl.cli.doctor import bug_report
 from embodyrl.cli.main import main
-from embodyrl.cli.probes import probe_rendering, probe_video
+from embodyrl.extensions.doctor import probes
+from embodyrl.extensions.doctor.command import bug_report
+from embodyrl.extensions.doctor.probes import probe_rendering, probe_video
 from embodyrl.plan.config import load_config, save_config
 
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]

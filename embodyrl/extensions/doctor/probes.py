@@ -7,17 +7,15 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.envs.maniskill.install import GPU_VULKAN_FIX, INSTALL, VULKAN_FIX, vulkan_problem
 from embodyrl.envs.renderer import choose_renderer, draw_frame, egl_device
-from embodyrl.extensions.text.sandbox import confinement
 from embodyrl.files import available_bytes, available_cores
+from embodyrl.findings import Finding
 
 _GIB = 2**30
 _APT = {
@@ -27,17 +25,6 @@ _APT = {
 _TORCH = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
 _VLLM_DRIVER = 580
 """Least driver of CUDA 13, for which vLLM's wheels are built."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report."""
-
-    name: str
-    level: str
-    """ok, warn or FAIL."""
-    text: str
-    fix: str = ""
 
 
 def probe_python() -> Finding:
@@ -177,19 +164,6 @@ def probe_rendering() -> Finding:
     return Finding("rendering", "warn" if renderer.fix else "ok", f"{name} renders on {frame.driver}", renderer.fix)
 
 
-def probe_vulkan() -> Finding:
-    """Start SAPIEN's renderer, without which ManiSkill does not even simulate."""
-    version = installed_version("sapien")
-    if version is None:
-        return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
-    devices = ("cpu", "cuda") if visible_gpus() else ("cpu",)
-    for device in devices:
-        if problem := vulkan_problem(device):
-            text = f"sapien {version} cannot start on '{device}', so ManiSkill cannot: {problem}"
-            return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
-    return Finding("vulkan", "ok", f"sapien {version} draws on {' and '.join(devices)}")
-
-
 def probe_video() -> Finding:
     """The encoder that imageio brings along starts."""
     fix = "pip install 'imageio[ffmpeg]'"
@@ -200,9 +174,3 @@ def probe_video() -> Finding:
     except (ImportError, RuntimeError, OSError) as error:
         return Finding("video", "FAIL", f"no ffmpeg: {error}", fix)
     return Finding("video", "ok", f"ffmpeg {version} ({program})")
-
-
-def probe_sandbox() -> Finding:
-    """What holds programs that a language model wrote (the reward `code`, the tool `python`)."""
-    boxed, text = confinement()
-    return Finding("sandbox", "ok", text) if boxed else Finding("sandbox", "warn", text, "apt-get install bubblewrap")

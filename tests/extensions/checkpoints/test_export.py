@@ -20,10 +20,10 @@ from transformers import (
 )
 
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.commands.export import export
 from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.serving.play import scene_of

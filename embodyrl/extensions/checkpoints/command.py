@@ -72,7 +72,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     store, steps = _target(args.words[1])
-    from embodyrl.commands.export import export
+    from embodyrl.extensions.checkpoints.export import export
 
     out = export(store.root.parent, steps[-1], Path(args.words[2]), overrides=args.trust)
     show_result(args, {"path": out}, [f"exported {store.path(steps[-1])} to {out}"])
@@ -120,7 +120,7 @@ def push(args: argparse.Namespace) -> int:
     if not source.is_dir():
         raise ConfigError(f"'{words[0]}' is no folder; `embodyrl list runs` shows the runs in ./runs.")
     print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
-    from embodyrl.commands.export import push as upload
+    from embodyrl.extensions.checkpoints.export import push as upload
 
     pinned = upload(source, words[1], private=args.private, overrides=trust)
     show_result(args, {"repository": words[1], "pinned": pinned}, [f"pushed {source} as {pinned}"])

@@ -4,21 +4,26 @@ import argparse
 import dataclasses
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from embodyrl.cli import probes
 from embodyrl.cli.output import show_result
-from embodyrl.cli.probes import Finding, probe_rendering, probe_sandbox, probe_video, probe_vulkan
 from embodyrl.cli.runs import run_folders
+from embodyrl.config.settings import changed_settings
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.charts import changed_settings
+from embodyrl.extensions.doctor import probes
+from embodyrl.findings import Finding
 from embodyrl.monitor.history import read_history
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.registry import Registry, takes
 from embodyrl.version import __version__
+
+PROBES: Registry[Callable[[], Finding]] = Registry(
+    "probe", group="embodyrl.probes", wants="a function that returns a Finding", fits=takes(0)
+)
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -53,7 +58,9 @@ def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
     yield probes.probe_shared_memory()
     yield from probes.probe_folders(folders)
     yield from probes.probe_extras()
-    yield from (probe() for probe in (probe_rendering, probe_vulkan, probe_video, probe_sandbox))
+    yield probes.probe_rendering()
+    yield probes.probe_video()
+    yield from (probe() for probe in PROBES.every())
     yield from _probe_config(cfg)
 
 

@@ -1,0 +1,21 @@
+"""The line of `embodyrl doctor` about Vulkan."""
+
+from importlib import metadata
+
+from embodyrl.devices import visible_gpus
+from embodyrl.envs.maniskill.install import GPU_VULKAN_FIX, INSTALL, VULKAN_FIX, vulkan_problem
+from embodyrl.findings import Finding
+
+
+def probe_vulkan() -> Finding:
+    """Start SAPIEN's renderer, without which ManiSkill does not even simulate."""
+    try:
+        version = metadata.version("sapien")
+    except metadata.PackageNotFoundError:
+        return Finding("vulkan", "warn", "sapien is not installed, which ManiSkill needs", INSTALL)
+    devices = ("cpu", "cuda") if visible_gpus() else ("cpu",)
+    for device in devices:
+        if problem := vulkan_problem(device):
+            text = f"sapien {version} cannot start on '{device}', so ManiSkill cannot: {problem}"
+            return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
+    return Finding("vulkan", "ok", f"sapien {version} draws on {' and '.join(devices)}")

@@ -1,0 +1,42 @@
+"""The part of `embodyrl ckpt export` and `embodyrl push` that depends on data sets."""
+
+from pathlib import Path
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.checkpoints.export import DataExport
+from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.checks import check_layout
+from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.extensions.demonstrations.settings import DataSettings, DemonstrationSettings
+from embodyrl.extensions.text.plan import ANY_TEXT
+from embodyrl.types import EnvSpec
+
+
+def _environment(data: DataSettings) -> EnvSpec:
+    """Return the environment of demonstrations; weights of a language model depend on no rows."""
+    if isinstance(data, DemonstrationSettings):
+        return read_card(resolve_asset(str(data.path)), reading_of(data)).env
+    return ANY_TEXT
+
+
+def _task(data: DataSettings) -> str:
+    return "robotics" if isinstance(data, DemonstrationSettings) else "text-generation"
+
+
+def _upload(source: Path, repo: str) -> tuple[str, str] | None:
+    """Return card and tag of a data set, by which LeRobot finds the version of its layout.
+
+    Raises:
+        ConfigError: the data set is damaged.
+    """
+    if not (source / INFO_PATH).is_file():
+        return None
+    if problems := check_layout(source):
+        raise ConfigError(problems)
+    template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
+    env = read_card(source).env.name
+    return template.format(name=source.name, env=env, version=CODEBASE_VERSION, repo=repo), CODEBASE_VERSION
+
+
+EXPORT = DataExport(kinds=(DataSettings,), environment=_environment, task=_task, upload=_upload)

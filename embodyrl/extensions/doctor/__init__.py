@@ -1,0 +1,1 @@
+"""The command `doctor`: checks of this machine."""

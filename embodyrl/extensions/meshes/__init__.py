@@ -1,0 +1,1 @@
+"""Meshes with fewer triangles, which a CPU renders faster."""
