@@ -9,12 +9,11 @@ from panda import PANDA
 from settings import env_of
 
 from embodyrl.envs.maniskill import factory as described
-from embodyrl.envs.maniskill import install
+from embodyrl.envs.maniskill import install, probe
 from embodyrl.envs.maniskill.factory import FACTORY
 from embodyrl.envs.maniskill.settings import ObsMode, SimBackend, instruction
 from embodyrl.envs.settings import InitParams
 from embodyrl.errors import ConfigError, MissingDependencyError
-from embodyrl.extensions.doctor import probes
 from embodyrl.plan.config import load_config
 
 
@@ -126,8 +125,8 @@ def test_the_renderer_of_a_gpu_is_started_where_there_is_one(tmp_path, monkeypat
     """The software driver answers for the CPU, also where that of the GPU is broken."""
     (tmp_path / "sapien.py").write_text(SAPIEN.format(enable="pass"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(probes, "installed_version", lambda name: "3.0.3")
+    monkeypatch.setattr(probe.metadata, "version", lambda name: "3.0.3")
     for gpus, level in (("", "ok"), ("0", "warn")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
-        finding = probes.probe_vulkan()
+        finding = probe.probe_vulkan()
         assert (finding.level, "libxext6" in finding.fix) == (level, level == "warn")

@@ -13,7 +13,7 @@ from toy_runs import train_toy, weights
 from embodyrl.cli.main import main
 
 WORDS = ("runner.max_steps=3", "runner.save_interval=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7")
-SOUP = Path(__file__).parents[2] / "assets" / "openvla_oft_tiny_soup"
+SOUP = Path(__file__).parents[3] / "assets" / "openvla_oft_tiny_soup"
 VALIDATED = (*WORDS, "runner.val_check_interval=1", "eval.episodes=2")
 
 
