@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
@@ -10,13 +11,14 @@ from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
+from embodyrl.manifests import extensions
 from embodyrl.registry import closest
 
 
 def list_things(args: argparse.Namespace) -> int:
     """Run `embodyrl list`."""
     groups = {f"{group}s": group for group in tree.default_options("train")}
-    kinds = [*groups, "runs"]
+    kinds = [*groups, "extensions", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
         said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "list what?"
@@ -29,13 +31,31 @@ def list_things(args: argparse.Namespace) -> int:
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides:
         raise ConfigError(f"embodyrl list {what} takes no further words; leave out '{overrides[0]}'.")
+    elif what == "extensions":
+        rows = [{"name": n, "about": e.summary, "install": e.install_line()} for n, e in extensions().items()]
+        lines = [*_table(rows), *_missing(extensions())]
     else:
         found = tree.options(groups[what], args.config_dir)
         rows = [{"name": name, "about": tree.about(groups[what], name, file)} for name, file in found.items()]
-        width = max(map(len, found))
-        lines = [f"{row['name']:<{width}}  {row['about']}" for row in rows]
+        used = [name for name, extension in extensions().items() if _POINTS.get(what) in extension.entry_points]
+        lines = [*_table(rows), *_missing(used)]
     show_result(args, rows, lines)
     return 0
+
+
+_POINTS = {"envs": "embodyrl.envs", "models": "embodyrl.policies", "launchers": "embodyrl.launchers"}
+"""Groups of entry points from which each list comes."""
+
+
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    width = max((len(row["name"]) for row in rows), default=0)
+    return [f"{row['name']:<{width}}  {row['about']}" for row in rows]
+
+
+def _missing(names: Iterable[str]) -> list[str]:
+    """Return a line for each extension without its dependencies."""
+    lines = {name: extensions()[name].install_line() for name in names}
+    return [f"{name} is not installed: {line}" for name, line in lines.items() if line]
 
 
 def _run_line(*, started: str, path: str, step: int | None, success: float | None, **more: object) -> str:

@@ -359,3 +359,21 @@ def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
     assert (run.returncode, run.stdout) == (3, "hello a --b\n"), run.stderr
     run = subprocess.run([*command, "--help"], capture_output=True, text=True, env=os.environ | paths)
     assert "greet       Command of the package greeting-of-mine." in run.stdout
+
+
+def test_list_names_extensions_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    from embodyrl import manifests
+
+    monkeypatch.setattr(manifests, "find_spec", lambda module: None)
+    assert main(["list", "extensions"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n{name} " in f"\n{text}" for name in manifests.extensions())
+    assert "libero is not installed: pip install 'embodyrl[libero]'" in text
+    assert main(["list", "envs"]) == 0
+    text = capsys.readouterr().out
+    assert "metaworld is not installed: pip install 'embodyrl[metaworld]'" in text
+    assert "ray_cluster" not in text
+    assert main(["list", "extensions", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["ray_cluster"]["install"] == "pip install 'embodyrl[ray]'"
+    assert rows["tabletop"]["install"] == ""
