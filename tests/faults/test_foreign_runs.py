@@ -21,8 +21,8 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
-from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.plan.run_plan import build_run_plan

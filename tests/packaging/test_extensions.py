@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_imports import ROOT, imports, owner
+from test_imports import ROOT, cycle, imports, owner
 
 from embodyrl.manifests import declared, extensions
 
@@ -63,3 +63,10 @@ def test_extensions_import_only_declared_extensions():
         if (mine := owner(module)) and (theirs := owner(target)) not in extensions()[mine].imports
     ]
     assert undeclared == []
+
+
+def test_declared_imports_are_used_and_have_no_circles():
+    used = {(owner(module), owner(target)) for module, target in crossing()}
+    listed = {(name, other) for name, extension in extensions().items() for other in extension.imports}
+    assert listed - used == set()
+    assert cycle({name: frozenset(extension.imports) for name, extension in extensions().items()}) == []

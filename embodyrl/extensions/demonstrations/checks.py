@@ -15,8 +15,8 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, read_tasks
 from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.rows import Rows, find_rows
 from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
-from embodyrl.extensions.text.rows import Rows, find_rows
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")

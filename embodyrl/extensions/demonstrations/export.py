@@ -8,8 +8,9 @@ from embodyrl.extensions.checkpoints.export import DataExport
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
-from embodyrl.extensions.demonstrations.settings import DataSettings, DemonstrationSettings
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.text.plan import ANY_TEXT
+from embodyrl.extensions.text.settings import DataSettings
 from embodyrl.types import EnvSpec
 
 

@@ -15,8 +15,8 @@ from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, 
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
 from embodyrl.extensions.demonstrations.writer import read_episodes
-from embodyrl.extensions.text.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
 

@@ -5,8 +5,9 @@ from typing import Any
 
 from embodyrl.config.sections import Chosen, Section
 from embodyrl.config.settings import Settings
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, PairSettings, RowSettings
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.text.dataset import holds_text
+from embodyrl.extensions.text.settings import PairSettings, RowSettings
 
 
 def _choose(chosen: Chosen) -> type[Settings] | None:

@@ -1,41 +1,11 @@
-"""Keys of what is learned from: demonstrations, and rows of text."""
+"""Keys of demonstrations."""
 
-import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, Must, NumbersStates, Path, Settings, only
-
-
-def is_function(path: str) -> bool:
-    """Whether a path is package.module:function."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path) is not None
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
-class DataSettings(Settings):
-    """Where data comes from."""
-
-    needs = {"val_path=null": "val_share"}
-
-    path: Annotated[Path | None, NumbersStates] = None
-    """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
-    package.module:function."""
-    val_path: Annotated[Path | None, NumbersStates] = None
-    """The same for validation; default: a share of what is in data.path."""
-    val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
-    """Share of the episodes in data.path that is held out for validation; 0: no validation."""
-    shuffle: bool = True
-    """Draw samples in random order."""
+from embodyrl.config.settings import Must, Path, only
+from embodyrl.extensions.text.settings import DataSettings
 
 
 class DemonstrationSettings(DataSettings):
@@ -63,55 +33,3 @@ class DemonstrationSettings(DataSettings):
 
     image_aug: bool = True
     """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
-
-
-class RowSettings(DataSettings):
-    """Rows of text."""
-
-    kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Passed to the function of data.path=package.module:function, which returns rows."""
-    subset: Annotated[str | None, NumbersStates] = None
-    """Of a folder or repository: folder of the rows below it, as data sets of the hub name their configurations."""
-    split: Annotated[str | None, NumbersStates] = None
-    """Of a folder or repository: files whose names begin with this (train-00000-of-00002.parquet), or in a folder of
-    this name; default: all files."""
-    val_split: Annotated[str | None, NumbersStates] = None
-    """The same for validation; default: a share of the rows."""
-    prompt_key: str = "prompt"
-    """Column of what is asked: text, or a list of messages with role and content."""
-    answer_key: str = "answer"
-    """Column of what an answer is judged by, and what `embodyrl sft` imitates; a.b is b within a column a."""
-    answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
-    """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
-    prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
-    """Text around each prompt."""
-    system_prompt: str | None = None
-    """System message in front of each prompt."""
-    image_key: str | None = None
-    """Column of the pictures that a prompt shows: one or several files below the rows' folder, or their bytes;
-    `<image>` in the prompt says where each stands, without any they come first. Wants model=vision_lm."""
-    max_image_edge: Count | None = None
-    """Pictures with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
-    max_prompt_length: Annotated[Count | None, NumbersStates] = 512
-    """Longer prompts, in tokens with the chat template and without pictures, are left out; null: all stay."""
-
-    @property
-    def sources(self) -> list[tuple[str, str | None]]:
-        """Path and split of the rows to learn from, and of those for validation where these have one of their own."""
-        val = self.val_path or (self.path if self.val_split else None)
-        return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
-
-    def problems(self) -> Iterator[str]:
-        """The rows of a function are not validated with as well."""
-        yield from super().problems()
-        if self.val_split is not None and is_function(self.val_path or self.path or ""):
-            yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."
-
-
-class PairSettings(RowSettings):
-    """Rows of text with two answers of which one is better."""
-
-    answer_key: str = "chosen"
-    """Column of the better answer: text, or a conversation whose last message it is; a.b is b within a column a."""
-    rejected_key: str = "rejected"
-    """Column of the worse answer, likewise."""

@@ -18,8 +18,8 @@ from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.frames import encode_mp4, encode_png
 from embodyrl.extensions.demonstrations.layout import Card, Demonstration, image_key
+from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
 from embodyrl.extensions.demonstrations.statistics import MAX_FRAMES, image_stats, pixel_counts, vector_stats
-from embodyrl.extensions.text.rows import find_rows, read_vectors
 from embodyrl.files import SCRATCH, by_number
 from embodyrl.types import FloatArray, IntArray
 

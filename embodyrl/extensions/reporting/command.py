@@ -70,7 +70,7 @@ def card(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
     """Serve the page to this machine; each look sees the run as it stands."""
-    from embodyrl.extensions.serving.loopback import Answer, Loopback
+    from embodyrl.cli.loopback import Answer, Loopback
 
     if args.json or not args.port.isdecimal():
         raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")

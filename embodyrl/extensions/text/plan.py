@@ -7,10 +7,10 @@ from pathlib import Path
 from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.dataset import TextRows, open_rows
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
+from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.roots import ActingConfig, RunConfig, TrainConfig
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
 

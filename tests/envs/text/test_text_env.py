@@ -10,11 +10,11 @@ from embodyrl.conversation import Answer, Judgement, Message, TextRow, split_mes
 from embodyrl.envs.protocol import EnvContext, Rows
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
-from embodyrl.extensions.demonstrations.pictures import Picture
-from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.pictures import Picture
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.settings import JudgeSettings
+from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.types import EpisodeStart, ObservationOut
 
 

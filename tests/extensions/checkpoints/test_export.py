@@ -24,10 +24,10 @@ from embodyrl.commands.train import train
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.checkpoints.export import export
-from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.serving.play import scene_of
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.config import load_config
 
 TRAINED = ("runner.max_steps=1", "runner.save_interval=1", "actor.optim.lr=0.02", "actor.optim.warmup_steps=0")

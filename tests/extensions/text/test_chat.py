@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.settings import RowSettings
 from embodyrl.extensions.text.chat import (
     ChatTemplate,
     control_tokens,
@@ -20,6 +19,7 @@ from embodyrl.extensions.text.chat import (
     without_controls,
 )
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.config import load_config
 from embodyrl.policies.causal_lm.prompts import Reader
 

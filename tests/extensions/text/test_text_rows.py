@@ -13,12 +13,12 @@ from PIL import Image
 from embodyrl.commands.facts import facts
 from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.pictures import pictures_of
-from embodyrl.extensions.demonstrations.settings import PairSettings, RowSettings
 from embodyrl.extensions.text import dataset as text
 from embodyrl.extensions.text import tasks
 from embodyrl.extensions.text.dataset import open_rows
+from embodyrl.extensions.text.pictures import pictures_of
 from embodyrl.extensions.text.rewards.functions import countdown
+from embodyrl.extensions.text.settings import PairSettings, RowSettings
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 import embodyrl
-from embodyrl.extensions.serving import loopback
-from embodyrl.extensions.serving.loopback import Answer, Loopback
+from embodyrl.cli import loopback
+from embodyrl.cli.loopback import Answer, Loopback
 from embodyrl.extensions.serving.play import Scene
 
 CHECKPOINT = "assets/openvla_oft_tabletop"
