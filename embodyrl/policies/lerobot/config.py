@@ -169,7 +169,7 @@ class LeRobotConfig(BaseModel):
 def _cure(steps: int) -> str:
     if steps == 1:
         return ". Choose another environment or checkpoint."
-    return f". Use the environment with a history: env.env_type=history.NAME env.history={steps}."
+    return f". Use the environment with a history: env.env_type=NAME_history env.history={steps}; for `embodyrl sft` set data.history={steps}."
 
 
 C = TypeVar("C", bound=LeRobotConfig)

@@ -1,0 +1,75 @@
+"""Environments whose observations hold several steps, and whose chunks are averaged while they are executed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from embodyrl.config.settings import Count, join
+from embodyrl.envs.factory import SimFactory
+from embodyrl.envs.history.observed import flattened, with_history
+from embodyrl.envs.protocol import ENVS, EnvContext
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.envs.simulators import Simulators
+from embodyrl.types import EnvSpec
+
+
+class HistorySettings(EnvSettings):
+    """Observed steps, and chunks that are averaged."""
+
+    needs = {"ensemble_chunk": "ensemble_coeff"}
+
+    history: Annotated[int, Field(ge=1, le=100)] = 1
+    """Observed steps, oldest first; the first observation of an episode stands for the steps before it. Every step is
+    rendered."""
+    ensemble_chunk: Count | None = None
+    """Actions of a chunk that the policy gives for each step; the average of all actions for a step is executed."""
+    ensemble_coeff: Annotated[float, Field(ge=-100, le=100)] = 0.01
+    """m of the weights exp(-m i) of an average, i = 0 for the oldest chunk."""
+
+
+@dataclass(frozen=True)
+class HistoryFactory(SimFactory[Any]):
+    """Implements `EnvFactory` around another factory."""
+
+    base: str
+    """Name of the other factory."""
+
+    @cached_property
+    def _of(self) -> Any:
+        return ENVS.get(self.base)
+
+    @cached_property
+    def settings(self) -> Any:
+        """Keys of the environment, and those of this module."""
+        return join(self._of.settings, HistorySettings)
+
+    def problems(self, cfg: Any) -> Iterator[str]:
+        """Yield problems of the environment (see `SimFactory`)."""
+        yield from self._of.problems(cfg)
+
+    def suites(self, cfg: Any) -> tuple[str, ...]:
+        """Return the suites of the environment."""
+        return self._of.suites(cfg)
+
+    def own_suite(self, cfg: Any) -> str | None:
+        """Return the chosen suite."""
+        return self._of.own_suite(cfg)
+
+    def describe(self, cfg: Any, context: EnvContext) -> EnvSpec:
+        """Describe the environment with its history and chunks."""
+        spec = with_history(self._of.describe(cfg, context), cfg.history)
+        return spec if cfg.ensemble_chunk is None else flattened(spec, cfg.ensemble_chunk)
+
+    def simulators(self, cfg: Any, context: EnvContext) -> Simulators:
+        """Wrap the environment's simulators."""
+        from embodyrl.envs.history.sims import HistorySims
+
+        inner, spec = self._of.simulators(cfg, context), self.describe(cfg, context)
+        return HistorySims(inner, spec, cfg.history, cfg.ensemble_chunk, cfg.ensemble_coeff)
+
+
+GYM, LIBERO, MANISKILL = HistoryFactory("gym"), HistoryFactory("libero"), HistoryFactory("maniskill")
+METAWORLD, TABLETOP = HistoryFactory("metaworld"), HistoryFactory("tabletop")

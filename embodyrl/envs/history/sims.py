@@ -1,0 +1,110 @@
+"""Simulators with a history of observations and a running average of chunks for each slot."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from embodyrl.envs.simulators import SimSteps, Simulators
+from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray
+
+
+class TemporalEnsemble:
+    """Running average of the actions that chunks give for the same step (ACT, arXiv 2304.13705, algorithm 2).
+
+    The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest.
+    """
+
+    def __init__(self, coeff: float, chunk: int) -> None:
+        self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
+        self._sums = np.cumsum(self._weights, dtype=np.float32)
+        self._mean = np.zeros((0, 0), np.float32)
+        self._count = np.zeros(0, np.int64)
+
+    def take(self, chunk: FloatArray) -> FloatArray:
+        """Add a chunk [H, A] and return the action [A] of the present step."""
+        if len(self._mean):
+            count, overlap = self._count[:, None], chunk[: len(self._mean)]
+            self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]
+            self._count = np.minimum(self._count + 1, len(chunk))
+        new = chunk[len(self._mean) :]
+        mean = np.concatenate([self._mean, new]) if len(self._mean) else new
+        count = np.concatenate([self._count, np.ones(len(new), np.int64)])
+        self._mean, self._count = mean[1:], count[1:]
+        return mean[0]
+
+
+class HistorySims(Simulators):
+    """Other simulators, seen through a history, with actions that are averaged over chunks."""
+
+    def __init__(self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float) -> None:
+        super().__init__(spec)
+        self._inner, self._history, self._chunk, self._coeff = inner, history, chunk, coeff
+        self.task_limit, self.sequential, self.solved = inner.task_limit, inner.sequential, inner.solved
+        self._seen: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
+        self._ensembles: dict[int, TemporalEnsemble] = {}
+
+    @property
+    def current_slot(self) -> int | None:  # type: ignore[override]
+        """Return the slot in work of the inner simulators."""
+        return self._inner.current_slot
+
+    def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
+        """Reset, and fill the history with the first observation."""
+        self._inner.reset(slots, reset_ids, seeds)
+        for slot in slots.tolist():
+            self._seen.pop(slot, None)
+            if self._chunk is not None:
+                self._ensembles[slot] = TemporalEnsemble(self._coeff, self._chunk)
+        self._look(slots)
+
+    def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
+        """Execute one action [n, A] in each slot, the average where actions are chunks [n, H A]."""
+        if self._chunk is not None:
+            chunks = actions.reshape(len(slots), self._chunk, -1)
+            pairs = zip(slots.tolist(), chunks, strict=True)
+            actions = np.stack([self._ensembles[slot].take(chunk) for slot, chunk in pairs])
+        result = self._inner.step(slots, actions)
+        self._look(slots)
+        return result
+
+    def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
+        """Write the history of each slot, oldest first."""
+        if self._history == 1:
+            self._inner.observe(slots, images, state, rows)
+            return
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            images[row] = np.concatenate([seen for seen, _ in self._seen[slot]])
+            state[row] = np.concatenate([numbers for _, numbers in self._seen[slot]])
+
+    def _look(self, slots: IntArray) -> None:
+        """Add present observations to the histories."""
+        if self._history == 1:
+            return
+        spec = self._inner.spec
+        images = np.zeros((len(slots), len(spec.cameras), *spec.image_size, 3), np.uint8)
+        state = np.zeros((len(slots), spec.state_dim), np.float32)
+        self._inner.observe(slots, images, state, np.arange(len(slots)))
+        for slot, seen, numbers in zip(slots.tolist(), images, state, strict=True):
+            kept = self._seen.get(slot) or [(seen, numbers)] * self._history
+            self._seen[slot] = [*kept[1:], (seen, numbers)]
+
+    def render(self, slot: int) -> ByteArray:
+        """Render a slot (see `Simulators`)."""
+        return self._inner.render(slot)
+
+    def info(self, slot: int) -> Mapping[str, Any]:
+        """Return the simulator's info of the last step."""
+        return self._inner.info(slot)
+
+    def instruction(self, slot: int) -> str | None:
+        """Return the instruction of the slot's episode (see `Simulators`)."""
+        return self._inner.instruction(slot)
+
+    def expert(self, slot: int) -> FloatArray:
+        """Return the scripted expert's next action [A]."""
+        return self._inner.expert(slot)
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        self._inner.close()

@@ -1,0 +1,100 @@
+"""Several observed steps and averaged chunks around another environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from settings import env_of
+
+from embodyrl.envs import ENVS
+from embodyrl.envs.history.sims import TemporalEnsemble
+from embodyrl.envs.protocol import EnvContext
+from embodyrl.types import EpisodeStart
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "lerobot" / "act" / "state" / "tensors.safetensors"
+SIZE = {"camera_heights": 16, "camera_widths": 16, "camera_names": ["front"]}
+
+
+def make(slots=1, **keys):
+    cfg = env_of("tabletop_history", init_params=SIZE, **keys)
+    return ENVS.get("tabletop_history").make(cfg, EnvContext(num_slots=slots))
+
+
+def plain():
+    return ENVS.get("tabletop").make(env_of("tabletop", init_params=SIZE), EnvContext(num_slots=1))
+
+
+def look(env):
+    images = np.zeros((1, len(env.spec.cameras), 16, 16, 3), np.uint8)
+    state = np.zeros((1, env.spec.state_dim), np.float32)
+    env.observe([0], images, state)
+    return images[0], state[0]
+
+
+START = EpisodeStart(reset_id=3, seed=1, max_episode_steps=9)
+
+
+def test_the_average_is_that_of_lerobot():
+    data = load_file(GOLDEN)
+    for row in range(data["ensemble.chunks"].shape[1]):
+        ensemble = TemporalEnsemble(float(data["ensemble.coeff"]), data["ensemble.chunks"].shape[2])
+        for chunk, expected in zip(data["ensemble.chunks"][:, row], data["ensemble.out"][:, row], strict=True):
+            assert ensemble.take(chunk) == pytest.approx(expected, abs=1e-6)
+
+
+def test_weights_of_an_average_follow_the_age_of_chunks():
+    for coeff, expected in ((0.5, 1.866167), (0.01, 2.323339), (0.0, 2.333333)):
+        ensemble = TemporalEnsemble(coeff, 3)
+        for chunk in ([0, 0, 1], [0, 2, 0]):
+            ensemble.take(np.array(chunk, np.float32)[:, None])
+        assert ensemble.take(np.array([[4.0], [0], [0]], np.float32))[0] == pytest.approx(expected, abs=1e-5)
+
+
+def test_observations_hold_the_last_steps_oldest_first():
+    env, alone = make(history=3), plain()
+    assert env.spec.cameras == ("front_2", "front_1", "front")
+    assert env.spec.state_dim == 3 * alone.spec.state_dim
+    for one in (env, alone):
+        one.reset([0], [START])
+    seen = [look(alone)] * 3
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        images, state = look(env)
+        assert np.array_equal(images, np.concatenate([image for image, _ in seen]))
+        assert np.array_equal(state, np.concatenate([numbers for _, numbers in seen]))
+        # A chunk of two actions: its first step is a step of the history too.
+        actions = rng.uniform(-1, 1, (1, 2, 7)).astype(np.float32)
+        env.step_chunk([0], actions)
+        for k in range(2):
+            alone.step_chunk([0], actions[:, k : k + 1])
+            seen = [*seen[1:], look(alone)]
+    env.reset([0], [START])
+    alone.reset([0], [START])
+    assert np.array_equal(look(env)[1], np.tile(look(alone)[1], 3))
+
+
+def test_the_averages_of_chunks_are_executed_and_begin_anew_with_each_episode():
+    env, alone = make(ensemble_chunk=4), plain()
+    assert env.spec.action_dim == 28
+    assert env.spec.expert_tasks == ()
+    rng = np.random.default_rng(0)
+    for _ in range(2):
+        ensemble = TemporalEnsemble(0.01, 4)
+        for one in (env, alone):
+            one.reset([0], [START])
+        for _ in range(5):
+            chunk = rng.uniform(-1, 1, (4, 7)).astype(np.float32)
+            env.step_chunk([0], chunk.reshape(1, 1, 28))
+            alone.step_chunk([0], ensemble.take(chunk)[None, None])
+            assert np.array_equal(look(env)[1], look(alone)[1])
+
+
+def test_without_keys_the_environment_is_unchanged():
+    env, alone = make(), plain()
+    assert env.spec == alone.spec
+    for one in (env, alone):
+        one.reset([0], [START])
+    assert all(np.array_equal(a, b) for a, b in zip(look(env), look(alone), strict=True))
