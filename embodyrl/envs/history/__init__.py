@@ -22,7 +22,7 @@ class HistorySettings(EnvSettings):
     needs = {"ensemble_chunk": "ensemble_coeff"}
 
     history: Annotated[int, Field(ge=1, le=100)] = 1
-    """Observed steps, oldest first; the first observation of an episode stands for the steps before it. Every step is
+    """Observed steps, oldest first; the first observation of an episode fills the steps before it. Every step is
     rendered."""
     ensemble_chunk: Count | None = None
     """Actions of a chunk that the policy gives for each step; the average of all actions for a step is executed."""

@@ -6,13 +6,14 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from embodyrl.envs.history.observed import with_history
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.layout import (
     ACTION,
@@ -45,6 +46,8 @@ class Reading:
     image_rotation_deg: int = 0
     skip_nonfinite: bool = False
     """Leave out episodes with non-finite numbers instead of rejecting the data set."""
+    history: int = 1
+    """Observed steps of a sample, which the environment shows together."""
 
     def column(self, camera: str) -> str:
         """Return the column of a camera."""
@@ -78,10 +81,21 @@ def reading_of(data: DemonstrationSettings) -> Reading:
         gripper=ends,
         image_rotation_deg=data.image_rotation_deg,
         skip_nonfinite=data.skip_nonfinite,
+        history=data.history,
     )
 
 
 def read_card(root: Path, reading: Reading = PLAIN) -> Card:
+    """Read the description of the environment that the data come from, with the history of the reading.
+
+    Raises:
+        EmbodyError, ConfigError: see `stored_card`.
+    """
+    card = stored_card(root, reading)
+    return replace(card, env=with_history(card.env, reading.history))
+
+
+def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
     """Read the description of the environment that the data come from.
 
     Raises:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, read_tasks
+from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_tasks, stored_card
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import Rows, find_rows
 from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
@@ -36,7 +36,7 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
     """
     problems: list[str] = []
     try:
-        card, rows = read_card(root, reading), read_episodes(root)
+        card, rows = stored_card(root, reading), read_episodes(root)
     except ConfigError:
         raise
     except EmbodyError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,9 +18,18 @@ from embodyrl.extensions.demonstrations.augment import augment, draw
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.settings import Objective
 from embodyrl.learners.training import InParts, deal
-from embodyrl.policies.protocol import TextPolicy, TokenPolicy
+from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
+
+
+@runtime_checkable
+class ImitatesPadded(Policy, Protocol):
+    """A policy whose loss depends on which actions of a chunk only repeat the first or last one of an episode."""
+
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+        """Return the loss of actions [B, H, A] (see `Policy.imitate`), of which `padding` [B, H] repeat others."""
+        ...
 
 
 class ImitationLearner(Learner):
@@ -116,6 +126,8 @@ class ImitationLearner(Learner):
                 return self._rank(obs, records)
             case Objective.success:
                 return self._recognise(obs, records)
+        if isinstance(self._policy, ImitatesPadded):
+            return self._policy.imitate_padded(obs, self._targets(records), ~self._arena[Record.valid][records])
         return self._policy.imitate(obs, self._targets(records))
 
     def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_card, read_tasks
+from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_tasks, stored_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
@@ -70,9 +70,17 @@ class Demonstrations:
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
         """Return the actions [B, K, A] that follow each step; after an episode's end its last action repeats."""
-        # Chunks that reach beyond the end of their episode repeat its last action.
-        stop = self.stop[np.searchsorted(self.stop, steps, side="right")]
-        return self.action[np.minimum(steps[:, None] + np.arange(length), stop[:, None] - 1)]
+        return self.action[self.window(steps, length)[0]]
+
+    def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
+        """Return the steps [B, K] from `before` steps before each step on, and which belong to its episode [B, K].
+
+        The others repeat the first or the last step of the episode.
+        """
+        episode = np.searchsorted(self.stop, steps, side="right")
+        wanted = steps[:, None] + np.arange(-before, length - before)
+        found = np.clip(wanted, self.start[episode][:, None], self.stop[episode][:, None] - 1)
+        return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
         """Steps [M, 2] where chunks of an episode begin, and those of a worse one from the same initial state.
@@ -100,7 +108,7 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
         EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
             than the free memory.
     """
-    card = read_card(root, reading)
+    card = stored_card(root, reading)
     ours = layout.is_ours(root)
     if problems := check_layout(root, reading):
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""

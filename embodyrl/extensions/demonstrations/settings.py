@@ -27,6 +27,8 @@ class DemonstrationSettings(DataSettings):
     """Place of the gripper in the action."""
     image_rotation_deg: Literal[0, 180] = 0
     """Rotation that brings the stored frames upright."""
+    history: Annotated[int, Field(ge=1, le=100)] = 1
+    """Observed steps of a sample, oldest first, for policies with n_obs_steps; its actions begin at the oldest."""
     skip_nonfinite: bool = False
     """Leave out episodes with NaN or infinite numbers; false: they are an error."""
     needs = {"gripper": "gripper_index"}

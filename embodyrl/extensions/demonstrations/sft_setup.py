@@ -54,6 +54,10 @@ class Samples:
     """[M, K, A] the actions that follow, in the policy's gripper convention."""
     shown: BoolArray
     """[N] the goal holds in what is seen."""
+    valid: BoolArray
+    """[M, K] actions of the episode; the others repeat its first or last one."""
+    history: int = 1
+    """Observed steps of a sample, oldest first."""
     replies: Sequence[str] = ()
     """[M] of text, instead of actions."""
     width: int = 1
@@ -66,10 +70,16 @@ class Samples:
         """Put one sample into a record."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
-        arena[Record.images][record] = demos.images[step]
-        arena[Record.observed_state][record] = demos.state[step]
+        if self.history == 1:
+            arena[Record.images][record] = demos.images[step]
+            arena[Record.observed_state][record] = demos.state[step]
+        else:
+            seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
+            arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
+            arena[Record.observed_state][record] = demos.state[seen].ravel()
         arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
         arena[Record.action][record] = self.actions[row]
+        arena[Record.valid][record] = self.valid[row]
         arena[Record.success][record] = self.shown[step]
         if self.replies:
             arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
@@ -103,7 +113,7 @@ class Material:
         env = replace(self.env, prompt_bytes=max(len(text.encode()) for text in prompts))
         policy = replace(
             self.policy,
-            num_action_chunks=self.policy.imitated or self.policy.num_action_chunks,
+            num_action_chunks=self.train.actions.shape[1],
             reply_bytes=max((len(text.encode()) for text in replies), default=0),
         )
         return record_layout(env, policy)
@@ -166,7 +176,7 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     if measured:
         demos, steps = train.demos, train.steps
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
-        entry = data_statistics(train.actions[:, 0], demos.state[steps], env, episodes)
+        entry = data_statistics(train.actions[:, train.history - 1], demos.state[steps], env, episodes)
         model = with_statistics(cfg.model, source, folder, key, entry)
     return Material(env=env, policy=spec, model=model, train=train, validation=validation)
 
@@ -180,7 +190,7 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
-    reading = reading_of(cfg.data)
+    reading, history = reading_of(cfg.data), cfg.data.history
     first = load_demonstrations(resolve_asset(cfg.data.path), reading)
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
@@ -193,12 +203,15 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
         count = max(1, round(cfg.data.val_share * len(known)))
     order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
     aside = np.isin(kinds, known[order[:count]])
-    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, ranked=ranked)
+    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, history=history, ranked=ranked)
     if cfg.data.val_path is None:
         held_out = np.flatnonzero(aside).tolist()
-        return training, _samples(demos, held_out, env, policy, ranked=ranked) if held_out else None
+        if not held_out:
+            return training, None
+        return training, _samples(demos, held_out, env, policy, history=history, ranked=ranked)
     validation = _more(cfg.data.val_path, reading, env)
-    return training, _samples(validation, list(range(validation.num_episodes)), env, policy, ranked=ranked)
+    every = list(range(validation.num_episodes))
+    return training, _samples(validation, every, env, policy, history=history, ranked=ranked)
 
 
 def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
@@ -209,13 +222,24 @@ def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstra
     return load_demonstrations(resolve_asset(folder), reading)
 
 
-def _samples(demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, ranked: bool) -> Samples:
+def _samples(
+    demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, history: int = 1, ranked: bool
+) -> Samples:
     length = policy.imitated or policy.num_action_chunks
     steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
-    actions = demos.chunks(steps, length)
+    found, valid = demos.window(steps, length + history - 1, before=history - 1)
+    actions = demos.action[found]
     # Once for all samples: what the policy imitates is in its own convention, as when it acts.
     convert_gripper(actions, env.gripper, policy.gripper)
-    return Samples(demos=demos, steps=steps, actions=actions, shown=demos.shown, width=2 if ranked else 1)
+    return Samples(
+        demos=demos,
+        steps=steps,
+        actions=actions,
+        shown=demos.shown,
+        valid=valid,
+        history=history,
+        width=2 if ranked else 1,
+    )
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:
@@ -374,7 +398,12 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
     )
     replies = [row.reference if row.rejected is None else join_pair(row.reference, row.rejected) for row in chosen]
     return Samples(
-        demos=demos, steps=steps, actions=np.zeros((len(part), 1, 1), np.float32), shown=demos.success, replies=replies
+        demos=demos,
+        steps=steps,
+        actions=np.zeros((len(part), 1, 1), np.float32),
+        shown=demos.success,
+        valid=np.ones((len(part), 1), np.bool_),
+        replies=replies,
     )
 
 

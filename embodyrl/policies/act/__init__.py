@@ -1,7 +1,9 @@
 """ACT, the action chunking transformer, in LeRobot's layout. Importing this package does not import torch."""
 
+from dataclasses import replace
 from typing import Any
 
+from embodyrl.errors import ConfigError
 from embodyrl.policies.act.config import KIND, ActConfig
 from embodyrl.policies.act.settings import ActSettings, Likelihood
 from embodyrl.policies.lerobot.config import read_config
@@ -9,7 +11,7 @@ from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.lerobot.settings import chunk_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.records import ChunkRecord
-from embodyrl.types import PolicySpec
+from embodyrl.types import EnvSpec, PolicySpec
 
 
 class ActFactory(LeRobotFactory):
@@ -21,9 +23,41 @@ class ActFactory(LeRobotFactory):
         """Return config problems, one line each with the fix."""
         if problems := super().validate(cfg):
             return problems
+        if cfg.temporal_ensemble and cfg.steers:
+            return [f"model.temporal_ensemble=true: model.likelihood={cfg.likelihood} steers no averages; unset one."]
         if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
             return [f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so its latent means nothing; use residual."]
         return []
+
+    def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
+        """Return the policy's config (see `LeRobotFactory`); an environment may take whole chunks as actions.
+
+        Raises:
+            ConfigError: its actions are no chunks of this policy.
+        """
+        if not cfg.temporal_ensemble:
+            return super().plan(cfg, env)
+        rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
+        if env.action_dim % rows or cfg.num_action_chunks != 1:
+            raise ConfigError(
+                f"model.temporal_ensemble=true: set env.env_type=NAME_history env.ensemble_chunk={rows} and "
+                "model.num_action_chunks=1."
+            )
+        return super().plan(cfg, replace(env, action_dim=env.action_dim // rows))
+
+    def spec(self, cfg: ActSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Describe the policy (see `LeRobotFactory.spec`)."""
+        spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
+        if cfg.temporal_ensemble:
+            averaged = "its chunks are averaged (model.temporal_ensemble)"
+            return replace(spec, action_dim=env.action_dim, takes_noise=False, untrainable=averaged)
+        if (coeff := config.temporal_ensemble_coeff) is None:
+            return spec
+        doubt = (
+            f"the checkpoint averages its chunks: set model.temporal_ensemble=true model.num_action_chunks=1 "
+            f"env.env_type=NAME_history env.ensemble_chunk={config.chunk_size} env.ensemble_coeff={coeff}"
+        )
+        return replace(spec, doubts=(*spec.doubts, doubt))
 
     def features(self, config: ActConfig) -> int:
         """Return the width of the encoder's mean output."""

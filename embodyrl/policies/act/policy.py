@@ -1,8 +1,10 @@
 """ACT as a policy: a chunk from a latent of zeros, a Gaussian around it, and training as an autoencoder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from embodyrl.policies.records import ChunkRecord
 from embodyrl.policies.sampling import START, Chosen, normals
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicySpec
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicySpec
 
 PREFIX = "model."
 
@@ -29,6 +31,17 @@ class ActPolicy(LeRobotPolicy):
 
     _cfg: ActSettings
     _config: ActConfig
+
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Choose a chunk for each observation (see `Policy.act`); an action may be a whole chunk, to be averaged."""
+        if not self._cfg.temporal_ensemble:
+            return super().act(obs, noise=noise, temperature=temperature)
+        out = super().act(obs, noise=None)
+        return replace(out, actions=out.actions.reshape(len(obs), 1, -1))
+
+    def _executed(self, chunk: Tensor) -> Tensor:
+        """Return the executed rows of chunks [B, H, A], all where they are averaged."""
+        return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
 
     @property
     def _network(self) -> Act:
@@ -71,21 +84,27 @@ class ActPolicy(LeRobotPolicy):
         return spread.log_prob(rows), spread.entropy()
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Return the loss of actions [B, H, A], all of which count (see `imitate_padded`)."""
+        return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
+
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H, A]: mean distance, and `kl_weight` times the latent's KL divergence.
+
+        Rows of `padding` [B, H] do not count.
 
         Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean distance of the
         executed rows in the environment's units.
         """
-        target = self._from_actions(actions)
+        target, padded = self._from_actions(actions), on_device(padding, self._device)
         if not (torch.is_grad_enabled() and self._config.use_vae):
             read = self._read(obs)
             chunk = self._network.decode(*read.model).actions
-            distance = (chunk - target).abs().flatten(1).mean(1)
+            distance = ((chunk - target).abs() * ~padded[..., None]).flatten(1).mean(1)
             rows = on_device(self._to_actions(self._executed(chunk.detach())), self._device)
             given = on_device(actions[:, : self._shape.executed], self._device)
             error = (rows - given).abs().flatten(1).mean(1)
             return ImitationScores(loss=distance, accuracy=torch.zeros_like(error), error=error)
-        loss = self.loss(obs, target, torch.zeros(target.shape[:2], dtype=torch.bool, device=self._device))
+        loss = self.loss(obs, target, padded)
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
 
     def loss(self, obs: Observation, target: Tensor, padding: Tensor) -> Tensor:

@@ -18,3 +18,5 @@ class ActSettings(LeRobotSettings):
     frozen, and an actor learns with algorithm=sac to choose the latent, or to correct the chunk."""
     action_std: Positive = 0.1
     """gaussian: standard deviation of normalized actions."""
+    temporal_ensemble: bool = False
+    """Give whole chunks as actions to an environment that averages them (env.ensemble_chunk); for evaluation."""

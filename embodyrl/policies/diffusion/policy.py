@@ -28,7 +28,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.sampling import START, STEP, TIMES, Chosen, normals, uniforms
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicySpec
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicySpec
 
 PREFIX = "diffusion."
 
@@ -120,25 +120,32 @@ class DiffusionPolicy(LeRobotPolicy):
         return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A] from the present step on: squared error of the noise, or of the chunk.
+        """Return the loss of actions [B, H', A], all of which count (see `imitate_padded`)."""
+        return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
 
-        Rows of a chunk before the present step (`n_obs_steps` > 1) repeat the first action, and do not count.
-        Without gradients noise and step are the same in every call, and `error` is the mean distance of the executed
-        rows in the environment's units.
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+        """Return the loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
+
+        Rows of `padding` [B, H'] do not count with `do_mask_loss_for_padding`; the mean is over all numbers. Missing
+        rows before the present step repeat the first action, and do not count. Without gradients noise and step are the
+        same in every call, and `error` is the mean distance of the executed rows in the environment's units.
         """
         past = self._shape.horizon - actions.shape[1]
-        target = self._from_actions(np.concatenate([actions[:, :1].repeat(past, 1), actions], 1))
+        actions = np.concatenate([actions[:, :1].repeat(past, 1), actions], 1)
+        left_out = np.pad(padding & self._config.do_mask_loss_for_padding, ((0, 0), (past, 0)), constant_values=True)
+        target = self._from_actions(actions)
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
         noise = normals(rows, START, self._size, self._device)
         count = self._config.num_train_timesteps
         level = on_device((uniforms(rows, TIMES, 1)[:, 0] * count).astype(np.int64), self._device)
         read = self._read(obs)
-        loss = self.elements(read.model, target, noise, level)[:, past:].flatten(1).mean(1)
+        counts = on_device(~left_out, self._device)[..., None]
+        loss = (self.elements(read.model, target, noise, level) * counts).flatten(1).mean(1)
         if trains:
             return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
         found = on_device(self._to_actions(self._greedy(obs, read)), self._device)
-        error = (found - on_device(actions[:, : self._shape.executed], self._device)).abs().flatten(1).mean(1)
+        error = (found - self._executed(on_device(actions, self._device))).abs().flatten(1).mean(1)
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(error), error=error)
 
     def elements(self, condition: Tensor, target: Tensor, noise: Tensor, level: Tensor) -> Tensor:

@@ -119,7 +119,10 @@ class LeRobotConfig(BaseModel):
         """
         shape = (3, *env.image_size)
         steps = self.n_obs_steps
-        cameras = env.cameras[-(len(env.cameras) // steps) :] if env.cameras else ()
+        cameras = env.cameras[-(len(env.cameras) // steps or 1) :]
+        earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in cameras)
+        if env.cameras != earlier + cameras:
+            cameras = env.cameras  # the environment shows one step; see `mismatches`
         inputs = {f"{IMAGES}{name}": Feature(type="VISUAL", shape=shape) for name in cameras}
         if env.state_dim:
             width = env.state_dim // steps
@@ -169,7 +172,7 @@ class LeRobotConfig(BaseModel):
 def _cure(steps: int) -> str:
     if steps == 1:
         return ". Choose another environment or checkpoint."
-    return f". Use the environment with a history: env.env_type=NAME_history env.history={steps}; for `embodyrl sft` set data.history={steps}."
+    return f". Set env.env_type=NAME_history env.history={steps}, or for `embodyrl sft` data.history={steps}."
 
 
 C = TypeVar("C", bound=LeRobotConfig)

@@ -99,15 +99,16 @@ class LeRobotFiles:
                 mine[key].copy_(found[key])
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str] | None]:
-    """Read the tensors and the metadata of a file.
+def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
+    """Read the tensors (those with matching names) and the metadata of a file.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
     try:
         with safe_open(path, "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+            names = [key for key in file.keys() if named is None or named.fullmatch(key)]  # noqa: SIM118
+            return {key: file.get_tensor(key) for key in names}, file.metadata()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
 
@@ -135,11 +136,10 @@ def read_files(
     fresh = folder is None or RANDOM_INIT_KEY in raw
     statistics, eps = _processor_statistics(folder, small)
     own = None if folder is None or not (folder / STATISTICS_FILE).is_file() else folder / STATISTICS_FILE
-    aside, metadata = {}, None
+    aside: dict[str, Tensor] = {}
+    metadata = None
     if folder is not None and not fresh and (folder / WEIGHTS_FILE).is_file():
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            metadata = file.metadata()
-            aside = {key: file.get_tensor(key) for key in file.keys() if _OLD.fullmatch(key)}  # noqa: SIM118
+        aside, metadata = read_tensors(folder / WEIGHTS_FILE, _OLD)
         if not statistics and aside and own is None:
             statistics = _old_statistics(aside, config, folder / WEIGHTS_FILE, robot)
     if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:

@@ -76,7 +76,7 @@ def test_observations_hold_the_last_steps_oldest_first():
     assert np.array_equal(look(env)[1], np.tile(look(alone)[1], 3))
 
 
-def test_the_averages_of_chunks_are_executed_and_begin_anew_with_each_episode():
+def test_averages_of_chunks_are_executed_and_reset_with_each_episode():
     env, alone = make(ensemble_chunk=4), plain()
     assert env.spec.action_dim == 28
     assert env.spec.expert_tasks == ()

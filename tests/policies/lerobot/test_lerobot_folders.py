@@ -1,0 +1,206 @@
+"""Checkpoint folders: LeRobot's in and out unchanged, older layouts, new models, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from golden_lerobot import (
+    ACT,
+    DIFFUSION,
+    GOLDEN,
+    env_of_config,
+    folder_of,
+    fresh,
+    noise_for,
+    observation,
+    observe,
+    policy_of,
+    recorded,
+    toy_env,
+)
+from safetensors.torch import load_file, save_file
+from settings import model_of
+
+from embodyrl.envs.history.observed import flattened, with_history
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.act.config import ActConfig
+from embodyrl.policies.lerobot.config import read_config
+from embodyrl.policies.protocol import POLICIES
+
+KINDS = ("act", "diffusion")
+
+
+@pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
+def test_a_folder_is_written_as_it_was_read(case, tmp_path):
+    folder = folder_of(case, tmp_path / "in")
+    policy, out = policy_of(folder), tmp_path / "out"
+    out.mkdir()
+    policy.save(out)
+    assert {p.name for p in out.iterdir()} == {p.name for p in folder.iterdir()}
+    for path in folder.iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("case", ["act/state", "diffusion/state"])
+def test_another_number_of_executed_actions_is_written(case, tmp_path):
+    folder = folder_of(case, tmp_path / "in")
+    raw = json.loads((folder / "config.json").read_text())
+    if raw.get("temporal_ensemble_coeff") is not None:  # which goes with single actions only
+        (folder / "config.json").write_text(json.dumps(raw | {"temporal_ensemble_coeff": None}))
+    policy, out = policy_of(folder, num_action_chunks=2), tmp_path / "out"
+    out.mkdir()
+    policy.save(out)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, out))
+    assert after == before | {"n_action_steps": 2}
+    assert list(after) == list(before)
+    assert f"executes {before['n_action_steps']} actions" in policy.spec.doubts[0]
+
+
+@pytest.mark.parametrize("robot", ["", "so100"])
+def test_statistics_among_the_weights_of_older_folders_count_and_stay(robot, tmp_path):
+    folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
+    statistics = load_file(folder / "policy_preprocessor_step_3_normalizer_processor.safetensors")
+    for path in folder.glob("policy_*"):
+        path.unlink()
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in statistics.items():
+        feature, _, number = name.rpartition(".")
+        if number in ("mean", "std"):
+            old = f"normalize_inputs.buffer_{feature.replace('.', '_')}.{number}"
+            weights[f"{robot}.buffer.{name}" if robot else old] = tensor.contiguous()
+            if robot:
+                weights[f"aloha.buffer.{name}"] = tensor + 1
+    save_file(weights, folder / "model.safetensors")
+    if robot:
+        with pytest.raises(CheckpointError, match="several robots"):
+            policy_of(folder)
+    policy = policy_of(folder, unnorm_key=robot or None)
+    whole = policy._to_actions(policy._greedy(None, policy._read(observation(policy._config, data, "raw."))).detach())
+    assert np.abs(whole - data["eval.chunk_unnormalised"].numpy()[:, :1]).max() < 1e-4
+    (tmp_path / "out").mkdir()
+    policy.save(tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("cameras", [(), ("front",)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_model_is_saved_as_lerobot_has_it(kind, cameras, tmp_path):
+    """Same keys and files as in folders that LeRobot wrote; statistics and heads of RL return."""
+    env = toy_env(4, cameras)
+    start = fresh(kind, tmp_path / "start")
+    row = {
+        name: [value] * 4 for name, value in {"mean": 0.5, "std": 2, "min": -3, "max": 4, "q01": -2, "q99": 3}.items()
+    }
+    action = {name: values[:2] for name, values in row.items()}
+    (start / "dataset_statistics.json").write_text(json.dumps({"toy": {"action": action, "proprio": row}}))
+    policy, out = policy_of(start, env=env, value_dim=1), tmp_path / "out"
+    out.mkdir()
+    policy.save(out)
+    theirs = GOLDEN / kind / "state" / "policy"
+    assert set(json.loads((out / "config.json").read_text())) == set(json.loads((theirs / "config.json").read_text()))
+    assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()} | {"embodyrl_heads.safetensors"}
+    back = policy_of(out, env=env, value_dim=1, seed=5)
+    obs, noise = observe(env, 3), noise_for(policy, 3)
+    one, other = (p.act(obs, noise=noise) for p in (policy, back))
+    assert np.array_equal(one.actions, other.actions)
+    assert np.array_equal(one.value, other.value)
+    low, high = policy._to_actions(torch.tensor([[[-1.0, -1]], [[1, 1]]]))[:, 0]
+    assert (low.tolist(), high.tolist()) == (([-1.5] * 2, [2.5] * 2) if kind == "act" else ([-3.0] * 2, [4.0] * 2))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_of_a_run_bring_their_statistics(kind, tmp_path):
+    env = toy_env(4)
+    start = fresh(kind, tmp_path / "start")
+    policy, out = policy_of(start, env=env), tmp_path / "out"
+    with torch.no_grad():
+        for _, buffer in policy.module.units.named_buffers():
+            buffer.mul_(3.0)
+    row = {
+        name: [value] * 4 for name, value in {"mean": 0.5, "std": 2, "min": -3, "max": 4, "q01": -2, "q99": 3}.items()
+    }
+    entry = {"toy": {"action": {name: values[:2] for name, values in row.items()}, "proprio": row}}
+    (start / "dataset_statistics.json").write_text(json.dumps(entry))
+    trained = policy_of(start, env=env)
+    out.mkdir()
+    trained.save(out)
+    policy.load_weights(out)
+    obs = observe(env, 2)
+    assert np.array_equal(policy.act(obs, noise=None).actions, trained.act(obs, noise=None).actions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_contradictions_are_named(kind, tmp_path):
+    factory = POLICIES.get(kind)
+
+    def problem(**changes):
+        folder = folder_of(f"{kind}/state", tmp_path / str(len(list(tmp_path.iterdir()))))
+        raw = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(raw))
+        return factory.validate(model_of(kind, path=str(folder), num_action_chunks=1))[0]
+
+    assert "set model=" in problem(type="act" if kind == "diffusion" else "diffusion").replace("Set", "set")
+    assert "output_features" in problem(output_features={})
+    assert "vision_backbone" in problem(vision_backbone="vgg")
+    folder = folder_of(f"{kind}/state", tmp_path / "whole")
+    found = factory.validate(model_of(kind, path=str(folder), num_action_chunks=99))
+    assert "model.num_action_chunks=99" in found[0]
+    (folder / "model.safetensors").unlink()
+    assert "fetch the weights" in factory.validate(model_of(kind, path=str(folder), num_action_chunks=1))[0]
+    assert "is no folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
+
+
+def test_an_environment_that_does_not_fit_is_refused(tmp_path):
+    folder = folder_of("diffusion/state", tmp_path / "in")
+    cfg, factory = model_of("diffusion", path=str(folder), num_action_chunks=3), POLICIES.get("diffusion")
+    config, _ = read_config(folder, "diffusion", factory.config)
+    assert factory.spec(cfg, env_of_config(config), 0).uses_state
+    one_step = env_of_config(config, state_dim=10)
+    with pytest.raises(ConfigError, match=r"for each of 3 steps.*env.history=3.*data.history=3"):
+        factory.spec(cfg, one_step, 0)
+    assert factory.spec(cfg, with_history(one_step, 3), 0).uses_state
+    with pytest.raises(ConfigError, match="takes 4 numbers"):
+        factory.spec(cfg, env_of_config(config, action_dim=4), 0)
+
+
+def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
+    factory, env = POLICIES.get("diffusion"), toy_env(4, ("front", "wrist"))
+    cfg = model_of("diffusion", path=str(fresh("diffusion", tmp_path / "in", n_obs_steps=2)), num_action_chunks=4)
+    with pytest.raises(ConfigError, match="for each of 2 steps"):
+        factory.spec(cfg, env, 0)
+    assert factory.spec(cfg, with_history(env, 2), 0).num_images == 4
+
+
+def test_averaged_chunks_are_actions_of_all_rows(tmp_path):
+    folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
+    config, _ = read_config(folder, "act", ActConfig)
+    env = flattened(env_of_config(config), config.chunk_size)
+    policy = policy_of(folder, env=env, temporal_ensemble=True)
+    out = policy.act(observation(config, data, "raw."), noise=None)
+    expected = data["eval.chunk_unnormalised"].numpy()
+    assert out.actions.shape == (3, 1, 18)
+    assert np.abs(out.actions.reshape(expected.shape) - expected).max() < 1e-4
+    assert "averaged" in policy.spec.untrainable
+    assert "env.ensemble_chunk=6 env.ensemble_coeff=0.01" in policy_of(folder).spec.doubts[0]
+    with pytest.raises(ConfigError, match="ensemble_chunk=6"):
+        policy_of(folder, temporal_ensemble=True, env=env_of_config(config, action_dim=4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_damaged_folders_are_reported(kind, tmp_path):
+    folder = folder_of(f"{kind}/state", tmp_path / "in")
+    weights = load_file(folder / "model.safetensors")
+    key = next(iter(weights))
+    save_file({k: t for k, t in weights.items() if k != key}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lacks 1 of"):
+        policy_of(folder)
+    (folder / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        policy_of(folder)
+    folder = folder_of(f"{kind}/state", tmp_path / "other")
+    (folder / "policy_preprocessor_step_3_normalizer_processor.safetensors").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match="policy_preprocessor"):
+        policy_of(folder)
