@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.channels.arena import Arena
-from embodyrl.channels.layout import Record, RecordLayout, encode_instruction, encode_reply, record_layout
+from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import TextRow, join_messages, join_pair
@@ -20,6 +19,7 @@ from embodyrl.extensions.demonstrations.cards import Reading, read_card, reading
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.statistics import vector_stats
 from embodyrl.extensions.text.dataset import TextRows
@@ -35,54 +35,12 @@ from embodyrl.policies.folder import check_statistics
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.specs import convert_gripper, picture_names
-from embodyrl.types import ActionKind, BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, PolicySpec
+from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, PolicySpec
 
 STATISTICS_FILE = "dataset_statistics.json"
 """Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
 _SMALL = 16 * 2**20
 _VALIDATION_EPISODES = "sft-validation"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
-    """The env steps that train or validate, and what to imitate at each."""
-
-    demos: Demonstrations
-    steps: IntArray
-    """[M] steps of `demos`."""
-    actions: FloatArray
-    """[M, K, A] the actions that follow, in the policy's gripper convention."""
-    shown: BoolArray
-    """[N] the goal holds in what is seen."""
-    valid: BoolArray
-    """[M, K] actions of the episode; the others repeat its first or last one."""
-    history: int = 1
-    """Observed steps of a sample, oldest first."""
-    replies: Sequence[str] = ()
-    """[M] of text, instead of actions."""
-    width: int = 1
-    """2: a chunk of a better episode and one of a worse one follow each other."""
-
-    def __len__(self) -> int:
-        return len(self.steps) // self.width
-
-    def write(self, arena: Arena, record: int, row: int) -> None:
-        """Put one sample into a record."""
-        demos, step = self.demos, self.steps[row]
-        width = arena[Record.instruction].shape[1]
-        if self.history == 1:
-            arena[Record.images][record] = demos.images[step]
-            arena[Record.observed_state][record] = demos.state[step]
-        else:
-            seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
-            arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
-            arena[Record.observed_state][record] = demos.state[seen].ravel()
-        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
-        arena[Record.action][record] = self.actions[row]
-        arena[Record.valid][record] = self.valid[row]
-        arena[Record.success][record] = self.shown[step]
-        if self.replies:
-            arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

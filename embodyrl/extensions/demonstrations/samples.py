@@ -1,0 +1,51 @@
+"""Samples of supervised training: env steps, and what to imitate at each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record, encode_instruction, encode_reply
+from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """The env steps that train or validate, and what to imitate at each."""
+
+    demos: Demonstrations
+    steps: IntArray
+    """[M] steps of `demos`."""
+    actions: FloatArray
+    """[M, K, A] the actions that follow, in the policy's gripper convention."""
+    shown: BoolArray
+    """[N] the goal holds in what is seen."""
+    valid: BoolArray
+    """[M, K] actions of the episode; the others repeat its first or last one."""
+    history: int = 1
+    """Observed steps of a sample, oldest first."""
+    replies: Sequence[str] = ()
+    """[M] of text, instead of actions."""
+    width: int = 1
+    """2: a chunk of a better episode and one of a worse one follow each other."""
+
+    def __len__(self) -> int:
+        return len(self.steps) // self.width
+
+    def write(self, arena: Arena, record: int, row: int) -> None:
+        """Put one sample into a record."""
+        demos, step = self.demos, self.steps[row]
+        width = arena[Record.instruction].shape[1]
+        if self.history == 1:
+            arena[Record.images][record] = demos.images[step]
+            arena[Record.observed_state][record] = demos.state[step]
+        else:
+            seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
+            arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
+            arena[Record.observed_state][record] = demos.state[seen].ravel()
+        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
+        arena[Record.action][record] = self.actions[row]
+        arena[Record.valid][record] = self.valid[row]
+        arena[Record.success][record] = self.shown[step]
+        if self.replies:
+            arena[Record.reply][record] = encode_reply(self.replies[row], arena[Record.reply].shape[1])
