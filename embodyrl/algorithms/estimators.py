@@ -15,7 +15,6 @@ from embodyrl.algorithms.settings import (
     DiscountSettings,
     GroupSettings,
     NormalizeSettings,
-    ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
     ValueSettings,
@@ -231,12 +230,6 @@ def _whiten(parts: Sequence[DoubleArray], masks: Sequence[BoolArray]) -> None:
         part[mask] = own
 
 
-def sac_credits(episodes: Sequence[Episode], _: Scores, cfg: ReplaySettings) -> list[Credit]:
-    """Return the reward of each action as its credit, for the replay buffer."""
-    del cfg
-    return [Credit(advantage=e.reward, returns=np.zeros_like(e.value)) for e in episodes]
-
-
 def _to_go(episode: Episode, cfg: CreditSettings, gamma: float) -> DoubleArray:
     reward = _rewards(episode.valid, episode.reward, cfg)
     return discounted(reward.ravel(), _credited(episode.valid, cfg).ravel(), gamma=gamma).reshape(reward.shape)
@@ -255,13 +248,6 @@ def _credited(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
     return valid
 
 
-SAC = AdvantageEstimator(
-    compute=sac_credits,
-    settings=ReplaySettings,
-    counts_chunk_steps=True,
-    learner="embodyrl.extensions.off_policy.sac_learner:SacLearner",
-    check="embodyrl.extensions.off_policy.plan:replay_problems",
-)
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
 REMAX = AdvantageEstimator(compute=remax_credits, settings=RemaxSettings, needs_greedy=True)

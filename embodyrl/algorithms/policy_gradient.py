@@ -27,7 +27,6 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
     OldLogprob,
-    ReplaySettings,
     ReturnScaleSettings,
     RewardLevel,
     TokenLevel,
@@ -81,9 +80,9 @@ class Algorithm:
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
-        self.needs_finals = self.needs_values or isinstance(cfg, ReplaySettings)
+        self.needs_finals = self.needs_values or cfg.transitions
         """The final observation of truncated episodes is needed."""
-        self.needs_all_ends = isinstance(cfg, ReplaySettings) and cfg.hindsight_goals > 0
+        self.needs_all_ends = cfg.needs_all_ends
         """The final observation of terminated episodes is needed too: with another goal the episode may not have
         terminated."""
         self.needs_states = self._estimator.needs_states

@@ -200,7 +200,7 @@ LOSSES: Registry[PolicyLoss] = Registry(
 
 for _name in ("grpo", "rloo", "opo", "gpg", "pass_at_k", "gdpo"):
     ADVANTAGES.add(_name, f"embodyrl.algorithms.outcomes:{_name.upper()}")
-for _name in ("gigpo", "gae", "remax", "reinforce_pp", "reinforce_pp_baseline", "sac"):
+for _name in ("gigpo", "gae", "remax", "reinforce_pp", "reinforce_pp_baseline"):
     ADVANTAGES.add(_name, f"embodyrl.algorithms.estimators:{_name.upper()}")
 for _name in (
     *("ppo_clip", "gspo", "gmpo", "sapo", "cispo", "pg", "aipo", "aipo_ratio", "topr", "dro", "clip_cov", "kl_cov"),

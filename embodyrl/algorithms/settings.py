@@ -50,6 +50,8 @@ class AlgorithmSettings(ActingAlgorithm):
 
     imitates: ClassVar[bool] = False
     """True if the loss is that of SFT."""
+    transitions: ClassVar[bool] = False
+    """True if updates sample transitions of a replay buffer, in one process; last observations are kept for them."""
     adv_type: str = "grpo"
     """Advantage estimator."""
     loss_type: str = "ppo_clip"
@@ -130,6 +132,11 @@ class AlgorithmSettings(ActingAlgorithm):
     def method(self) -> str:
         """Description of the algorithm in one line."""
         return f"{self.adv_type} + {self.loss_type}"
+
+    @property
+    def needs_all_ends(self) -> bool:
+        """Return whether the last observation of terminated episodes is kept too."""
+        return False
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""
@@ -255,34 +262,3 @@ class BufferSettings(AlgorithmSettings):
         """Description of the algorithm in one line."""
         shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"
-
-
-class ReplaySettings(BufferSettings, DiscountSettings):
-    """Keys of algorithms whose critics train on a replay buffer (SAC, RLPD)."""
-
-    n_step: Count = 1
-    """n-step returns, in chunks: rewards that are summed before the bootstrapped value."""
-    tau: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Polyak factor of the target critics at each update."""
-    critics: Annotated[int, Field(ge=2, le=100)] = 2
-    """Number of critics. More than two as in REDQ: the target is the minimum of two sampled critics, the policy uses
-    the mean."""
-    policy_interval: Count = 1
-    """Critic updates per update of policy and temperature."""
-    critic_layer_norm: bool = False
-    """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
-    alpha_init: Positive = 1.0
-    """Initial entropy weight; it is learned."""
-    target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
-    """Target entropy of a chunk in nat; default: minus the number of action dimensions."""
-    image_shift: Annotated[int, Field(ge=0, le=64)] = 4
-    """Policies with cameras: maximum random shift of images in an update, in pixels (random-shift augmentation); 0:
-    none."""
-    hindsight_goals: Index = 0
-    """Goal environments: relabelled copies of each sampled transition, with goals reached later in its episode (HER,
-    `future`); 4 in the paper. 0: none."""
-
-    @property
-    def method(self) -> str:
-        """Description of the algorithm in one line."""
-        return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")

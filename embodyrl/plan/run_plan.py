@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import TypeVar
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placement, place_rank
@@ -189,7 +189,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
     problems += resolve_name(algorithm.check)(cfg, algorithm, env, policy) if algorithm.check else []
-    if isinstance(cfg.algorithm, ReplaySettings) and (sharded or cfg.algorithm.max_staleness):
+    if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
             "actor.fsdp.cpu_offload=false and algorithm.max_staleness=0."
@@ -293,7 +293,7 @@ def count_ranks(cfg: RunConfig) -> int:
     acting = cfg.acting_processes if isinstance(cfg, ActingConfig) else 0
     asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
     has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
-    replay = isinstance(cfg, TrainConfig) and isinstance(cfg.algorithm, ReplaySettings)
+    replay = isinstance(cfg, TrainConfig) and cfg.algorithm.transitions
     critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))

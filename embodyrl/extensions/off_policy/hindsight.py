@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.layout import Record
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import GoalFactory
 from embodyrl.envs.settings import EnvSettings
+from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.types import EnvSpec, FloatArray, IntArray
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
@@ -14,6 +14,7 @@ from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
+from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.algorithms.settings import ReplaySettings
 from embodyrl.channels.arena import Fields, read_observation
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import UpdateRequest
@@ -20,6 +19,7 @@ from embodyrl.checkpoint.tensors import load_state, save_state
 from embodyrl.errors import CheckpointError
 from embodyrl.extensions.demonstrations.augment import shift
 from embodyrl.extensions.demonstrations.shown import load_shown, observed
+from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.extensions.off_policy.hindsight import Hindsight, OpenEpisodes
 from embodyrl.extensions.off_policy.replay import Frames, ReplayBuffer, Transitions
 from embodyrl.extensions.off_policy.sac import actor_loss, critic_loss, soft_target, temperature_loss

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from embodyrl.algorithms.settings import BufferSettings, ReplaySettings
+from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
@@ -238,7 +238,7 @@ def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
     shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
-    if not isinstance(cfg.algorithm, ReplaySettings):
+    if not cfg.algorithm.transitions:
         longer = (policy.imitated or length) / length  # chunks are kept as far as they are imitated
         each = whole - size[Record.action] + int(longer * size[Record.action])
         seen = min(cfg.algorithm.replay_size, run_plan.max_samples * run_plan.total_steps)
@@ -263,7 +263,7 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
     are those of a layer and of the output matrix. The embeddings' come last.
     """
-    replays = isinstance(cfg.algorithm, ReplaySettings)
+    replays = cfg.algorithm.transitions
     samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / policy.sample_tokens)
