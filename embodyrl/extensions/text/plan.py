@@ -4,10 +4,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from embodyrl.config.paths import resolve_asset
 from embodyrl.devices import visible_gpus
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.extensions.text.dataset import TextRows, open_rows
+from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
 from embodyrl.extensions.text.settings import RowSettings
@@ -41,7 +41,7 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
 
 def tokenizer_folder(cfg: RunConfig) -> Path | None:
     """Where the tokens are defined that limit prompts; None: a model that brings its own small vocabulary."""
-    return resolve_asset(cfg.model.weights) if cfg.model.weights is not None else None
+    return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 
 def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:

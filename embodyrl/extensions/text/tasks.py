@@ -56,6 +56,17 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
     return _rows(draw, rows, seed)
 
 
+def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
+    """`What is 3 + 4?` wants 7. Both orders of a pair follow each other, so a split by rows separates pairs."""
+    pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
+    random.Random(seed).shuffle(pairs)
+    ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
+    return [
+        TextRow(messages=(Message(role="user", content=f"What is {a} + {b}?"),), reference=str(a + b))
+        for a, b in ordered
+    ]
+
+
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
     """`3,7,2:23=` wants an expression of all these numbers, each once, that makes 23; always solvable."""
 

