@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,14 @@ from embodyrl.files import json_text
 from embodyrl.plan.config import config_of_ckpt, dump_config, is_on_hub, load_config, load_saved_config
 from embodyrl.plan.load import parse_word, write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
-from embodyrl.registry import closest
+from embodyrl.registry import Registry, closest, takes
+
+SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Registry(
+    "sweeper",
+    group="embodyrl.sweepers",
+    wants="a function of a command, its arguments and folders that returns an exit code",
+    fits=takes(3),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
             raise ConfigError("-m starts several runs; --resume, --print-config, --dry-run and --json go with one.")
-        from embodyrl.cli.sweep import sweep
-
-        return sweep(args.command, args.words, args.config_dir)
+        for sweep in SWEEPERS.every():
+            return sweep(args.command, args.words, args.config_dir)
+        raise ConfigError("-m: the extension 'sweep' is missing; reinstall embodyrl to get it.")
     with no_collecting():
         cfg, more = _compose(args)
     if only_look(args, cfg):

@@ -1,8 +1,5 @@
-"""A reward of the user's own, for every simulator, outside of its code: a function of what an env step brought, or
-weights that were learned from episodes: how likely a small network holds success to be, in numpy.
-"""
+"""Rewards of users, for every simulator: a function of an env step, or a reward model in a folder."""
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,99 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import Path as SettingsPath
 from embodyrl.config.settings import Settings, plain
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import ConfigError
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, FloatArray, ObservationOut
-
-WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
-
-
-class LearnedReward:
-    """The value head that `embodyrl sft objective.name=success` trained: by how much the probability of success exceeds
-    its highest one of the episode so far. The return is the highest probability: an episode earns nothing by staying
-    close to success without reaching it.
-    """
-
-    components = ("learned",)
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._shape: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        self.cameras = int(self._shape.get("num_images", 0))
-        """It looks at the first so many."""
-        self.camera_names = tuple(self._shape.get("cameras", ()))
-        self._weights: dict[str, np.ndarray] = {}
-        self._best: dict[int, float] = {}
-
-    def __call__(self, step: "RewardStep") -> float:
-        """See `LearnedReward`; CheckpointError: the weights are of other observations."""
-        found = self.probability(step.observation)
-        best = 0.0 if step.step == 1 else self._best.get(step.slot, 0.0)
-        self._best[step.slot] = max(best, found)
-        return max(0.0, found - best)
-
-    def probability(self, seen: ObservationOut) -> float:
-        """That the goal holds in what is seen, as the network learned it."""
-        if not self._weights:
-            self._load(seen)
-        x, shape = seen.state.astype(np.float64), self._shape
-        if shape["normalized"]:
-            w = self._weights
-            x = ((x - w["states.mean"]) / np.sqrt(w["states.var"] + 1e-8)).clip(-10, 10)
-        if shape["num_images"]:
-            x = np.concatenate([self._encode(seen.images[: shape["num_images"]]), x])
-        act = np.tanh if shape["activation"] == "tanh" else _relu
-        last = 2 * len(shape["hidden"])
-        for layer in range(0, last + 1, 2):
-            x = self._dense(f"value_head.{layer}", x)
-            x = x if layer == last else act(x)
-        return float(1.0 / (1.0 + np.exp(-x[0])))
-
-    def _encode(self, images: np.ndarray) -> np.ndarray:
-        """[F] of images [C, H, W, 3]."""
-        x = images.transpose(0, 3, 1, 2).reshape(-1, *images.shape[1:3]).astype(np.float32) / 255.0
-        layers = [
-            n.removesuffix(".weight") for n in self._weights if n.startswith("encoder.") and n.endswith(".weight")
-        ]
-        *convolutions, dense = sorted(layers, key=lambda name: int(name.split(".")[1]))
-        for name in convolutions:
-            windows = sliding_window_view(np.pad(x, ((0, 0), (1, 1), (1, 1))), (3, 3), (1, 2))[:, ::2, ::2]
-            kernel, bias = self._weights[f"{name}.weight"], self._weights[f"{name}.bias"]
-            x = _relu(np.einsum("chwij,ocij->ohw", windows, kernel, optimize=True) + bias[:, None, None])
-        return _relu(self._dense(dense, x.reshape(-1)))
-
-    def _dense(self, name: str, x: np.ndarray) -> np.ndarray:
-        return self._weights[f"{name}.weight"] @ x + self._weights[f"{name}.bias"]
-
-    def _load(self, seen: ObservationOut) -> None:
-        from safetensors.numpy import load_file
-
-        weights, shape = load_file(self._folder / WEIGHTS_FILE), self._shape
-        images = (shape["num_images"], *shape["image_size"]) if shape["num_images"] else None
-        mine = (min(len(seen.images), shape["num_images"]), *seen.images.shape[1:3]) if images else None
-        if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
-            raise CheckpointError(
-                f"reward.path={self._folder}: learned from a state of {shape['state_dim']} and images {images}, here "
-                f"are {len(seen.state)} and {mine}; or it has no value head. Train it with `embodyrl sft "
-                "objective.name=success` on episodes of this environment with these cameras."
-            )
-        self._weights = weights
-
-
-def _relu(x: np.ndarray) -> np.ndarray:
-    return np.maximum(x, 0.0)
-
-
-def is_learned(folder: Path) -> bool:
-    """Whether a folder holds such weights."""
-    return (folder / CONFIG_FILE).is_file() and (folder / WEIGHTS_FILE).is_file()
-
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
@@ -187,14 +97,19 @@ STEP_REWARDS: Registry[StepFunction] = Registry(
 )
 
 
-def find_reward(path: str) -> StepFunction:
-    """The function at package.module:function, or the weights in a folder.
+REWARD_MODELS: Registry[Callable[[Path], StepFunction | None]] = Registry(
+    "reward model",
+    group="embodyrl.reward_models",
+    wants="a function of a folder that returns a function of a RewardStep or None",
+    fits=takes(1),
+)
 
-    Raises:
-        UnknownNameError: neither is there.
-    """
+
+def _reward_model(path: str) -> StepFunction | None:
+    """Return the reward model in a folder; None: the path is that of a function."""
     folder = resolve_asset(path)
-    return LearnedReward(folder) if is_learned(folder) else STEP_REWARDS.get(path)
+    found = (load(folder) for load in REWARD_MODELS.every()) if folder.is_dir() else ()
+    return next((model for model in found if model is not None), None)
 
 
 class StepReward:
@@ -207,7 +122,7 @@ class StepReward:
             UnknownNameError: there is none at that path.
         """
         assert cfg.path is not None
-        self._function = find_reward(cfg.path)
+        self._function = _reward_model(cfg.path) or STEP_REWARDS.get(cfg.path)
         self._names = tuple(getattr(self._function, "components", (cfg.path.rpartition(":")[2],)))
         self._adds = cfg.mode is RewardMode.add
         self.components = (*self._names, *([SIMULATOR] if self._adds else []), ERRORS)
@@ -251,7 +166,7 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
     """What is wrong with `reward.path` and its weights, one line each; the function is looked up, never called."""
     if cfg.path is None:
         return []
-    if not is_learned(resolve_asset(cfg.path)) and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
+    if _reward_model(cfg.path) is None and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
         return found
     known = StepReward(cfg).components[:-1]
     wrong = [name for name in cfg.weights if name not in known]

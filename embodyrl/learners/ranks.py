@@ -1,4 +1,4 @@
-"""How the processes that train one policy stand to each other; here one alone, `sharded.py` has several."""
+"""Process groups of the processes that train one policy; `OneRank` is a group of one."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

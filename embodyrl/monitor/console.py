@@ -1,4 +1,4 @@
-"""The terminal: a live dashboard on a TTY, one line per step elsewhere."""
+"""The terminal: a live dashboard on a TTY where an extension has one, one line per step elsewhere."""
 
 import sys
 import textwrap
@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.live import Live
 
 from embodyrl.files import has_room
-from embodyrl.monitor.dashboard import Dashboard
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import Monitor, RunInfo
 from embodyrl.monitor.timing import PHASES, step_seconds
+from embodyrl.registry import Registry
 
+DASHBOARDS: Registry[Callable[[RunInfo], Any]] = Registry(
+    "dashboard", group="embodyrl.dashboards", wants="a class that is created with a RunInfo", fits=callable
+)
 PROGRESS_PERIOD_S = 30.0
 """Least time between two progress lines where there is no TTY."""
 
@@ -89,7 +92,7 @@ class ConsoleMonitor(Monitor):
         self._clock = clock
         self._live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._total = 0
-        self._board: Dashboard | None = None
+        self._board: Any = None
         self._picture: Live | None = None
         self._quiet_since = clock()
         self._unread = 0
@@ -99,8 +102,8 @@ class ConsoleMonitor(Monitor):
         """See `Monitor.open`."""
         self._total = info.total_steps
         self._quiet_since = self._clock()
-        if self._live:
-            self._board = Dashboard(info)
+        for board in DASHBOARDS.every() if self._live else ():
+            self._board = board(info)
             for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():
                 if row.get("step", 0) < info.resume_step:
                     self._board.log(row.get("step", 0), row)

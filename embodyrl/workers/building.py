@@ -1,5 +1,6 @@
 """Builds what a policy host holds: the policy, its reference, the ranks, and who learns."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -16,6 +17,7 @@ from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.policies.tensors import best_device
+from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
@@ -40,13 +42,16 @@ def _elsewhere(init: PolicyHostInit, path: str) -> ModelSettings:
     return init.model.updated({"path": path, **plain})
 
 
+RANKS: Registry[Callable[..., Ranks]] = Registry(
+    "process group", group="embodyrl.ranks", wants="a class of Ranks", fits=callable
+)
+
+
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Bind the policy to the ranks that train it; collective."""
     if not init.shards:
         return OneRank(init.rank_info)
-    from embodyrl.learners.sharded import ShardedRanks  # FSDP takes more than a second to import
-
-    return ShardedRanks(policy.module, init.rank_info, init.actor.fsdp, half=init.model.half, acts=init.acts)
+    return RANKS.get("fsdp")(policy.module, init.rank_info, init.actor.fsdp, half=init.model.half, acts=init.acts)
 
 
 def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:

@@ -149,7 +149,7 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    from embodyrl.cli.sweep import expand
+    from embodyrl.extensions.sweep.sweep import expand
     from embodyrl.plan.config import load_config
 
     for name in ("train", "eval"):

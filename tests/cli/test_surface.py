@@ -19,9 +19,9 @@ from toy_runs import toy_words
 import embodyrl
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.cli.sweep import expand
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.sweep.sweep import expand
 from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.load import write_word

@@ -20,8 +20,8 @@ import embodyrl
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.cli.sweep import expand
 from embodyrl.config.tree import options
+from embodyrl.extensions.sweep.sweep import expand
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 

@@ -15,8 +15,9 @@ from embodyrl.commands.train import train
 from embodyrl.envs import ENVS
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.reward import LearnedReward, RewardMode, RewardStep, StepRewardSettings, reward_problems
+from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut

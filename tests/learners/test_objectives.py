@@ -18,9 +18,9 @@ from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, join_pair
-from embodyrl.envs.reward import LearnedReward
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.demonstrations.imitation import ImitationLearner
+from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import load_material

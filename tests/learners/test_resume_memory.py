@@ -42,7 +42,7 @@ def peak(*, anew: bool = False) -> int:
 
 
 def resume(rank_info: RankInfo, file: Path) -> None:
-    from embodyrl.learners.sharded import ShardedRanks
+    from embodyrl.extensions.sharded.ranks import ShardedRanks
 
     torch.set_num_threads(1)
     module = build()
@@ -60,7 +60,7 @@ def resume(rank_info: RankInfo, file: Path) -> None:
 
 
 def resume_text(rank_info: RankInfo, folder: Path) -> None:
-    from embodyrl.learners.sharded import ShardedRanks
+    from embodyrl.extensions.sharded.ranks import ShardedRanks
 
     torch.set_num_threads(1)
     env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
@@ -103,7 +103,7 @@ def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
 
 def save(rank_info: RankInfo, folder: Path) -> None:
     from embodyrl.checkpoint.tensors import save_state
-    from embodyrl.learners.sharded import ShardedRanks
+    from embodyrl.extensions.sharded.ranks import ShardedRanks
 
     torch.set_num_threads(1)
     # Else it keeps freed ones of these 4 MiB, sometimes as many as all of them together.

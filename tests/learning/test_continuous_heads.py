@@ -15,8 +15,8 @@ from embodyrl.policies.openvla_oft.continuous import DiffusionChain
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, time_embedding
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.records import Stochastic
 from embodyrl.policies.settings import Precision
+from embodyrl.policies.vla.records import Stochastic
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 
 pytestmark = pytest.mark.integration

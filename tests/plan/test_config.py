@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from embodyrl.cli.sweep import sweep
 from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.sweep.sweep import sweep
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import config_of_ckpt, load_config, load_saved_config, save_config
 

@@ -122,7 +122,7 @@ def picture(history: History) -> RenderableType:
 def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
     from rich.table import Table
 
-    from embodyrl.monitor.dashboard import replay
+    from embodyrl.extensions.reporting.dashboard import replay
     from embodyrl.monitor.protocol import RunInfo
 
     if shown is not None and not history.rows:

@@ -10,7 +10,7 @@ from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.lerobot.settings import chunk_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.records import ChunkRecord
+from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
 
 

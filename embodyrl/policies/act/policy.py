@@ -11,16 +11,16 @@ from torch import Tensor
 from embodyrl.policies.act.config import KIND, ActConfig
 from embodyrl.policies.act.network import Act
 from embodyrl.policies.act.settings import ActSettings
-from embodyrl.policies.chains import Transition
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.policy import Corrected, LeRobotModule, LeRobotPolicy, Read, Started
 from embodyrl.policies.lerobot.units import Units
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.records import ChunkRecord
-from embodyrl.policies.sampling import START, Chosen, normals
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import Transition
+from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.policies.vla.sampling import START, Chosen, normals
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicySpec
 
 PREFIX = "model."

@@ -6,7 +6,7 @@ from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
 from embodyrl.policies.diffusion.settings import DiffusionSettings, record_of
 from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.records import ChunkRecord
+from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
 from embodyrl.policies.diffusion.network import Diffusion
 from embodyrl.policies.diffusion.schedule import Schedule
@@ -25,9 +24,10 @@ from embodyrl.policies.lerobot.policy import (
 )
 from embodyrl.policies.lerobot.units import Units
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.sampling import START, STEP, TIMES, Chosen, normals, uniforms
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, uniforms
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicySpec
 
 PREFIX = "diffusion."

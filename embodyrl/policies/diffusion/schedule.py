@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from embodyrl.policies.chains import Transition
 from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.vla.chains import Transition
 
 LARGEST_BETA = 0.999
 LEAST_VARIANCE = 1e-20

@@ -5,7 +5,7 @@ from enum import StrEnum
 from embodyrl.config.settings import Count, Positive, Share
 from embodyrl.policies.diffusion.config import DiffusionConfig
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
-from embodyrl.policies.records import ChunkRecord, Stochastic
+from embodyrl.policies.vla.records import ChunkRecord, Stochastic
 
 Likelihood = StrEnum("Likelihood", ["chain", "dsrl", "residual"])
 GreedyStart = StrEnum("GreedyStart", ["random", "zero"])

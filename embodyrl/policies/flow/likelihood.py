@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.flow.settings import FlowSettings, FpoRatio, JointLogprob, Likelihood, record_of
-from embodyrl.policies.records import ChunkShape
-from embodyrl.policies.sampling import PAIRS, START, TIMES, Chosen, normals, uniforms
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.records import ChunkShape
+from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, Chosen, normals, uniforms
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
-from embodyrl.policies.chains import ChunkLikelihood, Velocity
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.records import ChunkShape
-from embodyrl.policies.sampling import START, TIMES, Chosen, normals, seeds_of, spread, uniforms
 from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
+from embodyrl.policies.vla.records import ChunkShape
+from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of, spread, uniforms
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 HIDDEN = (128, 64)

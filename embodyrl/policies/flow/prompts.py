@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.tokens import pad_right, padded_width, read_tokenizer
+from embodyrl.policies.vla.tokens import pad_right, padded_width, read_tokenizer
 from embodyrl.types import FloatArray, IntArray
 
 STATE_BINS = 256

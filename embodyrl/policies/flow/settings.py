@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Must, Share, only
-from embodyrl.policies.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered
+from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
 from embodyrl.types import PolicySpec
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from embodyrl.policies.chains import Velocity
 from embodyrl.policies.flow.likelihood import flow_sde, follow_ode, times
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.sampling import STEP, normals
 from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.chains import Velocity
+from embodyrl.policies.vla.sampling import STEP, normals
 from embodyrl.types import FloatArray, IntArray, Observation
 
 

@@ -18,10 +18,10 @@ from embodyrl.policies.lerobot.files import LeRobotFiles
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Units
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.sampling import Chosen, seeds_of, spread
 from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 VALUE_WIDTHS = (256, 128)

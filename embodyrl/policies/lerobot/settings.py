@@ -6,8 +6,8 @@ from pydantic import Field
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.lerobot.config import LeRobotConfig
-from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
+from embodyrl.policies.vla.records import ChunkShape
 
 
 class LeRobotSettings(ResidualSettings):

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from embodyrl.policies.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.heads import TRAIN_STEPS, cumulative_alphas, ddim_step, ddim_steps
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, denoise, noisy_hidden, predict_noise
 from embodyrl.policies.openvla_oft.settings import OftSettings, record_of
-from embodyrl.policies.sampling import START, TIMES, Chosen, normals, seeds_of, uniforms
 from embodyrl.policies.tensors import on_device, standard_normal
+from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
+from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of, uniforms
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 

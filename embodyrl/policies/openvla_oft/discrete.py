@@ -9,8 +9,8 @@ from torch import Tensor
 
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
-from embodyrl.policies.sampling import Chosen
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
+from embodyrl.policies.vla.sampling import Chosen
 from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft.config import PixelNorm
 from embodyrl.policies.tensors import on_device
-from embodyrl.policies.tokens import pad_right, padded_width, read_tokenizer
+from embodyrl.policies.vla.tokens import pad_right, padded_width, read_tokenizer
 from embodyrl.types import ByteArray, IntArray
 
 JPEG_QUALITY = 95

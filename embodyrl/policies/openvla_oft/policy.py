@@ -42,8 +42,8 @@ from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
 from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.sampling import spread
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.sampling import spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 

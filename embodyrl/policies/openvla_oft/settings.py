@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Positive, Share
-from embodyrl.policies.records import ChunkRecord, ChunkShape, Stochastic
 from embodyrl.policies.settings import AdapterSettings
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
+from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic
 
 Normalization = StrEnum("Normalization", ["bounds_q99", "bounds"])
 ImagePipeline = StrEnum("ImagePipeline", ["rlinf", "official"])

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.critics import Critics
 from embodyrl.policies.actor_critic.heads import SquashedHead
-from embodyrl.policies.sampling import START, Chosen, normals, seeds_of, spread
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.records import TokenLayout
 from embodyrl.policies.settings import WeightSettings
+from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicySpec
 
 WIDTHS = (256, 256)

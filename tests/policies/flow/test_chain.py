@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.chains import ChunkLikelihood
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_sde, follow_ode, times
 from embodyrl.policies.flow.policy import NoiseHead
 from embodyrl.policies.flow.settings import FlowSettings, Likelihood
-from embodyrl.policies.records import ChunkShape, TokenLayout
-from embodyrl.policies.sampling import START, STEP, normals, seeds_of, uniforms
+from embodyrl.policies.vla.chains import ChunkLikelihood
+from embodyrl.policies.vla.records import ChunkShape, TokenLayout
+from embodyrl.policies.vla.sampling import START, STEP, normals, seeds_of, uniforms
 
 SHAPE = ChunkShape(horizon=6, width=5, executed=4, action_dim=3)
 CPU = torch.device("cpu")

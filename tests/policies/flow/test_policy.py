@@ -19,7 +19,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 
 WAYS: dict[str, dict[str, Any]] = {

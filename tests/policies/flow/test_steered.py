@@ -22,7 +22,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies.flow.likelihood import flow_sde
 from embodyrl.policies.flow.steering import SteeredFlowPolicy
 from embodyrl.policies.protocol import SoftActor
-from embodyrl.policies.sampling import STEP, normals, seeds_of
+from embodyrl.policies.vla.sampling import STEP, normals, seeds_of
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import FloatArray
 from embodyrl.workers.policy_host import PolicyHost

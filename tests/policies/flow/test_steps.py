@@ -11,9 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from embodyrl.policies.chains import Transition
 from embodyrl.policies.flow.likelihood import flow_cps, flow_noise, flow_sde, ode, times
 from embodyrl.policies.flow.policy import NoiseHead
+from embodyrl.policies.vla.chains import Transition
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flow" / "flow_steps.safetensors"
 WEIGHTS = "noise_net.mlp_logvar."

@@ -26,7 +26,7 @@ from embodyrl.policies.flow.model import BACKBONE, FlowInputs
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import EnvSpec, GripperConvention, Observation
 
 ENV = EnvSpec(

@@ -13,7 +13,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.settings import record_of
-from embodyrl.policies.sampling import START, TIMES, normals, uniforms
+from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
 from embodyrl.types import Observation
 
 TINY = resolve_asset("assets/openvla_oft_tiny")

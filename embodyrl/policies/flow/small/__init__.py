@@ -13,8 +13,8 @@ from embodyrl.policies.flow.settings import FlowSettings, check_steering, descri
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 

@@ -21,8 +21,8 @@ from embodyrl.policies.flow.vla.folder import (
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.folder import lacking
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
-from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 _PROMPT_TOKENS = 48

@@ -36,7 +36,7 @@ from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.folder import starts_random
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.records import ChunkShape
+from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
 

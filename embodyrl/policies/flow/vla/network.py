@@ -19,8 +19,8 @@ from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, prompt_form
 from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.folder import TOKENIZER_FILE
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.records import ChunkShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ByteArray, FloatArray, Observation
 
 

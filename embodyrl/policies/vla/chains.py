@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.records import ChunkRecord
-from embodyrl.policies.sampling import PLACE, START, STEP, Chosen, normals, uniforms
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.policies.vla.sampling import PLACE, START, STEP, Chosen, normals, uniforms
 from embodyrl.types import IntArray
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)

@@ -1,7 +1,7 @@
 import pytest
 from rich.console import Console
 
-from embodyrl.monitor.dashboard import Dashboard, replay, sparkline
+from embodyrl.extensions.reporting.dashboard import Dashboard, replay, sparkline
 from embodyrl.monitor.protocol import RunInfo
 from embodyrl.monitor.timing import duration
 

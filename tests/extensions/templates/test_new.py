@@ -12,7 +12,7 @@ import pytest
 from processes import SOURCE
 
 from embodyrl.cli.main import main
-from embodyrl.cli.new import KINDS, TEMPLATES, render
+from embodyrl.extensions.templates.new import KINDS, TEMPLATES, render
 
 ONE_STEP = (
     *("launcher=inline", "runner.max_steps=1", "runner.val_check_interval=-1", "runner.logger.backends=[jsonl]"),

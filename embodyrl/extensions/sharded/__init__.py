@@ -1,0 +1,1 @@
+"""Training of one policy by several processes with FSDP."""

@@ -1,0 +1,1 @@
+"""`-m`: one run per combination of values."""

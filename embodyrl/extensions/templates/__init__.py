@@ -1,0 +1,1 @@
+"""The command `new`: packages to start from."""

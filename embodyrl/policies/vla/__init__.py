@@ -1,0 +1,1 @@
+"""Sampling chains, records and tokens that vision-language-action policies share."""
