@@ -8,7 +8,7 @@ VALUE_HEAD = "value_head"
 def halve(module: nn.Module, *, sharded: bool) -> None:
     """Keep in bfloat16 what actors of fp32 weights bring to it wherever it is used; their function stays, bit for bit.
 
-    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`extensions/sharded/ranks.py`).
+    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`extensions/sharded`).
     Embeddings, other norms and the value head stay as they are.
     """
     products = (nn.Linear, nn.modules.conv._ConvNd)
