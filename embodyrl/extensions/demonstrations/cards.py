@@ -131,11 +131,13 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
     """Describe the environment of a data set that another program wrote."""
     version = info.get("codebase_version")
     if version != CODEBASE_VERSION:
-        raise ConfigError(
-            f"data.path={root} has LeRobot's layout {version}; {CODEBASE_VERSION} is read. Convert it with lerobot: "
-            "python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME (before lerobot 0.5: "
-            "lerobot.datasets.v30.convert_dataset_v21_to_v30)."
+        cure = (
+            "Convert it with lerobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME "
+            "(before lerobot 0.5: lerobot.datasets.v30.convert_dataset_v21_to_v30)."
+            if str(version).startswith(("v1.", "v2."))
+            else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
         )
+        raise ConfigError(f"data.path={root} has LeRobot's layout {version}; {CODEBASE_VERSION} is read. {cure}")
     features: dict[str, dict[str, Any]] = info["features"]
     columns = _camera_columns(root, features, reading)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
@@ -183,6 +185,8 @@ def read_tasks(root: Path) -> dict[int, str]:
     path = root / TASKS_PATH
     try:
         table = pq.read_table(path)
+    except FileNotFoundError:
+        raise EmbodyError(f"{path} is missing. Fetch the data set again.") from None
     except (OSError, pa.ArrowException) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Fetch the data set again.") from error
     text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
@@ -223,7 +227,8 @@ def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int
             f"data.path={root}: '{key}' has the shape {list(shape)}, expected height, width and 1, 3 or 4 channels."
         )
     first = len(ends) == 2 and names[:1] and names[0].startswith("c")
-    height, width = shape[1:] if first or ends[0] == 0 else shape[:2]
+    size = shape[1:] if first or ends[0] == 0 else shape[:2]
+    height, width = size[::-1] if "height" in names and "width" in names[: names.index("height")] else size
     return int(height), int(width)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import imageio.v3 as iio
 import imageio_ffmpeg
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
@@ -34,13 +34,18 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             found, declared = (image.height, image.width), out.shape[:2]
             if found != declared:
                 raise EmbodyError(
-                    f"A frame is {found[0]}x{found[1]}, the data set declares {declared[0]}x{declared[1]}."
+                    f"The frame is {found[0]}x{found[1]} (height x width), the data set declares "
+                    f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):
-                raise EmbodyError(f"A frame has the mode {image.mode}, as depth maps do; choose color cameras.")
+                raise EmbodyError(f"The frame has the mode {image.mode}, as depth maps do. Choose color cameras.")
             pixels = np.asarray(image.convert("RGB"))
+    except UnidentifiedImageError:
+        raise EmbodyError(
+            f"The frame is no {', '.join(_FORMATS)} picture. Fetch or collect the data set again."
+        ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise EmbodyError(f"A frame cannot be decoded: {error}. The data set is damaged; collect it again.") from error
+        raise EmbodyError(f"The frame cannot be decoded: {error}. Fetch or collect the data set again.") from error
     out[...] = pixels
 
 

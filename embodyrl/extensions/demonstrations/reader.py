@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -207,8 +207,28 @@ def _read_frames(
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
                 contents = _contents(root, table[column], rows.place[inside], column)
-                list(pool.map(decode_png, contents, [images[row, camera] for row in position[inside]]))
+                places = [_Place(root, rows, episodes, column, row) for row in inside]
+                list(pool.map(_decode, contents, [images[row, camera] for row in position[inside]], places))
     return images
+
+
+class _Place(NamedTuple):
+    """One frame, to be named in an error."""
+
+    root: Path
+    rows: Rows
+    episodes: _Episodes
+    column: str
+    row: int
+
+
+def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
+    try:
+        decode_png(content, out)
+    except EmbodyError as error:
+        episode = place.rows.counters["episode_index"][place.row]
+        step = place.row - next(e["dataset_from_index"] for e in place.episodes if e["episode_index"] == episode)
+        raise EmbodyError(f"{place.root}: episode {episode}, step {step}: '{place.column}': {error}") from error
 
 
 def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:

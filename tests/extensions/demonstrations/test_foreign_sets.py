@@ -170,6 +170,14 @@ def drop_column(root: Path, name: str) -> None:
     pq.write_table(table.drop_columns([name]), root / DATA)
 
 
+def cut_picture(root: Path, row: int) -> None:
+    table, name = pq.read_table(root / DATA), "observation.images.wrist"
+    pictures = table[name].to_pylist()
+    pictures[row] = {**pictures[row], "bytes": pictures[row]["bytes"][:6]}
+    place = table.column_names.index(name)
+    pq.write_table(table.set_column(place, name, pa.array(pictures, table[name].type)), root / DATA)
+
+
 def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
     info = json.loads((root / "meta/info.json").read_text())
     change(info)
@@ -196,7 +204,15 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
             ),
             "is a depth map",
         ),
-        (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet cannot be read"),
+        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")), "v3.1; v3.0 is read. Write it with"),
+        (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
+        (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is no PNG, JPEG"),
+        (
+            lambda r: edit_info(
+                r, lambda i: [f.update(shape=[64, 48, 3]) for k, f in i["features"].items() if "images" in k]
+            ),
+            r"episode 0, step 0: 'observation.images.front': The frame is 32x32 \(height x width\), .* 64x48",
+        ),
         (lambda r: edit_episodes(r, lambda rows: [row.pop("length") for row in rows][:0]), "has no column .*'length'"),
         (lambda r: (r / DATA).unlink(), "holds no .parquet file"),
     ],
@@ -263,3 +279,16 @@ def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:
             load_demonstrations(root, Reading(gripper=ends))
     with pytest.raises(ConfigError, match=r"data.gripper_index=7"):
         load_demonstrations(root, Reading(gripper=GripperConvention(open=1.0, closed=0.0, index=7)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "names"),
+    [
+        ((48, 32, 3), ("width", "height", "channels")),
+        ((3, 48, 32), ("channels", "width", "height")),
+        ((32, 48, 3), ("height", "width", "rgb")),
+    ],
+)
+def test_names_of_a_shape_tell_its_height(tmp_path: Path, shape: Any, names: Any) -> None:
+    root = write_set(tmp_path / "set", shape=shape, names=names)
+    assert read_card(root).env.image_size == (32, 48)
