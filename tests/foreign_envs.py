@@ -87,6 +87,69 @@ class TrueStack(RedPicture):
         return self.frames
 
 
+class ColourStack(TrueStack):
+    """Two RGB frames, colours first, the newest last."""
+
+    shape = (6, 24, 24)
+
+    def look(self) -> Any:
+        self.frames = np.roll(self.frames, -3, axis=0)
+        self.frames[-3:] = np.array([int(100 + 7 * self.place) % 256, 3, 9], np.uint8)[:, None, None]
+        return self.frames
+
+
+class BytesWords(Plain):
+    """Its text is bytes."""
+
+    words: Any = b"go"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Dict({"n": spaces.Box(-99, 99, (2,)), "mission": MissionSpace()})
+
+    def look(self) -> Any:
+        return {"n": super().look(), "mission": self.words}
+
+
+class EmptyWords(BytesWords):
+    words = ""
+
+
+class InfoTask(Plain):
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"task": "open the door", "map": "kitchen"}
+
+
+class LacksMember(BytesWords):
+    def look(self) -> Any:
+        return {"mission": "go"}
+
+
+class ManyCategories(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Discrete(2**40)
+
+    def look(self) -> Any:
+        return 7
+
+
+class PartialSuccess(Plain):
+    """Says how much of the goal is reached."""
+
+    def step(self, action):
+        return *super().step(action)[:4], {"success": 0.3}
+
+
+class Won(Plain):
+    def step(self, action):
+        return *super().step(action)[:4], {"won": True}
+
+
+def partial_batch(num_envs):
+    return gymnasium.vector.SyncVectorEnv([PartialSuccess] * num_envs)
+
+
 class LateSuccess(Plain):
     """Must only at the end whether it succeeded."""
 

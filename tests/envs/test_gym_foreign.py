@@ -11,7 +11,7 @@ from test_gym import begin, config
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.errors import ConfigError, EnvError, UnknownNameError
+from embodyrl.errors import ConfigError, EmbodyError, EnvError, UnknownNameError
 from embodyrl.types import EnvSpec
 
 
@@ -28,6 +28,7 @@ def described(name: str, **values: Any) -> EnvSpec:
     [
         ("Words", {}, "go"),
         ("Missions", {}, "go to 7"),
+        ("BytesWords", {}, "go"),
         ("InfoWords", {"instruction_key": "goal.say"}, "go to 7"),
         ("InfoWords", {"instruction": "turn left"}, "turn left"),
         ("Missions", {"instruction_key": "deep.0.mission"}, "go to 7"),
@@ -52,6 +53,7 @@ def test_an_instruction_key_that_is_not_there_is_named_with_those_that_are():
     [
         ("LateSuccess", {}, True, ""),
         ("SimilarKey", {}, False, "env.success_key=metrics.task_success"),
+        ("Won", {}, False, "env.success_key=won"),
         ("SimilarKey", {"success_key": "metrics.task_success"}, True, ""),
         ("SimilarKey", {"success_key": "metrics.task_sucess"}, True, "Did you mean 'metrics.task_success'"),
         ("Plain", {}, False, ""),
@@ -76,6 +78,9 @@ def test_a_nested_success_key_counts():
         ("Rgba", "one RGBA picture;"),
         ("RgbaFirst", "one RGBA picture with its colours first"),
         ("TrueStack", ""),
+        ("ColourStack", "6 grey cameras and looks like 2 RGB pictures"),
+        ("InfoTask", "fix: env.instruction_key=task"),
+        ("EmptyWords", "'mission' is empty"),
         ("GreyStack", ""),
         ("Stamp", "1073741824, and observations are float32"),
         ("FarAway", "float32"),
@@ -88,6 +93,25 @@ def test_what_a_policy_would_misread_is_doubted(name, doubt):
     found = described(name).doubts
     assert doubt in " ".join(found)
     assert len(found) == bool(doubt)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("LacksMember", "observed no 'n', which its observation space has"),
+        ("ManyCategories", "would have 1099511627776 numbers"),
+    ],
+)
+def test_observations_are_checked_before_workers_start(name, said):
+    with pytest.raises(EmbodyError, match=said):
+        described(name)
+
+
+@pytest.mark.parametrize("name", ["PartialSuccess", "partial_batch"])
+def test_a_share_of_the_goal_is_no_success(name):
+    env = begin(config(f"foreign_envs:{name}"), slots=2)
+    with pytest.raises(EnvError, match=r"0.3.* for success in info, expected True or False"):
+        env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
 def test_a_suite_is_chosen_by_name():

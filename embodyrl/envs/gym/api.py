@@ -14,6 +14,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import VectorEnv
 
 from embodyrl.errors import ConfigError, EmbodyError, EnvError, one_line
+from embodyrl.types import BoolArray
 
 _OLD = (
     "This is the API before Gymnasium 0.26. Fix: let reset take (seed, options) and return (observation, info), and "
@@ -131,17 +132,31 @@ def number(env_id: str, reward: Any) -> float:
     try:
         return float(reward.item() if isinstance(reward, np.ndarray) else reward)
     except (TypeError, ValueError, OverflowError) as error:
-        raise EnvError(f"env '{env_id}': step returned the reward {reward!r:.80}, expected a number.") from error
+        raise EnvError(
+            f"env '{env_id}': step returned the reward {reward!r:.80}, expected a number. Fix: return one number, or "
+            "compute it in a wrapper in env.wrappers."
+        ) from error
 
 
 def flag(env_id: str, name: str, value: Any) -> bool:
-    """What says whether an episode is over, also as a number or an array of one; else EnvError."""
+    """Return what says that an episode is over or a success, also from 0 or 1 or an array of one; else EnvError."""
     if value is True or value is False:
         return value
-    if isinstance(value, (bool, int, float, np.generic, np.ndarray)) and np.size(value) == 1:
-        return bool(value)
+    return bool(flags(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])
+
+
+def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
+    """Return `flag` of each environment of a batch [count].
+
+    Raises:
+        EnvError: values that are neither true nor false; a share of a goal would be a success.
+    """
+    found = np.asarray(values)
+    if found.shape in ((), (count,)) and found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all():
+        return np.broadcast_to(found, count).astype(np.bool_)
     raise EnvError(
-        f"env '{env_id}': step returned {value!r:.80} for {name}, expected True or False. Fix: return one bool."
+        f"env '{env_id}': step returned {values!r:.80} for {name}, expected True or False. Fix: return one bool, for "
+        "example share > 0.95."
     )
 
 

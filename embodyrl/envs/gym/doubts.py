@@ -96,6 +96,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
     """Frames of a stack move on by one place in each step; colours of one picture do not."""
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
+    yield from _stacked_colours(name, shape, values)
     first = shape[0] in (3, 4) and shape[0] < min(shape[1:])
     if not first and shape[-1] != 4:
         return
@@ -117,6 +118,21 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
         f"{' with its colours first' if first else ''}; fix: a function in env.wrappers that "
         f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
     )
+
+
+def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
+    """Warn of a stack of RGB pictures [3n, H, W] or [H, W, 3n], which moves on by three places in each step."""
+    axis = int(np.argmin(shape))
+    count, rest = divmod(shape[axis], 3)
+    frames = [np.moveaxis(value, axis, 0) for value in values]
+    moves = [(a, b) for a, b in itertools.pairwise(frames) if not np.array_equal(a, b)]
+    if count < 2 or rest or axis == 1 or not moves or not all(np.array_equal(a[3:], b[:-3]) for a, b in moves):
+        return
+    if not all(np.array_equal(a[1:], b[:-1]) for a, b in moves):
+        yield (
+            f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like {count} RGB pictures; fix: a "
+            "function in env.wrappers that makes it [n, H, W, 3] (gymnasium.wrappers.TransformObservation)"
+        )
 
 
 def has_frame_stack(env: Any) -> bool:

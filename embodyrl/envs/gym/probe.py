@@ -151,14 +151,16 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
             last, _, *ends, info = require_step(env_id, env.step(env.action_space.sample()))
             names |= dict.fromkeys(names_of(info))
             reports, steps = reports or says_success(info, keys), steps + 1
-    texts = ObservationWriter(env_id, env.observation_space).texts
+    writer = ObservationWriter(env_id, env.observation_space)
+    writer.check(first)
+    said = instruction_of(cfg, writer.texts, first, begun, env)
     found = [*doubts(env.observation_space, seen, stacked=has_frame_stack(env))]
-    found += [*instruction_doubts(cfg, texts), *success_doubts(cfg, [*names], reports)]
+    found += [*instruction_doubts(cfg, writer.texts, begun, said), *success_doubts(cfg, [*names], reports)]
     return {
         "reports_success": reports or cfg.success_key is not None,
         "doubts": tuple(found),
         "goals": goals,
-        "instruction": instruction_of(cfg, texts, first, begun, env),
+        "instruction": said,
     }
 
 
@@ -187,13 +189,15 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
         )
     keys, info = success_key(cfg), result[4]
     space = env.single_observation_space
-    texts = ObservationWriter(env_id, space).texts
+    writer = ObservationWriter(env_id, space)
+    writer.check(first)
+    said = instruction_of(cfg, writer.texts, first, slot_info(begun, 0, env.num_envs))
     reports = says_success(info, keys)
-    found = [*doubts(space, [first]), *instruction_doubts(cfg, texts)]
+    found = [*doubts(space, [first]), *instruction_doubts(cfg, writer.texts, slot_info(begun, 0, env.num_envs), said)]
     return {
         "reports_success": reports or cfg.success_key is not None,
         "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),
-        "instruction": instruction_of(cfg, texts, first, slot_info(begun, 0, env.num_envs)),
+        "instruction": said,
     }
 
 

@@ -14,7 +14,11 @@ from embodyrl.errors import EnvError
 from embodyrl.registry import closest
 
 _SUCCESS = ("success", "is_success", "succeed")
-_LIKE_SUCCESS = re.compile(r"succe|solved|accomplish|goal_?(reached|achieved)|reached_?goal|complete", re.IGNORECASE)
+_LIKE_SUCCESS = re.compile(
+    r"succe|solved|accomplish|(goal|target)_?(reached|achieved|met)|reached_?(goal|target)|complete|\bwon\b",
+    re.IGNORECASE,
+)
+_LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
 """Names of instructions, the likeliest first."""
 _ATTRIBUTES = ("task_description", "task")
@@ -93,15 +97,28 @@ def instruction_of(
     return next((t for name in _ATTRIBUTES if has(name) and (t := _text(env.get_wrapper_attr(name))) is not None), None)
 
 
-def instruction_doubts(cfg: GymSettings, texts: Sequence[tuple[str, Path]]) -> Iterator[str]:
-    """Warn of texts that no policy reads."""
-    if len(texts) > 1 and cfg.instruction is None and cfg.instruction_key is None:
+def instruction_doubts(
+    cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
+) -> Iterator[str]:
+    """Warn of texts that no policy reads.
+
+    `texts`: those of the observation; `info`: that of a reset; `found`: the instruction.
+    """
+    if cfg.instruction is not None or cfg.instruction_key is not None:
+        return
+    if len(texts) > 1:
         names = ", ".join(name for name, _ in texts)
         yield f"{names} are texts, and one of them is the instruction; fix: env.instruction_key={texts[0][0]}"
+    elif texts and found is None:
+        yield f"'{texts[0][0]}' is empty, so there is no instruction; fix: env.instruction='...'"
+    alike = (key for key, value in info.items() if _text(value) and _LIKE_INSTRUCTION.search(str(key)))
+    if found is None and (key := next(alike, None)) is not None:
+        yield f"info['{key}'] is not read as the instruction; fix: env.instruction_key={key}, if it is"
 
 
 def _text(value: Any) -> str | None:
     found = value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+    found = found.decode(errors="replace") if isinstance(found, bytes) else found
     return str(found) if isinstance(found, str) and found.strip() else None
 
 

@@ -11,7 +11,7 @@ from gymnasium.error import Error as GymnasiumError
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array, iterate
 
-from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step
+from embodyrl.envs.gym.api import begin_episode, flag, flags, line, number, require_step
 from embodyrl.envs.gym.create import GL_FIX, AnyEnv
 from embodyrl.envs.gym.probe import Probe, slot_info
 from embodyrl.envs.gym.said import instruction_of, succeeded, success_key
@@ -19,7 +19,7 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, flat_actions, native_actions
 from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
 from embodyrl.errors import EnvError
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
+from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 
 class _Slots(Simulators):
@@ -168,7 +168,7 @@ class VectorSims(_Slots):
         self._over -= starts.keys()
         seen, infos = self._restart(starts)
         self._keep(seen, starts)
-        reached = np.broadcast_to(succeeded(infos, self._success_keys), len(self._actions)).astype(bool)
+        reached = self._successes(infos)
         for slot in starts:
             self._read_instruction(slot, slot_info(infos, slot, len(self._actions)))
             self.note_start(slot, solved=bool(reached[slot]))
@@ -186,7 +186,7 @@ class VectorSims(_Slots):
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result
         self._over = {*np.flatnonzero(terminated | truncated).tolist()}
-        success = np.broadcast_to(succeeded(infos, self._success_keys), len(reward)).astype(bool)
+        success = self._successes(infos)
         self._batch_info = infos
         self._keep(seen, acting)
         if self._over and self._mode is AutoresetMode.SAME_STEP:
@@ -214,9 +214,13 @@ class VectorSims(_Slots):
         success = success.copy()
         for slot in over:
             self._observations[slot] = copy.deepcopy(_pick(ends, slot))
-            found = succeeded(said, self._success_keys)
-            success[slot] = bool(np.broadcast_to(found, len(success))[slot])
+            success[slot] = self._successes(said)[slot]
         return success
+
+    def _successes(self, infos: Mapping[str, Any]) -> BoolArray:
+        """Return which environments of the batch report success."""
+        found = succeeded(infos, self._success_keys)
+        return flags(self.spec.name, "success in info", found, len(self._actions))
 
     def info(self, slot: int) -> dict[str, Any]:
         """The slot's part of the batch's `info`, where the vector environment says that it has one."""

@@ -81,9 +81,26 @@ class ObservationWriter:
             EnvError: a shape or a category does not fit the space.
         """
         for path, leaf, frames, rows in self._images:
-            out.images[rows] = _unstacked(self._fitting(path, member(observation, path), leaf), frames)
+            out.images[rows] = _unstacked(self._fitting(path, self._member(observation, path), leaf), frames)
         for path, leaf, columns in self._parts:
-            out.state[columns] = self._flatten(path, leaf, member(observation, path))
+            out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
+
+    def check(self, observation: Any) -> None:
+        """Raise as `write` does."""
+        out = ObservationOut(
+            images=np.zeros((len(self.cameras), *self.image_size, 3), np.uint8),
+            state=np.zeros(self.state_dim, np.float32),
+        )
+        self.write(observation, out)
+
+    def _member(self, observation: Any, path: Path) -> Any:
+        try:
+            return member(observation, path)
+        except (KeyError, IndexError, TypeError):
+            raise EnvError(
+                f"env '{self._env_id}' observed no '{spell(path)}', which its observation space has. Fix: return all "
+                "members of the space."
+            ) from None
 
     def image(self, observation: Any) -> np.ndarray:
         """Return the newest frame [H, W, 3] of the first image."""
@@ -241,6 +258,8 @@ def is_text(space: Space[Any]) -> bool:
     return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
 
 
+_MOST_CATEGORIES = 2**16
+"""Values of a category, each a number of the state."""
 LONGEST_TEXT = 512
 """UTF-8 bytes that an instruction may take at least."""
 
@@ -254,6 +273,11 @@ def _text_bytes(space: Space[Any]) -> int:
 
 def _width(env_id: str, name: str, space: Space[Any]) -> int:
     if isinstance(space, (spaces.Box, spaces.MultiBinary, *_CATEGORIES)):
+        if isinstance(space, _CATEGORIES) and (width := spaces.flatdim(space)) > _MOST_CATEGORIES:
+            raise ConfigError(
+                f"env.id={env_id}: '{name}' is {space}, whose one-hot state would have {width} numbers. Turn it into "
+                "numbers with a wrapper in env.wrappers (gymnasium.wrappers.TransformObservation)."
+            )
         return spaces.flatdim(space)
     raise ConfigError(
         f"env.id={env_id}: '{name}' is {space}, which is neither numbers nor an image. Leave it out with a wrapper in "
