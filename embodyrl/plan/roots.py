@@ -275,6 +275,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
         "video!=none": _VIDEO,
         "algorithm.value_coef": "critic.path",
+        "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
     },
     "eval": {
         "video!=none": _VIDEO,

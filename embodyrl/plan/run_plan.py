@@ -186,6 +186,11 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     if "env.train.continue_episodes" in cfg.changed and (env.lockstep or not algorithm.counts_chunk_steps):
         reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "steps end with their episodes"
         log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
+    if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not algorithm.counts_chunk_steps:
+        log.warning(
+            "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",
+            cfg.algorithm.adv_type,
+        )
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
     problems += resolve_name(algorithm.check)(cfg, algorithm, env, policy) if algorithm.check else []

@@ -80,6 +80,11 @@ class LoraSettings(Settings):
 class AdapterSettings(WeightSettings):
     """A policy with weights that adapters can be put on."""
 
+    needs = {
+        "is_lora": "lora.r lora.lora_alpha lora.use_rslora lora.target_modules lora.init_lora_weights "
+        "lora.lora_dropout lora.modules_to_save"
+    }
+
     is_lora: bool = False
     """Train low-rank adapters instead of all weights."""
     lora: LoraSettings = LoraSettings()

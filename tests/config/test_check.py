@@ -32,7 +32,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, command: str, words: str) -> l
         ("train", "actor.fsdp.size=1 actor.fsdp.reshard_after_forward=true"),
         ("train", "launcher=inline launcher.env_workers=auto"),
         ("train", "algorithm.kl_penalty_type=low_var_kl"),
-        ("train", "algorithm=grpo actor.optim.value_lr=1e-4"),
+        ("train", "algorithm=grpo actor.optim.value_lr=3e-3"),
         ("train", "algorithm=grpo algorithm.gae_lambda=1.0"),
         ("train", "algorithm=sac " + GYM.replace("CartPole-v1", "Pendulum-v1") + " algorithm.kl_beta=0"),
         ("eval", "env=tabletop algorithm.sampling_params.temperature=1.0"),
@@ -77,6 +77,11 @@ INERT = [
     ("train", "reward.mode=add", "reward.path=embodyrl.envs:x"),
     ("eval", "algorithm.sampling_params.temperature=2", "eval.sampling_params.do_sample=true"),
     ("eval", "eval.samples=3", "eval.sampling_params.do_sample=true"),
+    ("train", "algorithm=grpo actor.optim.value_lr=0.1", "algorithm=ppo"),
+    ("train", "algorithm=grpo actor.optim.value_clip_grad=0.1", "algorithm=ppo"),
+    ("train", "model.lora.r=4", "model.is_lora=true"),
+    ("train", "env=text/reverse model=causal_lm_tiny model.lora.lora_dropout=0.1", "model.is_lora=true"),
+    ("train", "env=metaworld env.pixels=false env.init_params.camera_names=[corner]", "env.pixels=true"),
     ("eval", "video=none video_cfg.fps=3", "video=all"),
     ("eval", "env.train.task_ids=[0]", None),
     ("eval", "eval.episodes=3 eval.episodes_per_task=2", "eval.episodes=null"),
@@ -131,6 +136,32 @@ def test_keys_for_text_give_one_warning_with_a_policy_of_actions(caplog: pytest.
     build_run_plan(cfg, training=True)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("warning: algorithm.sampling_params.top_k has no effect")
+
+
+PENDULUM = "env=gym env.id=Pendulum-v1 model=mlp algorithm=sac model.squashed=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("experiment=tabletop_dsrl algorithm.image_shift=2", "freezes the model, whose features are stored"),
+        ("experiment=tabletop_residual algorithm.image_shift=0", "freezes the model, whose features are stored"),
+        (f"{PENDULUM} algorithm.image_shift=2", "reads no images"),
+        (f"{PENDULUM} actor.micro_batch_size=4", "takes actor.global_batch_size samples at once"),
+        ("env=tabletop model=cnn algorithm=sac model.squashed=true algorithm.image_shift=2", ""),
+        ("env=tabletop algorithm=grpo env.train.max_steps_per_rollout_epoch=64", "counts episodes, not steps"),
+        ("env=tabletop algorithm=ppo env.train.max_steps_per_rollout_epoch=64", ""),
+    ],
+)
+def test_keys_that_the_parts_do_not_read_give_one_warning(
+    caplog: pytest.LogCaptureFixture, words: str, reason: str
+) -> None:
+    build_run_plan(load_config("train", words.split()), training=True)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == bool(reason)
+    for line in lines:
+        assert line.startswith(f"warning: {words.split()[-1].partition('=')[0]} has no effect: ")
+        assert reason in line
 
 
 def test_every_condition_names_keys_that_exist() -> None:

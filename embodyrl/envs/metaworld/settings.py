@@ -32,6 +32,8 @@ STATE, PROPRIOCEPTION = 39, 4
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     """MetaWorld."""
 
+    needs = {"pixels": "init_params.camera_names"}
+
     id: Annotated[str, NumbersStates] = "MT50"
     """A task (reach-v3), a benchmark (MT10, MT50, ML45), or a group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True

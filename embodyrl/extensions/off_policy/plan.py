@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Iterator
 
@@ -19,6 +20,8 @@ from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+
+log = logging.getLogger(__name__)
 
 
 def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
@@ -42,7 +45,19 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
         problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
+    for key, reason in _unread(policy) if rules else ():
+        if cfg.typed(key):
+            log.warning("warning: %s has no effect: %s.", key, reason)
     return problems + [line for folder in folders for line in _demonstration_problems(folder, cfg, env)]
+
+
+def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
+    """Yield keys that learning with critics does not read, and why."""
+    yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
+    if policy.steers:
+        yield "algorithm.image_shift", f"{policy.steers} freezes the model, whose features are stored"
+    elif not policy.num_images:
+        yield "algorithm.image_shift", f"model '{policy.name}' reads no images"
 
 
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
