@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from embodyrl.config import tree
 from embodyrl.envs import ENVS
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import check_components
@@ -18,16 +18,6 @@ from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
-
-IDS: Mapping[str, str] = {
-    "embodyrl/Tabletop-v0": "tabletop",
-    "embodyrl/Libero10-v0": "libero_10",
-    "embodyrl/Libero90-v0": "libero_90",
-    "embodyrl/LiberoSpatial-v0": "libero_spatial",
-    "embodyrl/LiberoObject-v0": "libero_object",
-    "embodyrl/LiberoGoal-v0": "libero_goal",
-}
-"""What `gymnasium.make` knows after `import embodyrl.program.environment`: id and option of `env=`."""
 
 
 class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
@@ -174,6 +164,12 @@ def _made(env: str, *, words: tuple[str, ...] = (), **_: Any) -> SingleEnv:
     return make_env(env, *words)
 
 
-for _id, _option in IDS.items():
-    if _id not in gymnasium.registry:
-        gymnasium.register(_id, entry_point=f"{__name__}:_made", kwargs={"env": _option}, disable_env_checker=True)
+def _register() -> None:
+    """Register `embodyrl/LiberoObject-v0` for `env=libero_object`, and likewise every option in no subfolder."""
+    for option in tree.options("env"):
+        name = f"embodyrl/{option.title().replace('_', '')}-v0"
+        if "/" not in option and name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=f"{__name__}:_made", kwargs={"env": option}, disable_env_checker=True)
+
+
+_register()

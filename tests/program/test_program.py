@@ -59,6 +59,7 @@ def test_the_names_are_there_to_be_found() -> None:
 
 def test_an_environment_passes_gymnasium_s_own_check() -> None:
     check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
+    assert {"embodyrl/Libero10-v0", "embodyrl/LiberoObject-v0", "embodyrl/Metaworld-v0"} <= {*gymnasium.registry}
     made = gymnasium.make("embodyrl/Tabletop-v0")
     seen, info = made.reset(seed=3, options={"task": 1})
     assert (seen["instruction"], info["task"]) == ("touch the green block", 1)
