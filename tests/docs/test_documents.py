@@ -38,6 +38,8 @@ COMPOSED = {
     "model=openvla_oft ": "download of a 7B checkpoint",
     "model=pi0": "download of a 3B checkpoint; tests/policies/flow runs tiny ones",
     "model=smolvla": "download of a checkpoint; tests/policies/flow runs tiny ones",
+    "model=act": "minutes of a residual network; tests/policies/lerobot runs small ones",
+    "model=diffusion": "the same",
     "model.path=Qwen": "download of a language model",
     "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
     "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",

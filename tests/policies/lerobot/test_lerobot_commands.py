@@ -1,0 +1,103 @@
+"""The commands with small ACT and diffusion policies on the tabletop, in this process."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from golden_lerobot import fresh
+
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.train import train
+from embodyrl.extensions.demonstrations.collect import collect
+from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+
+pytestmark = pytest.mark.integration
+ENV = ("env=tabletop", "env.init_params.camera_heights=32", "env.init_params.camera_widths=32")
+CAMERA = ("env.init_params.camera_names=[front]",)
+TRAIN = ("env.train.task_ids=[0]", "env.train.total_num_envs=4", "env.train.max_episode_steps=8")
+PLAYED = ("env.eval.task_ids=[0]", "env.eval.total_num_envs=2", "env.eval.max_episode_steps=8")
+STEP = (
+    *("runner.max_steps=1", "runner.val_check_interval=-1"),
+    *("actor.global_batch_size=4", "actor.micro_batch_size=4"),
+)
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
+
+
+def configure(command, folder, name, *words):
+    cfg = load_config(command, [f"runner.output_dir={folder}", f"runner.experiment_name={name}", *QUIET, *words])
+    check_components(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with demonstrations, and with a policy of each kind that was trained on them for two steps."""
+    folder = tmp_path_factory.mktemp("lerobot")
+    words = (*ENV, *CAMERA, "env.train.task_ids=[0]", f"collect.out={folder}/demos", "collect.episodes=4")
+    collect(configure("collect", folder, "collected", *words))
+    for kind, changes in (("act", {}), ("diffusion", {"n_obs_steps": 2})):
+        start = fresh(kind, folder / f"start_{kind}", **changes)
+        history = changes.get("n_obs_steps", 1)
+        model = (f"model={kind}", f"model.path={start}", "model.num_action_chunks=4")
+        data = (f"data.path={folder}/demos", f"data.history={history}", "runner.max_steps=2")
+        sft(configure("sft", folder, kind, *data, *model, "actor.global_batch_size=4", "actor.micro_batch_size=4"))
+    return folder
+
+
+def trained(folder, kind):
+    model = (f"model={kind}", f"model.path={folder}/start_{kind}", "model.num_action_chunks=4")
+    return (f"ckpt={folder}/{kind}", *model)
+
+
+def policy(folder, name, step):
+    return folder / name / "checkpoints" / f"step_{step:06d}" / "policy"
+
+
+def test_training_on_demonstrations_writes_their_statistics(runs):
+    from safetensors.numpy import load_file
+
+    for kind in ("act", "diffusion"):
+        folder = policy(runs, kind, 2)
+        found = load_file(folder / "policy_preprocessor_step_3_normalizer_processor.safetensors")
+        demos = json.loads((runs / kind / "start" / "dataset_statistics.json").read_text())
+        (entry,) = demos.values()
+        assert np.allclose(found["action.std"], entry["action"]["std"])
+        assert found["observation.images.front.mean"].shape == (3, 1, 1)
+        assert "embodyrl_init" not in json.loads((folder / "config.json").read_text())
+
+
+def test_a_policy_with_history_acts_in_an_environment_with_history(runs):
+    words = (*trained(runs, "diffusion"), *ENV, *CAMERA, *PLAYED, "eval.episodes_per_task=2")
+    history = ("env.env_type=tabletop_history", "env.history=2")
+    result = evaluate(configure("eval", runs, "evaluated", *words, *history))
+    assert result.overall.episodes == 2
+
+
+def test_act_is_evaluated_with_temporal_ensembling(runs):
+    words = (*trained(runs, "act"), *ENV, *CAMERA, *PLAYED, "eval.episodes_per_task=2")
+    chunks = ("env.env_type=tabletop_history", "env.ensemble_chunk=6")
+    model = ("model.temporal_ensemble=true", "model.num_action_chunks=1")
+    assert evaluate(configure("eval", runs, "averaged", *words, *chunks, *model)).overall.episodes == 2
+
+
+@pytest.mark.parametrize(
+    "method",
+    [("algorithm=sac", "model.likelihood=dsrl"), ("algorithm=sac", "model.likelihood=residual"), ("algorithm=ppo",)],
+)
+def test_rl_changes_the_parts_that_its_method_trains(runs, method):
+    from safetensors.torch import load_file
+
+    name = "_".join(method).replace("=", "_").replace(".", "_")
+    more = ("algorithm.replay_size=200", "algorithm.learning_starts=8") if "algorithm=sac" in method else ()
+    words = (*trained(runs, "act"), *ENV, *CAMERA, *TRAIN, *PLAYED, *STEP, *method, *more)
+    train(configure("train", runs, name, *words))
+    before, after = (policy(runs, *where) for where in (("act", 2), (name, 1)))
+    old, new = (load_file(f / "model.safetensors") for f in (before, after))
+    changed = [key for key in old if not torch.equal(old[key], new[key])]
+    assert bool(changed) == (method == ("algorithm=ppo",))
+    assert (after / "embodyrl_heads.safetensors").is_file()
