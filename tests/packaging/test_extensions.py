@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 from test_imports import ROOT, cycle, imports, owner
 
 from embodyrl.manifests import declared, extensions
@@ -70,3 +72,16 @@ def test_declared_imports_are_used_and_have_no_circles():
     listed = {(name, other) for name, extension in extensions().items() for other in extension.imports}
     assert listed - used == set()
     assert cycle({name: frozenset(extension.imports) for name, extension in extensions().items()}) == []
+
+
+def test_groups_of_entry_points_are_public_names():
+    """Installed packages register by these names, which do not follow the folders of the code."""
+    found = {
+        node.value.value
+        for file in (ROOT / "embodyrl").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.keyword) and node.arg == "group" and isinstance(node.value, ast.Constant)
+    }
+    groups = {name for name in found if name.startswith("embodyrl")}
+    assert {"embodyrl.envs", "embodyrl.policies", "embodyrl.rewards", "embodyrl.tools", "embodyrl.monitors"} <= groups
+    assert [name for name in groups if name.count(".") != 1] == []

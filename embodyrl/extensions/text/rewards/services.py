@@ -21,7 +21,7 @@ class Reward(Protocol):
 
 REWARDS: Registry[Reward] = Registry(
     "reward",
-    group="embodyrl.extensions.text.rewards",
+    group="embodyrl.rewards",
     wants="a function of (prompt, response, reference)",
     fits=lambda found: takes(3)(found) and not isinstance(found, type),
 )
