@@ -139,6 +139,11 @@ class ToySettings(EnvSettings, RewardSettings, CameraSettings):
     kwargs: dict[str, Any] = {}
     """See above."""
 
+    @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return "toy"
+
 
 class ToyFactory(SimFactory[ToySettings]):
     """`EnvFactory` of the toy task."""

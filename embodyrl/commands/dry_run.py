@@ -4,7 +4,7 @@ import importlib
 
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.commands.facts import evaluation_facts, facts, training_facts
-from embodyrl.commands.run_folder import first_weights, resolve_weights, weight_facts
+from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
 from embodyrl.plan.run_plan import build_run_plan
 
@@ -21,8 +21,6 @@ def describe(cfg: Root) -> str:
 
 def run_facts(cfg: EvalConfig) -> list[tuple[str, str]]:
     """Describe a training or an evaluation."""
-    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
-        resolve_weights(cfg.algorithm.reference_path, "algorithm.reference_path")
     training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]

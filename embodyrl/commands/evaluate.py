@@ -57,7 +57,6 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     run_plan = build_run_plan(cfg, training=False)
-    cfg = run_plan.config(EvalConfig) if cfg.eval.protocol.name else cfg
     if cfg.eval.baseline is not None:
         read_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)

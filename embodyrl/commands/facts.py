@@ -11,7 +11,7 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
-from embodyrl.plan.roots import EvalConfig, PolicyConfig, RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.roots import THIS_HOST, EvalConfig, PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.registry import Registry, takes
@@ -83,7 +83,7 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
     """Say why a model computes in float32 though its default is bfloat16."""
-    if not cfg.prefers_float32:
+    if cfg.sources.get("model.precision") != THIS_HOST:
         return []
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 

@@ -28,6 +28,7 @@ from embodyrl.plan.config import run_config, save_config
 from embodyrl.plan.load import read_saved
 from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TrainConfig
 from embodyrl.plan.settings import OnExisting
+from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.policies.adapter import find_adapter
 from embodyrl.policies.inputs import input_problems
@@ -336,29 +337,3 @@ def _compare(cfg: ActingConfig | ServeConfig | SftConfig, env: EnvSpec, folder: 
 def _input_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[str]:
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
     return input_problems(folder, spec, env, getattr(model, "cameras", None))
-
-
-def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
-    """Find the policy folder that a key names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
-
-    Whatever lies in a checkpoint is compared with its manifest first.
-
-    Raises:
-        CheckpointError: nothing usable is there; names a damaged file.
-    """
-    path = resolve_run(ckpt)
-    if (path / "checkpoints").is_dir():
-        steps = (store := CheckpointStore(path / "checkpoints")).folders()
-        if not steps:
-            raise CheckpointError(f"{key}={ckpt}: this run has no complete checkpoint yet.")
-        path = store.path(steps[-1])
-    elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
-        path = path.parent
-    if (path / POLICY_FOLDER).is_dir():
-        CheckpointStore(path.parent).verify(path)
-        return path / POLICY_FOLDER
-    if (path / "config.json").is_file():
-        return path
-    raise CheckpointError(
-        f"{key}={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...), no folder with config.json."
-    )

@@ -22,7 +22,6 @@ from embodyrl.commands.run_folder import (
     check_resumed,
     first_weights,
     open_run,
-    resolve_weights,
     weight_facts,
 )
 from embodyrl.commands.session import OnStep, Session
@@ -79,22 +78,13 @@ def train(
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
-    cfg = _with_reference(cfg)
     run_plan = build_run_plan(cfg, training=True)
-    cfg = run_plan.config(TrainConfig) if cfg.eval.protocol.name else cfg
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
     weights = first_weights(cfg, run_plan.env)
     if resume is not None:
         check_resumed(cfg, run_plan.env, resume)
     with closing(open_run(cfg, "train", overrides, resume)) as folder:
         return _Training(run_plan, folder, weights, on_step, on_eval).run()
-
-
-def _with_reference(cfg: TrainConfig) -> TrainConfig:
-    """Find the folder of the reference policy now: it stays this one, also where the run is resumed."""
-    path = cfg.algorithm.reference_path
-    found = path and str(resolve_weights(path, "algorithm.reference_path"))
-    return cfg.updated({"algorithm.reference_path": found}) if found else cfg
 
 
 @dataclass

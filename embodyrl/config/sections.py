@@ -36,6 +36,8 @@ class Section:
     """Return the class of the section; None: the section does not exist with these choices."""
     problems: Callable[[Any], Iterator[str]] = field(default=_no_problems)
     """Yield contradictions between this section and others of the config, one line each with the fix."""
+    derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
+    """Return values of any keys that follow from others, by dotted name; they are set before the config is final."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions of keys with their full names, as in `Settings.needs`, that hold where the section exists."""
 

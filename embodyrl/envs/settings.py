@@ -1,7 +1,8 @@
 """Keys that environments share; what only one of them reads stands in its own folder."""
 
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -69,6 +70,16 @@ class EnvSettings(Settings):
         return {name: getattr(self, name) for name in self._played}
 
     @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it (`EnvSpec.name`)."""
+        return self.env_type
+
+    @property
+    def max_chunks(self) -> int:
+        """Replies of an episode, where its length counts in chunks; 0: it counts in env steps."""
+        return 0
+
+    @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""
         return max(split.max_episode_steps for split in self.splits.values())
@@ -98,3 +109,7 @@ class CameraSettings(Settings):
     """An environment with cameras."""
 
     init_params: InitParams = InitParams()
+
+    def with_cameras(self, names: Sequence[str]) -> Self:
+        """Return the environment with these cameras only."""
+        return self.model_copy(update={"init_params": self.init_params.model_copy(update={"camera_names": [*names]})})

@@ -23,7 +23,23 @@ from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, masked, one_line
 from embodyrl.files import write_atomically
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
-from embodyrl.plan.roots import COMMAND_LINE, PLAYED, ROOTS, SELECTORS, PolicyConfig, Root, conditions, selected
+from embodyrl.plan.protocols import horizon_of
+from embodyrl.plan.roots import (
+    COMMAND_LINE,
+    PLAYED,
+    ROOTS,
+    SELECTORS,
+    THIS_HOST,
+    ActingConfig,
+    PolicyConfig,
+    R,
+    Root,
+    TrainConfig,
+    conditions,
+    sections_of,
+    selected,
+)
+from embodyrl.plan.weights import resolve_weights
 
 log = logging.getLogger(__name__)
 DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
@@ -263,10 +279,42 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg, command))]
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
-    found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS and fetch}
-    if fetch and isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
+    cfg = cfg.updated(_derived(cfg))
+    return cfg.updated(_located(cfg)) if fetch else cfg
+
+
+def _derived(cfg: Root) -> dict[str, Any]:
+    """Return the values that follow from others: lengths of replies, and what an evaluation protocol sets."""
+    found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
+    if isinstance(cfg, ActingConfig) and cfg.env.max_chunks:
+        chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
+        found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
+        found["model.num_action_chunks"] = chunk
+    return found | horizon_of(cfg)
+
+
+def _located(cfg: Root) -> dict[str, Any]:
+    """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
+    found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
+    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+        # A resumed run goes on with this folder, whatever the run that it belongs to has saved since.
+        key = "algorithm.reference_path"
+        found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
+    if isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
         found["model.precision"] = Precision.fp32
-    return cfg.updated(found)
+        cfg._sources["model.precision"] = THIS_HOST
+    return found
+
+
+def overridden(cfg: R, values: Mapping[str, Any]) -> R:
+    """Return a config with other values by dotted key, checked as a whole.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    found = cfg.updated(values)
+    check_values(found)
+    return found
 
 
 def _fetched(key: str, value: Any) -> Any:

@@ -1,19 +1,15 @@
-"""The environment of a run: its context, its description, and lengths that follow from its description."""
+"""The environment of a run: its context and its description."""
 
 from __future__ import annotations
-
-from typing import TypeVar
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import StepRewardSettings
-from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ActingConfig, EvalConfig
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec
 
-C = TypeVar("C", bound=ActingConfig)
 ALL_SUITES = "all"
 
 
@@ -57,23 +53,3 @@ def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
             f"Known: {known}. Leave it out, or choose another env."
         )
     return tuple(name for name in offered if name in wanted)
-
-
-def fit_lengths(cfg: C, env: EnvSpec) -> C:
-    """Derive chunk size, time limits and splits where the environment counts chunks and rows."""
-    if not env.max_chunks:
-        return cfg
-    chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
-    changes: dict[str, object] = {"model.num_action_chunks": chunk}
-    for name, split in cfg.env.splits.items():
-        changes[f"env.{name}.max_episode_steps"] = env.max_chunks * chunk
-        if isinstance(split, EnvSplit) and split.state_ids is None:
-            changes[f"env.{name}.state_ids"] = rows_of(env, name)
-    return cfg.updated(changes)
-
-
-def rows_of(env: EnvSpec, split: str) -> list[int] | None:
-    """Return the first and last row of a split where the environment holds rows out; None: all."""
-    last = env.states_per_task[0] - 1
-    border = last - env.held_out
-    return None if not env.held_out else [0, border] if split == "train" else [border + 1, last]

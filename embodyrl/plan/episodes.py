@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.algorithms.shaping import Outcomes, openness
-from embodyrl.envs.settings import EnvSplit
+from embodyrl.envs.settings import EnvSplit, TrainSplit
 from embodyrl.errors import ConfigError
 from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TrainConfig
 from embodyrl.plan.seeds import derive, derive_small
@@ -101,15 +101,24 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
     Raises:
         ConfigError: the task has fewer initial states than `state_ids` asks for.
     """
-    ids = env.reset_ids_of(task)
-    if split.state_ids is None:
+    ids, states = env.reset_ids_of(task), split.state_ids
+    if states is None:
+        states = rows_of(env, "train" if isinstance(split, TrainSplit) else "eval")
+    if states is None:
         return ids
-    first, last = split.state_ids
+    first, last = states
     if last >= len(ids):
         raise ConfigError(
             f"state_ids [{first},{last}]: task {task} of env '{env.name}' has initial states 0 to {len(ids) - 1}."
         )
     return ids[first : last + 1]
+
+
+def rows_of(env: EnvSpec, split: str) -> list[int] | None:
+    """Return the first and the last initial state of a split where the environment holds some out; None: all."""
+    last = env.states_per_task[0] - 1
+    border = last - env.held_out
+    return None if not env.held_out else [0, border] if split == "train" else [border + 1, last]
 
 
 def groups_per_step(cfg: TrainConfig) -> int:

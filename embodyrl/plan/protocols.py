@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from embodyrl.config.settings import leaves, plain, spell
-from embodyrl.errors import ConfigError
 from embodyrl.plan.load import parse_word
-from embodyrl.plan.roots import ActingConfig, EvalConfig
+from embodyrl.plan.roots import EvalConfig, Root
 from embodyrl.types import EnvSpec
 
-C = TypeVar("C", bound=ActingConfig)
 _HORIZON = "env.eval.max_episode_steps"
 
 
-def follow(cfg: C, env: EnvSpec) -> C:
-    """Set the horizon that the protocol of `eval.protocol` has for this environment; one that was typed stays.
-
-    Raises:
-        ConfigError: the protocol says nothing of this environment.
-    """
+def horizon_of(cfg: Root) -> dict[str, Any]:
+    """Return the time limit that the protocol of `eval.protocol` sets for this environment; a typed limit stays."""
     if not isinstance(cfg, EvalConfig) or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
-        return cfg
-    horizon = _horizon(cfg, env)
+        return {}
+    horizon = _horizon(cfg, cfg.env.title)
     if horizon is None:
-        known = ", ".join(protocol.horizons)
-        raise ConfigError(f"eval.protocol.name={protocol.name} says nothing of env '{env.name}'; it is about {known}.")
-    return cfg.updated({"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: horizon}))
+        return {}
+    return {"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: horizon})
+
+
+def protocol_problems(cfg: Root, env: EnvSpec) -> list[str]:
+    """Return a line where the protocol does not list the environment."""
+    if not isinstance(cfg, EvalConfig) or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
+        return []
+    known = ", ".join(protocol.horizons)
+    return [f"eval.protocol.name={protocol.name} does not list env '{env.name}'; it lists {known}."]
 
 
 def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
@@ -52,13 +53,13 @@ def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
 def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
     """Keys and values of the protocol."""
     asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
-    if (horizon := _horizon(cfg, env)) is not None:
+    if (horizon := _horizon(cfg, env.name)) is not None:
         asked[_HORIZON] = horizon
     return asked
 
 
-def _horizon(cfg: EvalConfig, env: EnvSpec) -> int | None:
+def _horizon(cfg: EvalConfig, env: str) -> int | None:
     """The environment's own entry, or the one of the suite that it changes: the longest that its name begins with."""
     horizons = cfg.eval.protocol.horizons
-    fitting = [name for name in horizons if env.name == name or env.name.startswith(f"{name}_")]
+    fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

@@ -14,7 +14,7 @@ from embodyrl.algorithms.settings import (
 )
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSection, FaultSettings, LauncherSettings, parse_placement
-from embodyrl.config.sections import SECTIONS
+from embodyrl.config.sections import SECTIONS, Section
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
 from embodyrl.devices import multiplies_bfloat16
@@ -39,6 +39,8 @@ from embodyrl.policies.settings import ModelSettings
 R = TypeVar("R", bound="Root")
 COMMAND_LINE = "command line"
 """The source of what a person typed just now."""
+THIS_HOST = "this host"
+"""The source of a default that depends on the host."""
 
 
 class Root(Settings):
@@ -73,10 +75,8 @@ class Root(Settings):
     def problems(self) -> Iterator[str]:
         """Yield contradictions with the sections of extensions."""
         yield from super().problems()
-        for name in {*SECTIONS.names()} & {*type(self).model_fields}:
-            section = SECTIONS.get(name)
-            if isinstance(getattr(self, name), section.kinds):
-                yield from section.problems(self)
+        for section in sections_of(self).values():
+            yield from section.problems(self)
 
     def typed(self, name: str) -> bool:
         """A person wrote this key, or one below it."""
@@ -111,7 +111,7 @@ class PolicyConfig(Root):
 
     @property
     def prefers_float32(self) -> bool:
-        """The default of a model is bfloat16, no file and no override sets it, and this host is slow in it."""
+        """The default of a model is bfloat16, no file and no override sets it, and this host is slow in bfloat16."""
         default = type(self.model).model_fields.get("precision")
         chosen = "model.precision" in self.sources or isinstance(self, ClusterSection)
         return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
@@ -303,11 +303,15 @@ NEEDS: dict[str, dict[str, str]] = {
 def conditions(cfg: Root, command: str) -> dict[str, str]:
     """Return the conditions of keys that concern several sections, by condition."""
     found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **NEEDS.get(command, {})}
-    for name in {*SECTIONS.names()} & {*type(cfg).model_fields}:
-        section = SECTIONS.get(name)
-        if isinstance(getattr(cfg, name), section.kinds):
-            found |= section.needs
+    for section in sections_of(cfg).values():
+        found |= section.needs
     return found
+
+
+def sections_of(cfg: Root) -> dict[str, Section]:
+    """Return the sections of extensions that a config has, by name."""
+    names = sorted({*SECTIONS.names()} & {*type(cfg).model_fields})
+    return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}
 
 
 def _algorithm(values: Mapping[str, Any]) -> type[Settings]:

@@ -16,13 +16,13 @@ from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placeme
 from embodyrl.devices import Devices, Gpus, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.settings import EnvSplit
+from embodyrl.envs.settings import CameraSettings, EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
-from embodyrl.plan.environment import env_context, fit_lengths
+from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
-from embodyrl.plan.protocols import follow
+from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.resources import Resources, plan_resources
 from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
 from embodyrl.policies import POLICIES, fitting_models
@@ -45,6 +45,8 @@ class RunPlan:
     """A run, fully described but not started."""
 
     cfg: ActingConfig
+    env_settings: EnvSettings
+    """Of the environment, with the cameras that policy and reward look at."""
     context: EnvContext
     env: EnvSpec
     policy: PolicySpec
@@ -110,21 +112,26 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     """
     context = env_context(cfg)
     factory = ENVS.get(cfg.env.env_type)
-    env = factory.spec(cfg.env, context)
-    # Before anything is counted: protocols and rows decide how long episodes are.
-    cfg = follow(fit_lengths(cfg, env), env)
+    settings = cfg.env
+    env = factory.spec(settings, context)
     algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if algorithm:
         algorithm.scored = policy.scored
-    if 0 < (cameras := max(policy.num_images, env.rewarded_cameras)) < len(env.cameras) and policy.num_images:
+    cameras = max(policy.num_images, env.rewarded_cameras)
+    if isinstance(settings, CameraSettings) and policy.num_images and 0 < cameras < len(env.cameras):
         # Every camera costs rendering time and memory in each record; policy and reward look at the first ones.
-        cfg = cfg.updated({"env.init_params.camera_names": list(env.cameras[:cameras])})
-        env = factory.spec(cfg.env, context)
+        settings = settings.with_cameras(env.cameras[:cameras])
+        env = factory.spec(settings, context)
     learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
-    if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
+    if problems := [
+        *mismatches(env, policy),
+        *_acting_problems(cfg, env, policy),
+        *protocol_problems(cfg, env),
+        *learning,
+    ]:
         raise ConfigError(problems)
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
@@ -142,6 +149,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         per_update = max(1, round(samples * rules.updates_per_sample))
     run_plan = RunPlan(
         cfg=cfg,
+        env_settings=settings,
         context=replace(context, described=env),
         env=env,
         policy=policy,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.settings import plain
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
@@ -97,7 +98,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
     """Keys of adapters that nothing would read, and adapters that do not exist."""
     problems = []
     lora = cfg.lora
-    untouched = lora.updated({"path": None}) == LoraSettings()
+    untouched = {**plain(lora), "path": None} == plain(LoraSettings())
     if not untouched and lora.path is not None:
         problems.append(
             "model.lora.path is set, so rank, scale and targets are those of that adapter; remove model.lora.r, "

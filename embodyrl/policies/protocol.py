@@ -275,8 +275,7 @@ def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> 
     """
     request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
     # A policy without adapters of its own merges those of a folder into its weights.
-    whole = cfg.updated({"is_lora": False}) if cfg.adapted else cfg
-    policy = POLICIES.get(cfg.model_type).build(whole, request)
+    policy = POLICIES.get(cfg.model_type).build(cfg.whole(), request)
     policy.load_weights(folder)
     out.mkdir(parents=True)
     policy.save(out)

@@ -1,6 +1,6 @@
 """Keys that policies share; what only one of them reads stands in its own folder."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
@@ -50,6 +50,15 @@ class ModelSettings(Settings):
         """Low-rank adapters are trained, not the weights."""
         return getattr(self, "is_lora", False)
 
+    def whole(self, path: str | None = None) -> Self:
+        """Return a model of this kind without adapters, with the weights of the folder `path` if there is one."""
+        return self if path is None else self.model_copy(update={"path": path})
+
+    def with_statistics(self, path: str, key: str) -> Self:
+        """Return the model with weights in the folder `path` and its statistics of the data set `key`."""
+        own = {"unnorm_key": key} if "unnorm_key" in type(self).model_fields else {}
+        return self.model_copy(update={"path": path, **own})
+
 
 class WeightSettings(ModelSettings):
     """A policy with weights."""
@@ -93,3 +102,8 @@ class AdapterSettings(WeightSettings):
     def uses_adapters(self) -> bool:
         """Adapters are trained, or one is merged."""
         return self.is_lora or self.lora.path is not None
+
+    def whole(self, path: str | None = None) -> Self:
+        """Return a model of this kind without adapters, with the weights of the folder `path` if there is one."""
+        lora = self.lora if path is None else self.lora.model_copy(update={"path": None})
+        return super().whole(path).model_copy(update={"is_lora": False, "lora": lora})

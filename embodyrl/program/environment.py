@@ -10,6 +10,7 @@ from gymnasium import spaces
 
 from embodyrl.config import tree
 from embodyrl.envs import ENVS
+from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
@@ -31,10 +32,10 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, for Gymnasium's wrappers ask for it before any frame is drawn.
     render_mode = "rgb_array"
 
-    def __init__(self, cfg: EvalConfig) -> None:
-        """Build the simulator of `cfg.env` in this process."""
+    def __init__(self, cfg: EvalConfig, settings: EnvSettings) -> None:
+        """Build the simulator of these settings in this process."""
         context = env_context(cfg)
-        self.env = ENVS.get(cfg.env.env_type).make(cfg.env, context)
+        self.env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
         """Tasks, cameras, sizes, gripper."""
         self._split = cfg.env.eval
@@ -123,18 +124,18 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
 
 
 def env_of(run_plan: RunPlan) -> SingleEnv:
-    """The environment that a run is about, with the pictures that its policy knows."""
-    return _single(run_plan.config(EvalConfig))
+    """Return the environment of a run, with the cameras of its policy."""
+    return _single(run_plan.config(EvalConfig), run_plan.env_settings)
 
 
-def _single(cfg: EvalConfig) -> SingleEnv:
+def _single(cfg: EvalConfig, settings: EnvSettings | None = None) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such, "
             "`embodyrl view` and `report` show replies."
         )
     check_components(cfg)
-    return SingleEnv(cfg)
+    return SingleEnv(cfg, settings or cfg.env)
 
 
 def _actions(spec: EnvSpec) -> spaces.Space[Any]:

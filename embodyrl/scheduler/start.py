@@ -136,15 +136,14 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
     threads = int(_threads())
     if learner is not None:
         if learner.actor.fsdp.cpu_offload and visible_gpus():
-            threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps then run on the CPU
-        actor = learner.actor
+            threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps are the host's then
         if run_plan.ranks > 1:
             # Chosen by the driver, which sees all GPUs: ranks might choose differently.
-            actor = actor.updated({"fsdp.gradient_sync": planned.gradient_sync})
-        learning = {
+            learning["gradient_sync"] = planned.gradient_sync
+        learning |= {
             "algorithm": learner.algorithm,
-            "env": learner.env if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,
-            "actor": actor,
+            "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,
+            "actor": learner.actor,
             "critic": learner.critic.path,
             "longest_episode": -(-learner.env.train.max_episode_steps // run_plan.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
@@ -277,7 +276,7 @@ def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
     """Return the spec of an env worker."""
     cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(
-        env=cfg.env,
+        env=run_plan.env_settings,
         context=replace(run_plan.context, num_slots=len(worker.slots), num_workers=run_plan.env_workers_per_node),
         video=cfg.video_cfg,
         expert_noise=getattr(cfg.model, "expert_noise", 0.0),

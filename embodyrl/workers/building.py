@@ -15,7 +15,6 @@ from embodyrl.learners.ranks import OneRank, Ranks
 from embodyrl.learners.training import Trainer
 from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
-from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.policies.tensors import best_device
 from embodyrl.registry import Registry
 from embodyrl.workers.lifecycle import PolicyHostInit
@@ -29,17 +28,11 @@ def build_policy(init: PolicyHostInit) -> Policy:
         policy = factory.build(model, request)
     else:
         # A critic has no adapters: its weights are all trained, and its folder holds it whole.
-        critic = factory.build(_elsewhere(init, init.critic), replace(request, backend="hf"))
+        critic = factory.build(model.whole(init.critic), replace(request, backend="hf"))
         policy = WithCritic(factory.build(model, replace(request, value_dim=0)), critic, init.critic)
     if init.start_from is not None:
         policy.load_weights(Path(init.start_from))
     return policy
-
-
-def _elsewhere(init: PolicyHostInit, path: str) -> ModelSettings:
-    """The model with the weights of another folder, which holds them whole."""
-    plain = {"is_lora": False, "lora.path": None} if isinstance(init.model, AdapterSettings) else {}
-    return init.model.updated({"path": path, **plain})
 
 
 RANKS: Registry[Callable[..., Ranks]] = Registry(
@@ -51,7 +44,10 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
     """Bind the policy to the ranks that train it; collective."""
     if not init.shards:
         return OneRank(init.rank_info)
-    return RANKS.get("fsdp")(policy.module, init.rank_info, init.actor.fsdp, half=init.model.half, acts=init.acts)
+    sync = init.gradient_sync or init.actor.fsdp.gradient_sync
+    return RANKS.get("fsdp")(
+        policy.module, init.rank_info, init.actor.fsdp, gradient_sync=sync, half=init.model.half, acts=init.acts
+    )
 
 
 def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
@@ -96,7 +92,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
             halve(reference.module, sharded=init.shards)
         return reference
     request = replace(init.request, device=best_device(), trainable=False, backend="hf")
-    reference = POLICIES.get(init.model.model_type).build(_elsewhere(init, path), request)
+    reference = POLICIES.get(init.model.model_type).build(init.model.whole(path), request)
     reference.load_weights(Path(path))
     if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):
         raise ConfigError(

@@ -80,6 +80,8 @@ class PolicyHostInit(WorkerInit):
     critic: str | None = None
     """Folder of a critic apart."""
     actor: ActorSettings = field(default_factory=ActorSettings)
+    gradient_sync: str | None = None
+    """The choice of the run plan where `actor.fsdp.gradient_sync=auto`."""
     seed: int
     deterministic: bool = False
     skips_nonfinite: bool = False

@@ -197,7 +197,7 @@ def protocol_words(tmp_path, *words):
 
 def test_a_protocol_decides_episodes_and_horizon(tmp_path):
     cfg = load_config("eval", protocol_words(tmp_path, *PROTOCOL, "env.eval.total_num_envs=4"))
-    assert cfg.env.eval.max_episode_steps != 32, "or the horizon below is not the protocol's"
+    assert cfg.env.eval.max_episode_steps == 32
     result = evaluate(cfg)
     assert sorted(row["reset_id"] for row in episode_rows(result)) == list(range(8))
     assert {row["steps"] for row in episode_rows(result)} == {32}
@@ -227,7 +227,7 @@ def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):
     assert "eval.episodes=3 instead of null" in said["departures"]
     assert "env.eval.task_ids=[1] instead of null" in said["departures"]
     other = protocol_words(tmp_path, *(w.replace("toy: 32", "else: 32") for w in PROTOCOL))
-    with pytest.raises(ConfigError, match=r"mine says nothing of env 'toy'; it is about else"):
+    with pytest.raises(ConfigError, match=r"mine does not list env 'toy'; it lists else"):
         evaluate(load_config("eval", other))
 
 

@@ -12,11 +12,12 @@ import pytest
 from processes import command_environment
 from toy_runs import rows, toy_config, train_toy
 
-from embodyrl.commands.run_folder import open_run, resolve_weights
+from embodyrl.commands.run_folder import open_run
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.monitor.history import COSTS_FILE, read_rows
 from embodyrl.plan.config import load_saved_config
+from embodyrl.plan.weights import resolve_weights
 from embodyrl.version import __version__
 
 

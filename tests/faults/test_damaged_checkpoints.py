@@ -10,9 +10,9 @@ from toy_runs import resume_toy, rows, train_toy
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.main import main
-from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.errors import CheckpointError
 from embodyrl.monitor.history import read_rows
+from embodyrl.plan.weights import resolve_weights
 
 
 @pytest.fixture(scope="module")

@@ -49,6 +49,24 @@ def test_no_class_is_called_manager_helper_or_utils():
     assert vague == []
 
 
+COPIES = ("embodyrl/config/settings.py", "embodyrl/plan/config.py")
+"""Where a config is composed; settings classes may return a variant of themselves."""
+
+
+def test_a_config_is_final_after_loading():
+    changed = [
+        f"{path}:{node.lineno}"
+        for path, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr == "updated" or (node.func.attr == "model_copy" and "cfg" in ast.unparse(node.func)))
+        and path.name != "settings.py"
+        and str(path) not in COPIES
+    ]
+    assert changed == [], "derive the value while the config is loaded, or make it a field of the run plan"
+
+
 def component_names() -> set[str]:
     """Short names of environments, models, estimators and losses, and of the option files that select them."""
     from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES

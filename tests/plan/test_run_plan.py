@@ -15,7 +15,8 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
     one = run_plan(*both)
     assert one.env.cameras == ("front",)
-    assert one.cfg.env.init_params.camera_names == ["front"]
+    assert one.env_settings.init_params.camera_names == ["front"]
+    assert one.cfg.env.init_params.camera_names == ["front", "wrist"]
     two = run_plan(*both, "model.num_images_in_input=2")
     assert two.env.cameras == ("front", "wrist")
     images = [next(f.shape for f in plan.layout.fields if f.name == "images") for plan in (one, two)]

@@ -28,6 +28,11 @@ class GymSettings(EnvSettings, RewardSettings):
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of info that says whether the goal is reached, nested ones as a.b; null: success, is_success or succeed."""
 
+    @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return self.id or self.env_type
+
     def problems(self) -> Iterator[str]:
         """Yield two keys that exclude each other."""
         if self.instruction is not None and self.instruction_key is not None:

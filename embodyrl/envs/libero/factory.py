@@ -113,6 +113,11 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     policies that choose the numbers of a chunk independently of each other imitate better."""
 
     @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return self.task_suite_name or self.env_type
+
+    @property
     def is_fast(self) -> bool:
         """Whether the inner loop is the one without repeated work."""
         return self.render_profile is RenderProfile.lean if self.fast_physics is None else self.fast_physics

@@ -31,6 +31,11 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
 
+    @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return self.id or self.env_type
+
 
 SEEDS = 100_000
 """Reset ids of a task; each one is the seed of an episode."""

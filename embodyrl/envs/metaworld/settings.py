@@ -42,6 +42,11 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     """full: pixel-identical to the package; lean: without multisampling and shadows, same physics."""
 
     @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return f"metaworld {self.id}"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Tasks that `id` names."""
         return BENCHMARKS.get(self.id, (self.id,))

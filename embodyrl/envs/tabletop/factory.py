@@ -27,6 +27,11 @@ class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     axis: Annotated[Axis, NumbersStates] = Axis.base
     """base, or what is changed: colours (other shades), positions (plates in front), phrasings (other words)."""
 
+    @property
+    def title(self) -> str:
+        """Name of the environment, by which evaluation protocols list it."""
+        return suite_name(self.axis)
+
 
 class TabletopFactory(SimFactory[TabletopSettings]):
     """Builds the tabletop environment."""

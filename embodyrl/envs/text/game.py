@@ -133,6 +133,11 @@ class GameSettings(EnvSettings):
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""
 
+    @property
+    def max_chunks(self) -> int:
+        """Replies of an episode."""
+        return self.max_turns
+
 
 @dataclass
 class _Game:

@@ -18,3 +18,8 @@ class TextSettings(EnvSettings):
     """Role of a tool's answer; user where the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""
+
+    @property
+    def max_chunks(self) -> int:
+        """Replies of an episode."""
+        return self.max_turns

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from embodyrl.config.settings import plain
 from embodyrl.envs.protocol import Env, EnvContext, EnvFactory
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import EmbodyError
@@ -160,7 +161,8 @@ class Harness:
     @property
     def can_ignore(self) -> bool:
         """Episodes may go on after their own end; some simulators cannot, and say so in `validate`."""
-        return not self.factory.validate(self.cfg.updated({"train.ignore_terminations": True}))
+        train = plain(self.cfg.train) | {"ignore_terminations": True}
+        return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
         """Describe an episode; `ignore` holds where the environment allows it."""

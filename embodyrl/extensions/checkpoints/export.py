@@ -65,6 +65,9 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     store = CheckpointStore(run / "checkpoints")
     manifest = store.verify(store.path(step))
     cfg = load_saved_config(run, overrides, unread=_UNREAD)
+    if cfg.model.compiled:  # weights are merged in a model that is built once and runs nothing
+        keys = {"compile", "cuda_graphs"} & {*type(cfg.model).model_fields}
+        cfg = load_saved_config(run, [*overrides, *(f"model.{key}=false" for key in keys)], unread=_UNREAD)
     source = store.path(step) / POLICY_FOLDER
     with replacing(out) as scratch:
         if cfg.model.adapted:
@@ -79,8 +82,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
 
 def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
-    model = cfg.model.updated({"compile": False, "cuda_graphs": False}) if cfg.model.compiled else cfg.model
-    export_policy(model, _shown(cfg), source, target)
+    export_policy(cfg.model, _shown(cfg), source, target)
 
 
 def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:

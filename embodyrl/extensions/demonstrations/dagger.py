@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from embodyrl.checkpoint.store import CheckpointStore
-from embodyrl.commands.run_folder import resolve_weights
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
 from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.plan.config import overridden
 from embodyrl.plan.roots import DaggerConfig
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
+from embodyrl.plan.weights import resolve_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,24 +38,28 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
     name = cfg.runner.experiment_name or out.resolve().name
     runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
     data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
-    cfg = cfg.updated({"runner.on_existing": OnExisting.resume})
     for number, (run, folder) in enumerate(zip(runs, data, strict=True), start=1):
-        if cfg.ckpt:
-            cfg = cfg.updated({"model.path": str(resolve_weights(cfg.ckpt))})
         if not _is_over(run, cfg.runner.max_steps):
+            before = runs[number - 2] if number > 1 else None
+            common = _continued(cfg, before) | {"runner.on_existing": OnExisting.resume}
             played = {"collect.out": str(folder), "collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}
-            acting = cfg.updated({**played, "seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"})
-            learned = cfg.updated(
-                {"data.more": [*cfg.data.more, *map(str, data[:number])], "runner.experiment_name": run.name}
-            )
+            named = {"seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"}
+            acting = overridden(cfg, {**common, **played, **named})
+            more = [*cfg.data.more, *map(str, data[:number])]
+            learned = overridden(cfg, {**common, "data.more": more, "runner.experiment_name": run.name})
             try:
                 collect(acting)
                 sft(learned, overrides=overrides, resume=run if run.exists() else None)
             except Interrupted as error:
                 error.args = (f"{error}; or with all rounds: the same embodyrl dagger again",)
                 raise
-        cfg = cfg.updated({"ckpt": str(run)})
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def _continued(cfg: DaggerConfig, before: Path | None) -> dict[str, str]:
+    """Return the keys of the weights that a round starts from: those of the round before, or the run's own."""
+    ckpt = cfg.ckpt if before is None else str(before)
+    return {} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))}
 
 
 def dagger_facts(cfg: DaggerConfig) -> list[tuple[str, str]]:

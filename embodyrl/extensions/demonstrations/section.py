@@ -1,6 +1,6 @@
 """The config section `data`, whose class depends on what `data.path` holds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from embodyrl.config.sections import Chosen, Section
@@ -32,4 +32,11 @@ def _problems(cfg: Any) -> Iterator[str]:
         yield f"objective.name={objective.name} learns from {kind}; data.path={cfg.data.path} holds others."
 
 
-SECTION = Section(kinds=(DemonstrationSettings, RowSettings, PairSettings), choose=_choose, problems=_problems)
+def _derive(cfg: Any) -> Mapping[str, Any]:
+    """Return the length of an imitated answer: one chunk."""
+    return {"model.num_action_chunks": 1} if isinstance(cfg.data, RowSettings) and not cfg.reads_rows else {}
+
+
+SECTION = Section(
+    kinds=(DemonstrationSettings, RowSettings, PairSettings), choose=_choose, problems=_problems, derive=_derive
+)

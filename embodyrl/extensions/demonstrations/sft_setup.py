@@ -243,8 +243,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
             copy.symlink_to(path.resolve())
     text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
     (target / STATISTICS_FILE).write_text(text, encoding="utf-8")
-    own = {"unnorm_key": key} if "unnorm_key" in type(model).model_fields else {}
-    return model.updated({"path": str(target), **own})
+    return model.with_statistics(str(target), key)
 
 
 def augments(cfg: SftConfig) -> bool:
@@ -307,8 +306,8 @@ def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
         ConfigError: a source or a row is wrong, or the model is none of text.
     """
     assert isinstance(cfg.data, RowSettings)
-    factory, model, values = POLICIES.get(cfg.model.model_type), _one_reply(cfg.model), int(cfg.objective.rates)
-    if ActionKind.text not in factory.spec(model, ANY_TEXT, values).action_kinds:
+    factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
+    if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
             f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
             "or a folder that `embodyrl collect` wrote."
@@ -317,14 +316,10 @@ def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
     env = replace(ANY_TEXT, roles=rows.roles)
     if rows.pictures:
         env = replace(env, cameras=picture_names(rows.pictures), image_size=rows.image_size, state_suffices=False)
-    policy = factory.spec(model, env, values)
+    policy = factory.spec(cfg.model, env, values)
     if problems := mismatches(env, policy) if rows.pictures else []:
         raise ConfigError(problems)
     return rows, env, policy
-
-
-def _one_reply(model: ModelSettings) -> ModelSettings:
-    return model.updated({"num_action_chunks": 1})
 
 
 def _text(cfg: SftConfig) -> Material:
@@ -334,10 +329,11 @@ def _text(cfg: SftConfig) -> Material:
         ConfigError: see `_text_parts`.
     """
     rows, env, policy = _text_parts(cfg)
-    model = _one_reply(cfg.model)
     split = len(rows) - rows.held_out
     train, held_out = _text_samples(rows, range(split)), _text_samples(rows, range(split, len(rows)))
-    return Material(env=env, policy=policy, model=model, train=train, validation=held_out if len(held_out) else None)
+    return Material(
+        env=env, policy=policy, model=cfg.model, train=train, validation=held_out if len(held_out) else None
+    )
 
 
 def _text_samples(rows: TextRows, part: range) -> Samples:

@@ -211,8 +211,7 @@ def _beside(run_plan: RunPlan, path: str | None) -> PolicySpec | None:
     if path is None:
         return None
     model = run_plan.cfg.model
-    alone = model.updated({"path": path, **({"is_lora": False} if model.adapted else {})})
-    return POLICIES.get(model.model_type).spec(alone, run_plan.env, 0)
+    return POLICIES.get(model.model_type).spec(model.whole(path), run_plan.env, 0)
 
 
 def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:

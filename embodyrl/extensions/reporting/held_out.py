@@ -16,8 +16,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.monitor.paired import other_worlds
 from embodyrl.plan.config import run_config
-from embodyrl.plan.environment import rows_of
-from embodyrl.plan.episodes import eval_episodes, first_states, selected_reset_ids, selected_tasks
+from embodyrl.plan.episodes import eval_episodes, first_states, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
@@ -135,7 +134,7 @@ def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int
         first, last = split.state_ids
         if first >= (states := min(env.states_per_task)):
             return set()
-        split = split.model_copy(update={"state_ids": (first, min(last, states - 1))})
+        split = EnvSplit(task_ids=split.task_ids, state_ids=[first, min(last, states - 1)])
     return {*selected_reset_ids(env, split, across=across)}
 
 

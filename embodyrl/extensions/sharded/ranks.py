@@ -56,19 +56,30 @@ class ShardedRanks:
 
     shards = True
 
-    def __init__(self, module: nn.Module, rank_info: RankInfo, cfg: FsdpSettings, *, half: bool, acts: bool) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        rank_info: RankInfo,
+        cfg: FsdpSettings,
+        *,
+        gradient_sync: str = "step",
+        half: bool,
+        acts: bool,
+    ) -> None:
         """Shard a module that holds the same weights on every rank; collective.
 
         Args:
             module: the policy's module.
             rank_info: this process.
             cfg: how to shard.
+            gradient_sync: when ranks add up their gradients: step or micro_batch.
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
         self.rank_info = rank_info
         self._module = module
         self._cfg = cfg
+        self._each = gradient_sync == "micro_batch"
         self._acts = acts
         device = next(module.parameters()).device.type
         # Before the mesh, which is made of the process group.
@@ -101,7 +112,7 @@ class ShardedRanks:
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """See `Ranks.score`."""
-        adds_up = last or self._cfg.gradient_sync == "micro_batch"
+        adds_up = last or self._each
         self._root.set_requires_gradient_sync(adds_up)
         # FSDP reduces gradients in the last backward pass only; before it whole ones pile up on every rank.
         self._root.set_is_last_backward(adds_up)

@@ -100,13 +100,16 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
     return model, processor
 
 
-def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool) -> Any:
-    """Wrap the model with low-rank adapters (new ones, or those in `model.lora.path`), or merge a given adapter."""
+def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
+    """Wrap the model with low-rank adapters (new ones, or those in `path`, by default `model.lora.path`), or merge a
+    given adapter.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     lora = cfg.lora
-    if lora.path is not None:
-        folder = resolve_asset(lora.path)
+    path = path or lora.path
+    if path is not None:
+        folder = resolve_asset(path)
         for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
             if not (folder / name).is_file():  # or the library would ask the hub, or take a pickle
                 raise CheckpointError(f"{folder}: {name} is missing; it is no complete adapter folder.")

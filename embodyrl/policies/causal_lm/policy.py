@@ -381,7 +381,7 @@ class CausalLMPolicy:
                 if adapter.is_dir():
                     seed = ADAPTED_SEED if self._cfg.path is None else None
                     fresh, _ = load(self._folder, dtype=dtype, seed=seed, sees=self._sees)
-                    fresh = add_adapters(fresh, self._cfg.updated({"lora.path": str(adapter)}), trainable=False)
+                    fresh = add_adapters(fresh, self._cfg, trainable=False, path=str(adapter))
                 else:
                     fresh, _ = load(folder, dtype=dtype, sees=self._sees)
                 untie(self._net.lm, like=fresh)

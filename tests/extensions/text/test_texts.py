@@ -16,15 +16,17 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.run_plan import build_run_plan
 
 
-def test_a_blueprint_counts_one_chunk_per_episode(tmp_path: Path):
+def test_a_run_plan_counts_one_chunk_per_episode(tmp_path: Path):
     run_plan = build_run_plan(text_config(tmp_path, task="arithmetic"), training=True)
     assert run_plan.env.components == ("exact", "overlap", "errors")
     assert (run_plan.policy.num_action_chunks, run_plan.policy.tokens_per_chunk) == (4, 4)
-    assert run_plan.cfg.env.train.state_ids == [0, 269]
-    assert run_plan.cfg.env.eval.state_ids == [270, 299]
+    splits = run_plan.cfg.env.train, run_plan.cfg.env.eval
+    assert [selected_reset_ids(run_plan.env, split) for split in splits] == [[*range(270)], [*range(270, 300)]]
+    assert [split.max_episode_steps for split in splits] == [4, 4]
     assert run_plan.capacity == 8 + 2 * 8
 
 

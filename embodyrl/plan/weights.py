@@ -1,0 +1,34 @@
+"""The folder of the weights that a key names."""
+
+from pathlib import Path
+
+from embodyrl.channels.messages import POLICY_FOLDER
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.config.paths import resolve_run
+from embodyrl.errors import CheckpointError
+
+
+def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
+    """Find the policy folder that a key names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
+
+    Whatever lies in a checkpoint is compared with its manifest first.
+
+    Raises:
+        CheckpointError: nothing usable is there; names a damaged file.
+    """
+    path = resolve_run(ckpt)
+    if (path / "checkpoints").is_dir():
+        steps = (store := CheckpointStore(path / "checkpoints")).folders()
+        if not steps:
+            raise CheckpointError(f"{key}={ckpt}: this run has no complete checkpoint yet.")
+        path = store.path(steps[-1])
+    elif path.name == POLICY_FOLDER and path.parent.parent.name == "checkpoints":
+        path = path.parent
+    if (path / POLICY_FOLDER).is_dir():
+        CheckpointStore(path.parent).verify(path)
+        return path / POLICY_FOLDER
+    if (path / "config.json").is_file():
+        return path
+    raise CheckpointError(
+        f"{key}={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...), no folder with config.json."
+    )
