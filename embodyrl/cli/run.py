@@ -18,7 +18,8 @@ from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
-from embodyrl.plan.config import config_of_ckpt, dump_config, is_on_hub, load_config, load_saved_config
+from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
+from embodyrl.plan.hub import is_on_hub
 from embodyrl.plan.load import parse_word, write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 from embodyrl.registry import Registry, closest, takes

@@ -1,12 +1,11 @@
-"""Configs of commands: composed from groups and words, read back from runs, written, and checked; names on the hub."""
+"""Configs of commands: composed from groups and words, read back from runs, written, and checked."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import yaml
 
 from embodyrl.config import tree
 from embodyrl.config.check import inert
-from embodyrl.config.paths import HUB_NAME, resolve_run
+from embodyrl.config.paths import resolve_run
 from embodyrl.config.settings import flat, leaves, nodes, plain
 from embodyrl.config.shared import Precision
 from embodyrl.config.trust import distrusted
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import ConfigError, masked, one_line
+from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
+from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
 from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
 from embodyrl.plan.protocols import horizon_of
 from embodyrl.plan.roots import (
@@ -42,76 +42,6 @@ from embodyrl.plan.roots import (
 from embodyrl.plan.weights import resolve_weights
 
 log = logging.getLogger(__name__)
-DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
-MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
-_FILES = (
-    *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
-    *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
-)
-"""What is fetched: data. Programs, pickles and other formats of the same weights stay where they are."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-def is_on_hub(path: str) -> bool:
-    """Whether a path that was typed can only be a repository: no file is there, nor a folder of its first part."""
-    found = HUB_NAME.fullmatch(path)
-    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
-        return False
-    first = path.partition("/")[0]
-    return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
-
-
-def fetched(key: str, path: str) -> str:
-    """Fetch what `owner/name[@revision]` names and return it as `owner/name@commit`; any other path as it is.
-
-    Raises:
-        ConfigError: it is nowhere, or the hub cannot be reached; one line.
-    """
-    if not is_on_hub(path):
-        return path
-    from huggingface_hub import snapshot_download
-
-    repo, _, revision = path.partition("@")
-    kind = "dataset" if key in DATA_KEYS else "model"
-    with hub_errors(f"{key}={path}: no such folder here, and", "What was fetched stays; the next try goes on."):
-        folder = snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=[*_FILES])
-    commit = Path(folder).name
-    assert _COMMIT.fullmatch(commit), folder
-    return f"{repo}@{commit}"
-
-
-@contextmanager
-def hub_errors(before: str, after: str) -> Iterator[None]:
-    """Turn what `huggingface_hub` raises into one line between `before` and `after`.
-
-    Raises:
-        ConfigError: in place of it.
-    """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    of_http = HfHubHTTPError.__bases__[0]
-    """The root of the errors of its HTTP library, which is another one with other versions."""
-    try:
-        yield
-    except HfHubHTTPError as error:
-        code = error.response.status_code
-        denied = "denies access or has no such repository or revision (log in: `hf auth login`, or HF_TOKEN)"
-        reason = denied if code in (401, 403, 404) else f"answered {code}"
-        cause = error
-    except LocalEntryNotFoundError as error:
-        reason, cause = f"cannot be reached ({_why(error.__cause__ or error)}) and its cache lacks files", error
-    except (of_http, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]
-        reason, cause = f"cannot be used ({_why(error)})", error
-    else:
-        return
-    raise ConfigError(f"{before} the hub at {constants.ENDPOINT} {reason}. {after}") from cause
-
-
-def _why(error: BaseException) -> str:
-    return one_line(error).rstrip(".") or type(error).__name__
-
-
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
 """In a run that learned from demonstrations: the settings of the environment that they come from."""
@@ -267,7 +197,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     if fetch:
         last = {setting.key: setting for setting in settings}
         settings = [
-            replace(s, value=_fetched(s.key, s.value)) if s.key in DATA_KEYS and last[s.key] is s else s
+            replace(s, value=located(s.key, s.value)) if s.key in DATA_KEYS and last[s.key] is s else s
             for s in settings
         ]
     cfg, sources, unread = build(settings, command, problems)
@@ -295,7 +225,7 @@ def _derived(cfg: Root) -> dict[str, Any]:
 
 def _located(cfg: Root) -> dict[str, Any]:
     """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
-    found = {key: _fetched(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
+    found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
     if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
         # A resumed run goes on with this folder, whatever the run that it belongs to has saved since.
         key = "algorithm.reference_path"
@@ -315,12 +245,6 @@ def overridden(cfg: R, values: Mapping[str, Any]) -> R:
     found = cfg.updated(values)
     check_values(found)
     return found
-
-
-def _fetched(key: str, value: Any) -> Any:
-    if isinstance(value, list):
-        return [_fetched(key, item) for item in value]
-    return fetched(key, value) if isinstance(value, str) else value
 
 
 def _trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:

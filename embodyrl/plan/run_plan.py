@@ -126,12 +126,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         env = factory.spec(settings, context)
     learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
-    if problems := [
-        *mismatches(env, policy),
-        *_acting_problems(cfg, env, policy),
-        *protocol_problems(cfg, env),
-        *learning,
-    ]:
+    if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
     for name, split in cfg.env.splits.items():
         if isinstance(split, EnvSplit) and (name != "eval" or _validates(learner)):
@@ -170,6 +165,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
     problems = key_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    problems += protocol_problems(cfg, env)
     if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="

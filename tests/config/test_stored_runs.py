@@ -15,7 +15,7 @@ RUNS = sorted((Path(__file__).parent / "runs_0_1").iterdir())
 
 DERIVED = {
     "train_libero": {"env.eval.max_episode_steps": 280, "eval.protocol.settled": True},
-    "train_text": {"env.train.max_episode_steps": 8, "env.eval.max_episode_steps": 8, "model.num_action_chunks": 8},
+    "train_text": {"env.train.max_episode_steps": 4, "env.eval.max_episode_steps": 4, "model.num_action_chunks": 4},
 }
 """Values that follow from others; version 0.1 derived them after the config was written."""
 

@@ -16,8 +16,9 @@ from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
 from embodyrl.files import replacing
-from embodyrl.plan.config import hub_errors, load_saved_config
+from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
+from embodyrl.plan.hub import hub_errors
 from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE

@@ -1,0 +1,86 @@
+"""Names on the hub: download, and the commit in place of a branch."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from embodyrl.config.paths import HUB_NAME
+from embodyrl.errors import ConfigError, one_line
+
+DATA_KEYS = ("data.path", "data.val_path", "data.more", "algorithm.demonstrations")
+MODEL_KEYS = ("model.path", "model.lora.path", "ckpt")
+_FILES = (
+    *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
+    *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
+)
+"""What is fetched: data. Programs, pickles and other formats of the same weights stay where they are."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_on_hub(path: str) -> bool:
+    """Whether a path that was typed can only be a repository: no file is there, nor a folder of its first part."""
+    found = HUB_NAME.fullmatch(path)
+    if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
+        return False
+    first = path.partition("/")[0]
+    return first not in (".", "..", "assets", "runs") and not Path(first).is_dir()
+
+
+def fetched(key: str, path: str) -> str:
+    """Fetch what `owner/name[@revision]` names and return it as `owner/name@commit`; any other path as it is.
+
+    Raises:
+        ConfigError: it is nowhere, or the hub cannot be reached; one line.
+    """
+    if not is_on_hub(path):
+        return path
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = path.partition("@")
+    kind = "dataset" if key in DATA_KEYS else "model"
+    with hub_errors(f"{key}={path}: no such folder here, and", "What was fetched stays; the next try goes on."):
+        folder = snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=[*_FILES])
+    commit = Path(folder).name
+    assert _COMMIT.fullmatch(commit), folder
+    return f"{repo}@{commit}"
+
+
+@contextmanager
+def hub_errors(before: str, after: str) -> Iterator[None]:
+    """Turn what `huggingface_hub` raises into one line between `before` and `after`.
+
+    Raises:
+        ConfigError: in place of it.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    of_http = HfHubHTTPError.__bases__[0]
+    """The root of the errors of its HTTP library, which is another one with other versions."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        denied = "denies access or has no such repository or revision (log in: `hf auth login`, or HF_TOKEN)"
+        reason = denied if code in (401, 403, 404) else f"answered {code}"
+        cause = error
+    except LocalEntryNotFoundError as error:
+        reason, cause = f"cannot be reached ({_why(error.__cause__ or error)}) and its cache lacks files", error
+    except (of_http, OSError, ValueError, RuntimeError) as error:  # type: ignore[misc]
+        reason, cause = f"cannot be used ({_why(error)})", error
+    else:
+        return
+    raise ConfigError(f"{before} the hub at {constants.ENDPOINT} {reason}. {after}") from cause
+
+
+def _why(error: BaseException) -> str:
+    return one_line(error).rstrip(".") or type(error).__name__
+
+
+def located(key: str, value: Any) -> Any:
+    """Return the value of a key with names on the hub replaced by `owner/name@commit`, after the download."""
+    if isinstance(value, list):
+        return [located(key, item) for item in value]
+    return fetched(key, value) if isinstance(value, str) else value
