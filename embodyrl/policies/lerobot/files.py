@@ -63,6 +63,8 @@ class LeRobotFiles:
     aside: dict[str, Tensor] = field(default_factory=dict)
     """Statistics among the weights of an older folder."""
     metadata: dict[str, str] | None = None
+    compiled: Mapping[str, str] = field(default_factory=dict)
+    """Stored names of weights that were saved from a compiled part, by their plain names."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write weights, heads, config and processors into a folder."""
@@ -71,6 +73,7 @@ class LeRobotFiles:
         state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
         heads = {key: tensor for key, tensor in state.items() if key.startswith(HEADS)}
         weights = {self.prefix + key.removeprefix(NETWORK): t for key, t in state.items() if key.startswith(NETWORK)}
+        weights = {self.compiled.get(key, key): tensor for key, tensor in weights.items()}
         save_file(self.aside | weights, folder / WEIGHTS_FILE, self.metadata)
         if heads:
             save_file(heads, folder / HEADS_FILE)
@@ -83,7 +86,7 @@ class LeRobotFiles:
         """
         mine = module.state_dict()
         path = folder / WEIGHTS_FILE
-        stored = {key: t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
+        stored = {_plain(key): t for key, t in read_tensors(path)[0].items() if not _OLD.fullmatch(key)}
         found = {
             NETWORK + key.removeprefix(self.prefix) if key.startswith(self.prefix) else key: tensor
             for key, tensor in stored.items()
@@ -97,6 +100,11 @@ class LeRobotFiles:
         with torch.no_grad():
             for key in mine.keys() & found.keys():
                 mine[key].copy_(found[key])
+
+
+def _plain(key: str) -> str:
+    """Return the name of a weight without the part that torch.compile adds."""
+    return key.replace("._orig_mod.", ".")
 
 
 def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict[str, Tensor], dict[str, str] | None]:
@@ -137,9 +145,12 @@ def read_files(
     statistics, eps = _processor_statistics(folder, small)
     own = None if folder is None or not (folder / STATISTICS_FILE).is_file() else folder / STATISTICS_FILE
     aside: dict[str, Tensor] = {}
+    compiled: dict[str, str] = {}
     metadata = None
     if folder is not None and not fresh and (folder / WEIGHTS_FILE).is_file():
         aside, metadata = read_tensors(folder / WEIGHTS_FILE, _OLD)
+        names = read_tensors(folder / WEIGHTS_FILE, re.compile(r".*\._orig_mod\..*"))[0]
+        compiled = {_plain(key): key for key in names}
         if not statistics and aside and own is None:
             statistics = _old_statistics(aside, config, folder / WEIGHTS_FILE, robot)
     if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
@@ -150,7 +161,7 @@ def read_files(
     if fresh:
         statistics = _image_statistics(config) | dict(statistics)
         small = {CONFIG_FILE: config.to_json(kind, raw), **_processors(config, statistics, eps)}
-    return LeRobotFiles(prefix, small, statistics, eps, aside, metadata)
+    return LeRobotFiles(prefix, small, statistics, eps, aside, metadata, compiled)
 
 
 def _small_files(folder: Path) -> Iterator[Path]:

@@ -59,6 +59,19 @@ def test_another_number_of_executed_actions_is_written(case, tmp_path):
     assert f"executes {before['n_action_steps']} actions" in policy.spec.doubts[0]
 
 
+def test_weights_of_a_compiled_model_keep_their_names(tmp_path):
+    folder = folder_of("diffusion/state", tmp_path / "in")
+    weights = load_file(folder / "model.safetensors")
+    plain = policy_of(folder)
+    save_file({k.replace("unet.", "unet._orig_mod."): t for k, t in weights.items()}, folder / "model.safetensors")
+    policy, out = policy_of(folder), tmp_path / "out"
+    obs = observation(policy._config, recorded("diffusion/state"), "raw.")
+    assert np.array_equal(policy.act(obs, noise=None).actions, plain.act(obs, noise=None).actions)
+    out.mkdir()
+    policy.save(out)
+    assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("robot", ["", "so100"])
 def test_statistics_among_the_weights_of_older_folders_count_and_stay(robot, tmp_path):
     folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")

@@ -1,0 +1,116 @@
+"""Every option of the original configs: built, saved, loaded, and scored as it acts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from golden_lerobot import fresh, noise_for, observe, policy_of, toy_env
+
+from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.diffusion.network import ImageEncoder
+from embodyrl.policies.diffusion.schedule import Schedule, betas
+from embodyrl.policies.lerobot.resnet import FrozenBatchNorm, resnet_parts
+from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, count_parameters, last_channels, map_size
+
+STATE, CAMERA = toy_env(5), toy_env(3, ("front",), (24, 40))
+ACT = (
+    {"pre_norm": True, "feedforward_activation": "gelu", "n_decoder_layers": 2},
+    {"use_vae": False},
+    {"normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILE10"}},
+    {"vision_backbone": "resnet50", "replace_final_stride_with_dilation": True},
+)
+DIFFUSION = (
+    {"beta_schedule": "linear", "prediction_type": "sample", "clip_sample": False, "noise_scheduler_type": "DDPM"},
+    {"beta_schedule": "sigmoid", "clip_sample_range": 2.0, "use_film_scale_modulation": False},
+    {"beta_schedule": "scaled_linear", "num_inference_steps": None, "num_train_timesteps": 6, "kernel_size": 3},
+    {"use_group_norm": False, "use_separate_rgb_encoder_per_camera": True, "crop_shape": [20, 30]},
+    {"resize_shape": [40, 40], "crop_ratio": 0.8, "vision_backbone": "resnet34"},
+    {"n_groups": 4, "down_dims": [8, 16, 16], "do_mask_loss_for_padding": True},
+)
+
+
+@pytest.mark.parametrize("number", range(len(ACT) + len(DIFFUSION)))
+def test_an_option_acts_trains_and_returns(number, tmp_path):
+    kind = "act" if number < len(ACT) else "diffusion"
+    changes = (*ACT, *DIFFUSION)[number]
+    seen = any(key in str(changes) for key in ("backbone", "VISUAL", "rgb", "resize"))
+    env = CAMERA if seen else STATE
+    policy, obs = policy_of(fresh(kind, tmp_path / "start", **changes), env=env), observe(env, 2)
+    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
+    noise, out = noise_for(policy, 2), tmp_path / "out"
+    one = policy.act(obs, noise=noise)
+    with torch.no_grad():
+        assert np.abs(policy.score(obs, one.tokens).logprob.numpy() - one.logprob).max() < 1e-4
+    out.mkdir()
+    policy.save(out)
+    assert np.array_equal(policy_of(out, env=env, seed=7).act(obs, noise=noise).actions, one.actions)
+    policy.module.train()
+    actions = np.random.default_rng(0).normal(size=(2, policy.spec.imitated, 2)).astype(np.float32)
+    padding = np.zeros(actions.shape[:2], np.bool_)
+    policy.imitate_padded(obs, actions, padding).loss.sum().backward()
+    lacking = {name.partition(".")[0] for name, p in policy.module.network.named_parameters() if p.grad is None}
+    assert not lacking
+
+
+@pytest.mark.parametrize("kind", ["act", "diffusion"])
+def test_only_masked_losses_leave_padding_out(kind, tmp_path):
+    """Of diffusion with `do_mask_loss_for_padding`; the mean is over all numbers."""
+    for masked in (True, False):
+        changes = {"do_mask_loss_for_padding": masked} if kind == "diffusion" else {"use_vae": False}
+        policy, obs = policy_of(fresh(kind, tmp_path / f"{masked}", **changes), env=STATE), observe(STATE, 2)
+        shape = (2, policy.spec.imitated, 2)
+        actions, padding = np.ones(shape, np.float32), np.ones(shape[:2], np.bool_)
+        with torch.no_grad():
+            loss = policy.imitate_padded(obs, actions, padding).loss
+            assert bool((loss == 0).all()) == (masked or kind == "act")
+            padding[:, : shape[1] // 2] = False
+            assert (policy.imitate_padded(obs, actions, padding).loss > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("resnet18", 11_176_512), ("resnet34", 21_284_672), ("resnet50", 23_508_032), ("resnet101", 42_500_160)],
+)
+def test_residual_networks_have_the_published_sizes(name, count):
+    """Numbers of torchvision's documentation without the last layer."""
+    assert count_parameters(name, frozen=False) == count
+    with torch.device("meta"):
+        found = torch.nn.Sequential(resnet_parts(name, torch.nn.BatchNorm2d))
+    assert sum(p.numel() for p in found.parameters()) == count
+    assert set(DEPTHS) >= {name}
+
+
+@pytest.mark.parametrize("dilated", [False, True])
+def test_maps_have_the_predicted_size(dilated):
+    parts = torch.nn.Sequential(resnet_parts("resnet50", FrozenBatchNorm, dilated=dilated)).eval()
+    with torch.no_grad():
+        found = parts(torch.zeros(1, 3, 50, 70)).shape
+    assert found == (1, last_channels("resnet50"), *map_size((50, 70), dilated=dilated))
+
+
+def test_crops_are_random_in_training_and_central_in_evaluation():
+    base = {"n_action_steps": 4, "input_features": {}, "crop_shape": (4, 6), "crop_is_random": True}
+    encoder = ImageEncoder.__new__(ImageEncoder)
+    torch.nn.Module.__init__(encoder)
+    config = DiffusionConfig.model_validate(base)
+    encoder._crop, encoder._random = config.crop, config.crop_is_random
+    images = torch.arange(9 * 11).float().view(1, 1, 9, 11).expand(2, 3, -1, -1)
+    encoder.eval()
+    centre = encoder._cropped(images, 4, 6)
+    assert centre[0, 0, 0, 0] == images[0, 0, 2, 2], "half of 5 rows is rounded to the even number, as torchvision does"
+    encoder.train()
+    torch.manual_seed(0)
+    drawn = {float(encoder._cropped(images, 4, 6)[0, 0, 0, 0]) for _ in range(200)}
+    assert len(drawn) == 6 * 6
+
+
+@pytest.mark.parametrize("kind", ["linear", "scaled_linear", "sigmoid", "squaredcos_cap_v2"])
+def test_noise_schedules_rise(kind):
+    config = DiffusionConfig(n_action_steps=4, beta_schedule=kind)
+    found = betas(config)
+    assert found.shape == (100,)
+    assert (found.diff() >= -1e-7).all()
+    if kind != "squaredcos_cap_v2":
+        assert found[[0, -1]].tolist() == pytest.approx([1e-4, 0.02], rel=0.6)
+    assert Schedule(config, 10, "DDIM").levels.tolist() == list(range(90, -1, -10))
