@@ -29,7 +29,7 @@ class TextRow:
 
 
 PICTURE = "<image>"
-"""Where a picture stands in a message, as data sets and people write it."""
+"""Where an image stands in a message, as data sets and people write it."""
 _TURN, _ROLE, _MARK = "\x1e", "\x1f", "\x1d"
 _NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 
@@ -51,10 +51,10 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-    """Say at each picture's place how high and wide it is; `split_pictures` reads it back.
+    """Say at each image's place how high and wide it is; `split_pictures` reads it back.
 
     Raises:
-        ValueError: the messages name another number of pictures.
+        ValueError: the messages name another number of images.
     """
     if not sizes:
         return tuple(messages)
@@ -64,20 +64,20 @@ def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]
         front = replace(first, content=PICTURE * len(sizes) + first.content)
         messages, named = [front if m is first else m for m in messages], len(sizes)
     if named != len(sizes):
-        raise ValueError(f"{len(sizes)} pictures, but {named} times {PICTURE} in the messages")
+        raise ValueError(f"{len(sizes)} images, but {named} times {PICTURE} in the messages")
     left = iter(sizes)
     marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(_MARK, *next(left)), m.content) for m in messages)
     return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))
 
 
 def split_pictures(content: str) -> list[str | tuple[int, int]]:
-    """Texts and sizes of pictures (height, width) of a message, in turn; a text stands first and last."""
+    """Texts and sizes of images (height, width) of a message, in turn; a text stands first and last."""
     parts = re.split(f"{_MARK}([0-9]+x[0-9]+){_MARK}", content)
     return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
 
 
 def spoken(content: str) -> str:
-    """A message as people read it: `<image>` where a picture stands."""
+    """A message as people read it: `<image>` where an image stands."""
     return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
 
 

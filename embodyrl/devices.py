@@ -167,6 +167,6 @@ class Devices:
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Give each of so many policy processes a GPU; simulators get those that are left over, or else share all."""
+    """Give each of n policy processes a GPU; simulators get those that are left over, or else share all."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

@@ -44,7 +44,7 @@ def has(*names: str) -> Callable[[Any], bool]:
 
 
 def takes(arguments: int) -> Callable[[Any], bool]:
-    """A check for `Registry`: a function, or an object that can be called, of so many arguments; 0: of any.
+    """A check for `Registry`: a function, or an object that can be called, of n arguments; 0: of any.
 
     What the standard library defines is nobody's plugin.
     """

@@ -139,7 +139,7 @@ class EnvSpec(EnvFootprint):
     doubts: tuple[str, ...] = field(default=(), compare=False)
     """Warnings of the banner, a line each; they may quote observations, so that two equal specs have different ones."""
     roles: tuple[tuple[str, ...], ...] = ()  # sequences of roles that the conversations of a run have
-    draws: bool = True  # there are pictures for people: recordings, `embodyrl play`
+    draws: bool = True  # there are images for people: recordings, `embodyrl play`
     on_gpu: bool | None = None  # env workers compute or draw on a GPU; None: nobody knows, so each sees one
     max_chunks: int = 0
     """Chunks of the longest episode, where their number and not that of env steps is limited; 0: env steps are."""
@@ -151,12 +151,12 @@ class EnvSpec(EnvFootprint):
     """False: no step says that a goal is reached, so the return is what counts."""
     state_suffices: bool = True
     """The state alone tells what a policy must know; false: what matters is seen by the cameras only."""
-    held_out: int = 0  # so many last initial states of a task are for evaluation, unless `state_ids` says otherwise
+    held_out: int = 0  # n last initial states of a task are for evaluation, unless `state_ids` says otherwise
     components: tuple[str, ...] = ()
     """Names of the parts of the reward that are logged one by one."""
     component_weights: tuple[float, ...] = ()  # what each part counts in the reward
     rewarded_cameras: int = 0
-    """The reward looks at the first so many, whatever the policy reads."""
+    """The reward looks at the first n, whatever the policy reads."""
     suites: tuple[str, ...] = ()
     """Suite of each task where evaluations cover several, all with the tasks of the first, the only one to train on."""
     instructions: tuple[str, ...] = ()  # of each reset id, where initial states of a task are told differently
@@ -194,7 +194,7 @@ class EnvSpec(EnvFootprint):
 
 
 def picture_names(count: int) -> tuple[str, ...]:
-    """The cameras of an environment whose prompts show pictures."""
+    """The cameras of an environment whose prompts show images."""
     return tuple(f"image_{i}" for i in range(count))
 
 

@@ -19,12 +19,12 @@ class Blind(gymnasium.Wrapper):
 
 
 def blind(env: gymnasium.Env) -> gymnasium.Env:
-    """Take the picture away."""
+    """Take the image away."""
     return Blind(env)
 
 
 class PixelEnv(gymnasium.Env):
-    """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the picture, down and across."""
+    """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the image, down and across."""
 
     def __init__(self, size: int = 8) -> None:
         self.observation_space = spaces.Box(0, 255, (size, size, 3), np.uint8)
@@ -47,7 +47,7 @@ class PixelEnv(gymnasium.Env):
 
 
 class PointingEnv(PixelEnv):
-    """The same picture; actions are two real numbers, rewarded by how near they are to the dot."""
+    """The same image; actions are two real numbers, rewarded by how near they are to the dot."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__(size)
@@ -59,7 +59,7 @@ class PointingEnv(PixelEnv):
 
 
 class Dial(PixelEnv):
-    """The same picture for real-valued actions."""
+    """The same image for real-valued actions."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__(size)

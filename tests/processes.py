@@ -119,7 +119,7 @@ class Command:
         return workers_of(self.pid)[name]
 
     def wait_for(self, path: Path, *, lines: int = 0, deadline_s: float = 100.0) -> None:
-        """Wait until a file is there and holds at least so many lines."""
+        """Wait until a file is there and holds at least n lines."""
 
         def there() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.printed}"

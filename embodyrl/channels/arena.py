@@ -113,7 +113,7 @@ class Arena:
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
-        # A ticket has room for so many record numbers only.
+        # A ticket has room for n record numbers only.
         if size > available or capacity > _RECORDS:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "

@@ -92,7 +92,7 @@ def _require_plain_name(path: Path, name: str) -> None:
     if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{path}: the file name {name!r} leaves the checkpoint or is not a plain relative path; "
-            "somebody tampered with this checkpoint, do not use it."
+            "this checkpoint was modified; do not use it."
         )
 
 
@@ -141,7 +141,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     if surplus := sorted(found.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files); "
-            "somebody added it, delete it or move it out."
+            "delete it or move it out."
         )
     for name, entry in manifest.files.items():
         if describe(folder / name).sha256 != entry.sha256:

@@ -19,7 +19,9 @@ def bench(args: argparse.Namespace) -> NoReturn:
         raise ConfigError(f"no benchmarks in {folder}: a source checkout has them, the installed package does not.")
     if not args.words or args.words[0] not in found:
         hint = closest(args.words[0], found) if args.words else ""
-        raise ConfigError(f"embodyrl bench takes a name.{hint} One of: {', '.join(found)}. --json OUT writes figures.")
+        raise ConfigError(
+            f"embodyrl bench takes a name.{hint} One of: {', '.join(found)}. --json OUT writes the results."
+        )
     sys.stdout.flush()
     # In place of this process, so that a signal to it is one to the benchmark.
     os.execv(sys.executable, [sys.executable, str(found[args.words[0]]), *args.words[1:]])

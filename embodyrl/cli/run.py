@@ -86,7 +86,7 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
         return cfg, {} if isinstance(cfg, TrainConfig) and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(words)[1] or folders:
-            raise ConfigError("--resume goes on with exactly the settings of that evaluation; leave the others out.")
+            raise ConfigError("--resume continues with the settings of that evaluation; remove the other keys.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
             run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))

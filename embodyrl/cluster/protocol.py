@@ -198,7 +198,7 @@ def parse_placement(
                 )
             found[name] = nodes
     if missing := [name for name in COMPONENTS if name not in found]:
-        raise ConfigError(f"cluster.component_placement does not say where {', '.join(missing)} run; add it.")
+        raise ConfigError(f"cluster.component_placement does not place {', '.join(missing)}; add it.")
     if found["rollout"] != found["actor"] and not apart:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "

@@ -134,7 +134,7 @@ def run_evaluation(
         collection = workers.scheduler.collect(rollout)
     _complain(cfg, collection, monitor.text)
     if not rows:
-        raise EmbodyError("No episode of the evaluation could be finished; the env workers' logs say why.")
+        raise EmbodyError("No episode of the evaluation finished; the cause is in the logs of the env workers.")
     result = summarise(rows, collection, run_plan.env, folder)
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
@@ -156,7 +156,7 @@ def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
 def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], None]) -> None:
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
-        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn goes on)")
+        raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn continues)")
     for problem, times in Counter(failed).most_common(3):
         warn(f"{times} recording{'s' * (times > 1)} failed: {problem}")
     collection.report_reward_errors(warn, set())
@@ -181,7 +181,7 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
     if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
             f"eval.baseline={run}: its initial states are others ({differs}), so that nothing can be compared in "
-            "pairs. Evaluate both alike, or leave it out."
+            "pairs. Evaluate both with the same settings, or remove the key."
         )
     return history.evaluations[-1].episodes
 
@@ -207,7 +207,7 @@ def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
 
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Keep what was done in an evaluation, [T, K, A] by episode number, so that any episode can be filmed later."""
+    """Keep what was done in an evaluation, [T, K, A] by episode number, so that any episode can be recorded later."""
     held = io.BytesIO()
     np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
     write_atomically(folder / ACTIONS_FILE, held.getvalue())

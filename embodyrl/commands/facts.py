@@ -124,7 +124,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int) -> None:
-    """Refuse a run whose checkpoints, of so many bytes each, cannot all be there.
+    """Refuse a run whose checkpoints, of n bytes each, cannot all be there.
 
     Raises:
         ConfigError: says what is needed and what is free.

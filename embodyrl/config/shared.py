@@ -29,7 +29,7 @@ class SamplingSettings(Settings):
     max_new_tokens: Count | None = None
     """Text generation only: tokens of the longest reply."""
     min_new_tokens: Index = 0
-    """Text generation only: no reply ends before it has so many tokens."""
+    """Text generation only: no reply ends before it has n tokens."""
     stop: list[str] = []
     """Text generation only: a reply ends with the first of these texts."""
     stop_token_ids: list[Index] = []

@@ -118,7 +118,7 @@ class Rows(Protocol):
 
     @property
     def held_out(self) -> int:
-        """The last so many rows are for evaluation."""
+        """The last n rows are for evaluation."""
         ...
 
     @property
@@ -143,12 +143,12 @@ class Rows(Protocol):
 
     @property
     def pictures(self) -> int:
-        """Pictures of the row that shows most."""
+        """Images of the row that shows most."""
         ...
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width that have room for each picture."""
+        """Height and width that have room for each image."""
         ...
 
     def __len__(self) -> int: ...

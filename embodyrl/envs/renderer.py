@@ -1,4 +1,4 @@
-"""Which OpenGL draws MuJoCo's pictures on this machine: a GPU's by EGL where that works, else the CPU's by OSMesa."""
+"""Which OpenGL draws MuJoCo's images on this machine: a GPU's by EGL where that works, else the CPU's by OSMesa."""
 
 import functools
 import os

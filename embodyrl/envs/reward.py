@@ -132,7 +132,7 @@ class StepReward:
         """Add the parts to what an environment declares.
 
         Raises:
-            ConfigError: a learned reward saw other cameras, or in another order, whose pictures may have the same size.
+            ConfigError: a learned reward saw other cameras, or in another order, whose images may have the same size.
         """
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras[: len(names)] != names:

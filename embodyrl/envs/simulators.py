@@ -72,7 +72,7 @@ class Simulators(ABC):
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright RGB frame [H, W, 3] uint8."""
-        raise EnvError(f"env '{self.spec.name}' has no picture to record; set video=none.")
+        raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def info(self, slot: int) -> Mapping[str, Any]:
         """Return the simulator's info of the last step, for reward functions."""

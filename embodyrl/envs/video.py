@@ -23,9 +23,9 @@ _LINE = FONT_SIZE + 8
 _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _SHORTEST_S = 4.0
-"""A film of the longest episode lasts at least so long: shorter ones are slowed, all by the same factor."""
+"""A video of the longest episode lasts at least so long: shorter ones are slowed, all by the same factor."""
 _STILL_S = 1.0
-"""The last picture stays so long, with the outcome below it."""
+"""The last image stays so long, with the outcome below it."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 """What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
 
@@ -46,7 +46,7 @@ class VideoError(EmbodyError):
 
 
 def remove_videos(stem: Path) -> None:
-    """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two films."""
+    """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two videos."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
         if not film.is_dir():  # that is somebody else's
@@ -56,8 +56,8 @@ def remove_videos(stem: Path) -> None:
 class VideoRecorder:
     """Encodes frames as they come (H.264, yuv420p) under a temporary name; `finish` gives the file its name.
 
-    With `info`, the instruction stands above the picture, the step and the success mark below it; nothing is drawn
-    over the picture itself. The film ends with a still picture and the outcome in colour, and where episodes have at
+    With `info`, the instruction stands above the image, the step and the success mark below it; nothing is drawn
+    over the image itself. The video ends with a still image and the outcome in colour, and where episodes have at
     most `horizon` steps, so few that nobody could follow them, every step is shown several times.
     """
 
@@ -176,7 +176,7 @@ class VideoRecorder:
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
         from PIL import Image, ImageDraw
 
-        # Whole factors keep small pictures even.
+        # Whole factors keep small images even.
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)

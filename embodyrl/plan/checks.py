@@ -42,14 +42,14 @@ def check_components(cfg: Root) -> None:
     if isinstance(cfg, CheckConfig) and cfg.reads_rows:
         raise ConfigError(
             f"env.env_type={cfg.env.env_type}: `embodyrl check-env` plays simulators with random actions, and this "
-            "environment judges written answers. `embodyrl train env=... --dry-run` checks its rows and rewards."
+            "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
     if isinstance(cfg, ServeConfig) and cfg.reads_rows:
         raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` answers with actions, not with words.")
     if isinstance(cfg, CollectConfig) and cfg.collect.out is None:
-        problems.append("collect.out is not set: it wants a folder to write demonstrations to, for example demos/a.")
+        problems.append("collect.out is not set. Name the folder for the demonstrations, for example demos/a.")
     if isinstance(cfg, SftConfig) and cfg.data.path is None:
-        problems.append("data.path is not set: it wants a folder with demonstrations; `embodyrl collect` writes one.")
+        problems.append("data.path is not set. Name a folder with demonstrations; `embodyrl collect` writes one.")
     if isinstance(cfg, RunConfig):
         problems += missing_loggers(cfg.runner.logger.backends)
     if isinstance(cfg, PolicyConfig):

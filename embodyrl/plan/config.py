@@ -86,7 +86,7 @@ def load_config(
         _trust(saved, typed, base, problems)
         sections = {setting.key.partition(".")[0] for setting in saved}
         unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
-        # Pictures stay those that the weights were trained with.
+        # Images stay those that the weights were trained with.
         seen = {setting.key for setting in saved if setting.key.startswith("env.init_params.")}
         chosen = [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
     if any(setting.key == "eval.episodes_per_task" for setting in typed):

@@ -184,7 +184,7 @@ def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
 
 
 def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Reset ids that an evaluation of so many episodes, spread evenly over tasks with these ids, begins with."""
+    """Reset ids that an evaluation of n episodes, spread evenly over tasks with these ids, begins with."""
     for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
         lap, task = divmod(place, len(tasks))
         yield from tasks[task][lap : lap + 1]

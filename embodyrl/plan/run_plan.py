@@ -249,7 +249,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
         )
     if env.cameras and env.action_kind is ActionKind.text and not policy.num_images:
         problems.append(
-            f"the rows of env '{env.name}' show pictures, model '{policy.name}' reads none; use model=vision_lm with "
+            f"the rows of env '{env.name}' show images, model '{policy.name}' reads none; use model=vision_lm with "
             "the folder of a vision-language model, or model=vision_lm_tiny."
         )
     if policy.num_images > len(env.cameras):

@@ -120,7 +120,7 @@ class RolloutSettings(Settings):
     """server: name of the model there; default its first."""
     vllm: VllmSettings = VllmSettings()
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    """Language models: beside each token of a reply, keep so many of the most probable ones with log-probabilities."""
+    """Language models: beside each token of a reply, keep n of the most probable ones with log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 

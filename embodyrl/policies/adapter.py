@@ -72,7 +72,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({error!r}). model.lora.path wants a folder with {ADAPTER_CONFIG} and "
+            f"{where} is missing or malformed ({error!r}). model.lora.path must be a folder with {ADAPTER_CONFIG} and "
             f"{ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     if strange:

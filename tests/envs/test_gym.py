@@ -306,7 +306,7 @@ def test_images_stand_in_for_a_missing_render_mode():
 
 def test_without_any_picture_recording_is_refused():
     env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
-    with pytest.raises(EnvError, match="no picture to record"):
+    with pytest.raises(EnvError, match="no image to record"):
         env.render(0)
     assert not env.spec.draws
     # Also where nobody draws, as in a training without recordings.
@@ -337,7 +337,7 @@ def test_the_contract_of_environments_holds(env_id):
 def test_a_shape_that_breaks_the_space_is_named():
     writer = ObservationWriter("mine", spaces.Dict({"arm": spaces.Box(-1, 1, (3,))}))
     out = ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=np.zeros(3, np.float32))
-    with pytest.raises(EnvError, match=r"shape \(2,\) in 'arm', its observation space says \(3,\)"):
+    with pytest.raises(EnvError, match=r"shape \(2,\) in 'arm', its observation space declares \(3,\)"):
         writer.write({"arm": np.zeros(2)}, out)
 
 

@@ -1,4 +1,4 @@
-"""What public Gymnasium environments have and ours do not: texts, other names of success, other forms of pictures."""
+"""What public Gymnasium environments have and ours do not: texts, other names of success, other forms of images."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_a_nested_success_key_counts():
 @pytest.mark.parametrize(
     ("name", "doubt"),
     [
-        ("RedPicture", "one RGB picture with its colours first"),
-        ("Rgba", "one RGBA picture;"),
-        ("RgbaFirst", "one RGBA picture with its colours first"),
+        ("RedPicture", "one RGB image with its colours first"),
+        ("Rgba", "one RGBA image;"),
+        ("RgbaFirst", "one RGBA image with its colours first"),
         ("TrueStack", ""),
         ("ColourStack", "6 grey cameras and looks like 2 RGB pictures"),
         ("InfoTask", "fix: env.instruction_key=task"),

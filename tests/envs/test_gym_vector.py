@@ -220,7 +220,7 @@ def test_what_a_batch_says_of_a_slot_is_its_own():
 
 
 class Numbered(gymnasium.Env):
-    """Counts its steps in its picture and its info; of three steps."""
+    """Counts its steps in its image and its info; of three steps."""
 
     metadata = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)

@@ -24,9 +24,9 @@ def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
     assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     frames = iio.imread(path)
-    assert frames.shape[0] == 5 + 20, "a second of still picture follows"
+    assert frames.shape[0] == 5 + 20, "a second of still image follows"
     assert frames.shape[2] >= 512
-    assert frames.shape[1] > frames.shape[2] * 128 / 160, "text bands enlarge the picture"
+    assert frames.shape[1] > frames.shape[2] * 128 / 160, "text bands enlarge the image"
     meta = iio.immeta(path)
     assert (meta["codec"], meta["fps"]) == ("h264", 20.0)
     assert meta["pix_fmt"].startswith("yuv420p")
@@ -68,7 +68,7 @@ def test_nothing_is_drawn_over_the_picture(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
     top, height = frames.shape[1] - 128 * 4, 128 * 4
     picture = frames[0, top // 2 + 40 : top // 2 + height - 60, 20:-20]
-    assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the picture"
+    assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the image"
 
 
 def test_long_instructions_wrap_and_plain_recordings_have_no_band(tmp_path):

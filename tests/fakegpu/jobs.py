@@ -149,7 +149,7 @@ def config_of(job: Job, folder: Path) -> Any:
 
 @contextmanager
 def one_of(world: int) -> Iterator[None]:
-    """Be the first of so many ranks whose collectives nobody answers."""
+    """Be the first of n ranks whose collectives nobody answers."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
@@ -177,7 +177,7 @@ def one_of(world: int) -> Iterator[None]:
 
 @contextmanager
 def fake_text(job: Job, prompt: int) -> Iterator[None]:
-    """Language models without data, and prompts of so many tokens."""
+    """Language models without data, and prompts of n tokens."""
     if job.model not in QWEN:
         yield
         return

@@ -1,7 +1,7 @@
 """The memory plan against the metered peak of the same config, row by row.
 
     python tests/fakegpu/rows.py                    all rows, models whole: minutes
-    python tests/fakegpu/rows.py --layers 2         the same with so many layers of each part
+    python tests/fakegpu/rows.py --layers 2         the same with n layers of each part
     python tests/fakegpu/rows.py --only "7B lora"   rows whose name begins so
 
 Needs `FAKE_CUDA_GUARD` (see `test_fakegpu.py`) and this folder on PYTHONPATH.

@@ -372,7 +372,7 @@ def tables(folder: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--injections", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--injections", type=int, default=10**9, help="end after n")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="", help="some kinds only, with commas")
     parser.add_argument("--folder", type=Path, help="for trials that fell, undisturbed runs and counts; temporary")

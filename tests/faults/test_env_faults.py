@@ -75,7 +75,7 @@ def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is
     played = [json.loads(line)["episode"] for line in (folder / "episodes.jsonl").read_text().splitlines()]
     assert sorted(played) == [0, 1, 3]
     films = sorted(p.stem.partition("_ep")[2][:3] for p in (tmp_path / "videos").rglob("*"))
-    assert [f for f in films if f] == ["000", "001", "003"], "one whole film each, and no half one"
+    assert [f for f in films if f] == ["000", "001", "003"], "one whole video each, and no half one"
 
 
 def test_an_evaluation_beyond_its_budget_says_how_to_go_on(tmp_path):

@@ -79,7 +79,7 @@ def small_disk(tmp_path):
 
 
 def fills(disk: Path, left: int) -> OnStep:
-    """After the first step somebody else's file leaves so many bytes."""
+    """After the first step somebody else's file leaves n bytes."""
 
     def fill(step: int, metrics: Mapping[str, float]) -> None:
         if step == 1:

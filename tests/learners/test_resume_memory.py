@@ -24,7 +24,7 @@ from embodyrl.types import EnvSpec
 
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
-"""Of `mallopt`: from so many bytes on the C library gives memory back, as it does with weights of usual sizes."""
+"""Of `mallopt`: from n bytes on the C library gives memory back, as it does with weights of usual sizes."""
 WHOLE = LAYERS * WIDTH**2 * 4
 
 

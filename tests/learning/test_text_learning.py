@@ -50,7 +50,7 @@ def test_a_model_that_sees_names_colours_from_nothing(tmp_path: Path, seed: int)
 
 @pytest.mark.slow
 def test_pictures_of_other_rows_teach_no_colour(tmp_path: Path):
-    """One of eight names at most is right where the picture says nothing."""
+    """One of eight names at most is right where the image says nothing."""
     words = ("model=vision_lm_tiny", "data.kwargs={shuffled: true}")
     assert gain(learn(tmp_path, "colour", *words))[1] < 0.3
 

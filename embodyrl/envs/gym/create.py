@@ -69,16 +69,16 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
         except Exception as error:
             given = f" with {arguments}" if arguments else ""
             raise ConfigError(
-                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Its arguments stand beside "
-                "its name: env.wrappers=[{name: package.module:attr, argument: value}]."
+                f"env.wrappers: '{name}' cannot wrap env.id={env_id}{given}: {line(error)}. Write "
+                "arguments next to the name: env.wrappers=[{name: package.module:attr, argument: value}]."
             ) from error
         if not isinstance(env, (gymnasium.Env, VectorEnv)):
             raise ConfigError(f"env.wrappers: '{name}' returned {env!r:.80}, expected the wrapped environment.")
     require_spaces(env_id, env)
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
-            f"env.id={env_id} is a vector environment of {env.num_envs} environments where {num_envs} were asked for "
-            "(num_envs). Fix: build as many as num_envs says, all of one kind: any slot plays any episode."
+            f"env.id={env_id} is a vector environment of {env.num_envs} environments instead of {num_envs} "
+            "(num_envs). Fix: build num_envs environments of one kind; any slot plays any episode."
         )
     return env, suites
 

@@ -15,7 +15,7 @@ _EXACT = 2**24
 _LOST = 1e-6
 """Smallest change that counts as lost where float32 shows none."""
 _PICTURE = 32
-"""Least height and width of numbers that look like a picture without colours."""
+"""Least height and width of numbers that look like an image without colours."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> Iterator[str]:
@@ -72,7 +72,7 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
     if leaf.dtype == np.uint8:
         if len(shape) > 2 and frames_of(leaf) is None:
             yield (
-                f"'{name}' {shape} looks like pictures whose colours do not come last, which become {size} numbers of "
+                f"'{name}' {shape} looks like images whose colours do not come last, which become {size} numbers of "
                 "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
             )
         elif not stacked:
@@ -80,9 +80,9 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
         return
     least, *others = sorted(shape) or [0]
     if len(others) == 2 and least <= 4 <= others[0] // 2:
-        what = "a picture of real numbers" if leaf.dtype.kind == "f" else f"a {leaf.dtype} picture"
+        what = "an image of real numbers" if leaf.dtype.kind == "f" else f"a {leaf.dtype} image"
     elif len(shape) == 2 and least >= _PICTURE and leaf.dtype.kind in "fiu":
-        what = f"a {leaf.dtype} picture of depths"
+        what = f"a {leaf.dtype} image of depths"
     else:
         return
     if leaf.dtype.kind in "fiu":
@@ -93,7 +93,7 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
 
 
 def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Frames of a stack move on by one place in each step; colours of one picture do not."""
+    """Frames of a stack move on by one place in each step; colours of one image do not."""
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
     yield from _stacked_colours(name, shape, values)
@@ -114,7 +114,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
     kind = "RGBA" if shape[axis] == 4 else "RGB"
     fix = "transposes it to [H, W, 3]" if first and kind == "RGB" else "makes it [H, W, 3]"
     yield (
-        f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} picture"
+        f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} image"
         f"{' with its colours first' if first else ''}; fix: a function in env.wrappers that "
         f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
     )

@@ -67,7 +67,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
     Args:
         cfg: names it.
-        pictures: somebody will `render`; without, it is built without a render mode, since some draw in every step.
+        pictures: build it with a render mode; some environments then render in every step.
         described: what an earlier probe showed of the first steps; None: reset and step the environment.
 
     Raises:
@@ -183,8 +183,8 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
         problem = f"reset(seed=[...], options={{'reset_mask': ...}}) and step ended with {line(error)}"
     if problem:
         raise ConfigError(
-            f"env.id={env_id} is a vector environment whose environments cannot be started one by one, so nobody could "
-            f"choose its episodes: {problem}. Fix: let reset take a list of seeds and the reset mask, as Gymnasium's "
+            f"env.id={env_id} is a vector environment that resets all environments together, "
+            f"so its episodes cannot be fixed: {problem}. Fix: let reset accept a list of seeds and a reset mask, like "
             "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
         )
     keys, info = success_key(cfg), result[4]

@@ -47,10 +47,10 @@ class _Slots(Simulators):
         except Exception as error:
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
-            raise EnvError(f"env '{self.spec.name}' cannot draw on this machine: {line(error)}. {GL_FIX}") from error
+            raise EnvError(f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}") from error
         if frame is None and not self.spec.cameras:
             raise EnvError(
-                f"env '{self.spec.name}' has no picture to record: no render mode 'rgb_array', no image observation. "
+                f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
                 "Give it one to watch it, or set video=none."
             )
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
@@ -131,7 +131,7 @@ class GymSims(_Slots, PerSlot):
 
 
 def one_frame(frame: Any) -> ByteArray:
-    """Return what an environment renders as one picture [H, W, 3]; those of several cameras stand side by side."""
+    """Return what an environment renders as one image [H, W, 3]; those of several cameras stand side by side."""
     if isinstance(frame, Mapping):
         frame = list(frame.values())
     if isinstance(frame, (list, tuple)):

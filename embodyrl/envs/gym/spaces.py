@@ -63,7 +63,7 @@ class ObservationWriter:
             )
         if not self.state_dim and not any(map(min, sizes)):
             raise ConfigError(
-                f"env.id={env_id}: {space} has no numbers and no images, so that a policy sees nothing. Fix: observe "
+                f"env.id={env_id}: {space} has no numbers and no images, so the observation is empty. Fix: observe "
                 "something, or add a wrapper to env.wrappers that does."
             )
         self.cameras = tuple(cameras)
@@ -123,7 +123,7 @@ class ObservationWriter:
         whole = leaf.dtype is not None and leaf.dtype.kind in "biu"
         if array.shape != shape:
             raise EnvError(
-                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', its observation space says "
+                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', its observation space declares "
                 f"{shape}."
             )
         if array.dtype.kind not in "biuf":
@@ -248,7 +248,7 @@ def frames_of(space: Space[Any]) -> _Frames | None:
 
 
 def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
-    """The picture as [n, H, W, 1 or 3]."""
+    """The image as [n, H, W, 1 or 3]."""
     last = frames[3] == 1 and picture.ndim == 3 and picture.shape[:2] == frames[1:3]
     return (np.moveaxis(picture, -1, 0) if last else picture).reshape(frames)
 

@@ -37,7 +37,7 @@ class Variant:
     start: int = 0
     """Which of 500 starts of the arm; 0: the usual one."""
     noise: int = 0
-    """Which of 50 corruptions of the front picture; 0: none. See noise.py."""
+    """Which of 50 corruptions of the front image; 0: none. See noise.py."""
     words: str | None = None
     """What the policy is told; None: what it is told without a variant."""
     place: tuple[int, int] = (0, 0)

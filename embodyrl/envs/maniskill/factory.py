@@ -21,7 +21,7 @@ from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
 
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
-"""On a GPU, not measured: buffers of PhysX and the renderer, the state of a slot, the layers of a camera's picture."""
+"""On a GPU, not measured: buffers of PhysX and the renderer, the state of a slot, the layers of a camera's image."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
@@ -32,7 +32,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
     def problems(self, cfg: ManiSkillSettings) -> Iterator[str]:
         """Yield what ManiSkill would not say, or only late."""
         if cfg.id is None:
-            yield "env.id is not set: it wants the id of a ManiSkill task, for example env.id=PushCube-v1."
+            yield "env.id is not set. Name the id of a ManiSkill task, for example env.id=PushCube-v1."
         if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
             yield (
                 f"env.sim_backend=gpu: env.id={cfg.id} lets its objects settle by stepping the whole batch at each "
@@ -66,7 +66,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
 
 
 def _sizes(sensors: object, where: str) -> list[str]:
-    """Where sizes of pictures are given, for all cameras or for one."""
+    """Where sizes of images are given, for all cameras or for one."""
     inner = sensors if isinstance(sensors, dict) else {}
     here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
     return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]
@@ -77,7 +77,7 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     assert name is not None, "validate first"
     if found.draws_scene:
         raise ConfigError(
-            f"env.sim_backend=gpu: env.id={name} draws its objects when its scene is built, in a batch once for all "
+            f"env.sim_backend=gpu: env.id={name} samples its objects when its scene is built, in a batch once for all "
             "episodes, so that a reset id would not begin the same episode. Set env.sim_backend=cpu, or another env.id."
         )
     cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()

@@ -1,4 +1,4 @@
-"""Pictures of a table: a slanted front view and a wrist view that looks straight down from the gripper."""
+"""Images of a table: a slanted front view and a wrist view that looks straight down from the gripper."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +11,7 @@ from embodyrl.types import ByteArray, FloatArray
 FRONT, WRIST = "front", "wrist"
 
 MAX_SIZE = 1024
-"""Largest side of a picture, pixels."""
+"""Largest side of an image, pixels."""
 
 Colour = tuple[float, float, float]
 
@@ -35,7 +35,7 @@ _WOOD = np.array((192, 164, 130), np.float32)
 _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 
 _SLANT = 0.82
-"""A metre in y is this many metres high in the front picture ..."""
+"""A metre in y is this many metres high in the front image ..."""
 _RISE = 0.57
 """... and a metre in z this many (sine and cosine of one camera angle)."""
 _FRONT_WIDTH = 0.72
@@ -58,7 +58,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """A float picture [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), row counts down."""
+    """A float image [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), row counts down."""
 
     pixels: FloatArray
     scale: float
@@ -111,7 +111,7 @@ class _Canvas:
 
     def _blend(self, rows: slice, cols: slice, cover: FloatArray, colour: Colour) -> None:
         window = self.pixels[rows, cols]
-        window += (np.array(colour, np.float32) - window) * cover[:, :, None]  # in place: a view of the picture
+        window += (np.array(colour, np.float32) - window) * cover[:, :, None]  # in place: a view of the image
 
 
 def draw_front(world: World, size: int) -> ByteArray:
@@ -154,7 +154,7 @@ def draw_wrist(world: World, size: int) -> ByteArray:
             canvas.box(x + 0.012, y - 0.006, side, side, _SHADOW, blur=0.02, strength=0.45)
             canvas.box(x, y, side, side, _shade(_BLOCK_RGB[world.palette][index], 0.75))
             canvas.box(x, y, side * 0.86, side * 0.86, _BLOCK_RGB[world.palette][index])
-    # Fingers and a held block move with the camera, so their size in the picture is constant.
+    # Fingers and a held block move with the camera, so their size in the image is constant.
     hand = _Canvas(canvas.pixels, size / (2 * _WRIST_LOW), -_WRIST_LOW, _WRIST_LOW)
     if world.held is not None:
         hand.box(0.0, 0.0, side, side, _shade(_BLOCK_RGB[world.palette][world.held], 0.75))
@@ -200,7 +200,7 @@ def _finger_distance(world: World) -> float:
 
 
 def _span(centre: float, half: float, size: int) -> slice:
-    """Pixels that the interval touches, inside the picture; empty outside."""
+    """Pixels that the interval touches, inside the image; empty outside."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 

@@ -117,7 +117,7 @@ class GameSettings(EnvSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the environment's constructor."""
     words: str | None = None
-    """package.module:function of (observation, info) -> text; default the environment's own picture in characters
+    """package.module:function of (observation, info) -> text; default the environment's own image in characters
     (render_mode=ansi), what it highlights in brackets."""
     action_words: list[str] = []
     """What a reply may say, by number of the action, for example [left,down,right,up]; default the numbers. The last
@@ -226,8 +226,8 @@ class GameEnv:
         """Do nothing: all there is to see is in the instruction."""
 
     def render(self, slot: int) -> np.ndarray:
-        """Refuse: there is no picture."""
-        raise EnvError(f"env '{self.spec.name}' is told in words; set video=none.")
+        """Refuse: there is no image."""
+        raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Refuse: nobody knows how to play."""
@@ -251,7 +251,7 @@ def make_game(cfg: GameSettings) -> Any:
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
-        ConfigError: there is no such environment, it refuses its arguments, or has no picture in characters.
+        ConfigError: there is no such environment, it refuses its arguments, or has no image in characters.
     """
     if files := game_files(cfg.id or ""):
         return TextWorldGame(files, SEEN_BYTES)
@@ -264,7 +264,7 @@ def make_game(cfg: GameSettings) -> Any:
     except (gymnasium.error.Error, TypeError, ValueError) as error:
         raise ConfigError(
             f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {one_line(error).rstrip('.')}. An "
-            "environment without a picture in characters (render_mode=ansi) wants env.words."
+            "environment without an image in characters (render_mode=ansi) needs env.words."
         ) from error
 
 
@@ -281,9 +281,7 @@ def action_names(cfg: GameSettings, env: Any) -> list[str]:
         raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; a reply can only name categories.")
     names = cfg.action_words or [str(number) for number in range(int(count))]
     if len(names) != count or len({*names}) < len(names):
-        raise ConfigError(
-            f"env.action_words={names}: env.id={cfg.id} has {count} actions, each wants a word of its own."
-        )
+        raise ConfigError(f"env.action_words={names}: env.id={cfg.id} has {count} actions and needs one word for each.")
     return names
 
 

@@ -144,7 +144,7 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
-            f"data.path={root}: its pictures differ in size or kind ({found}). Choose those that are alike with "
+            f"data.path={root}: its images differ in size or kind ({found}). Select images of one kind with "
             "data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
@@ -202,14 +202,14 @@ def _camera_columns(root: Path, features: Mapping[str, Mapping[str, Any]], readi
     if reading.cameras:
         if unknown := [column for column in reading.cameras.values() if column not in pictures]:
             raise ConfigError(
-                f"data.cameras: {root} has no pictures '{unknown[0]}'. Pictures: {', '.join(pictures) or 'none'}."
+                f"data.cameras: {root} has no images '{unknown[0]}'. Images: {', '.join(pictures) or 'none'}."
             )
         return dict(reading.cameras)
     prefix = image_key("")
     if strangers := [key for key in pictures if not key.startswith(prefix)]:
         example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
         raise ConfigError(
-            f"data.path={root}: its pictures {', '.join(strangers)} are not named {image_key('<camera>')}. "
+            f"data.path={root}: its images {', '.join(strangers)} are not named {image_key('<camera>')}. "
             f"Name the cameras to read: 'data.cameras={{{example}}}'."
         )
     return {key.removeprefix(prefix): key for key in pictures}

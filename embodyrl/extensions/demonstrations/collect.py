@@ -94,8 +94,8 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
         )
     if labelled and not base.policy.scripted and not base.env.expert_reacts:
         raise ConfigError(
-            f"env '{base.env.name}': its expert follows a plan, whose steps say nothing where another policy chooses "
-            "the actions, so it cannot label them. Let it play: embodyrl collect model=scripted (model.expert_noise "
+            f"env '{base.env.name}': its expert follows a plan, so it cannot label the actions of another "
+            "policy. Collect its own episodes: embodyrl collect model=scripted (model.expert_noise "
             "shows how it recovers), and embodyrl sft with data.more."
         )
     if isinstance(cfg, DaggerConfig):

@@ -51,7 +51,7 @@ class ImitationLearner(Learner):
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or measure its sum.
 
-        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learnt, the sums `loss`,
+        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learned, the sums `loss`,
         `accuracy` and, where it is measured, `error`.
         """
         records = self._samples(self._arena.read(request.tickets))
@@ -60,7 +60,7 @@ class ImitationLearner(Learner):
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._measure(records)
-        # By sample and not by rank: the same pictures come out on any number of ranks.
+        # By sample and not by rank: the same images come out on any number of ranks.
         draws = self._draws(request.augment, len(records))
         taken = yield from self._trainer.descend(
             self._deal(records),

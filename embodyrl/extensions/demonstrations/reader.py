@@ -248,7 +248,7 @@ def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column
 
 
 def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:
-    """Yield the bytes of the pictures in some rows of a column: in the row, or in a file below the data set."""
+    """Yield the bytes of the images in some rows of a column: in the row, or in a file below the data set."""
     for value in column.take(places):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}
@@ -257,12 +257,12 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{root}: '{name}' names the picture {path}, which is no file below the data set. Write the "
-                    "pictures into the data files, or put them there."
+                    f"{root}: '{name}' names the image {path}, which is no file below the data set. Write the "
+                    "images into the data files, or put them there."
                 )
             content = file.read_bytes()
         if not isinstance(content, bytes):
-            raise EmbodyError(f"{root}: '{name}' has a row without a picture. Fetch the data set again.")
+            raise EmbodyError(f"{root}: '{name}' has a row without an image. Fetch the data set again.")
         yield content
 
 

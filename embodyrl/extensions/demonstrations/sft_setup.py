@@ -94,9 +94,9 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
-            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success, so there is nothing to "
-            "tell apart. Collect with collect.filter=all and env.train.ignore_terminations=true, so that episodes go "
-            "on after success; data of other programs do not say what succeeded."
+            f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success; a "
+            "classifier needs both. Collect with collect.filter=all and env.train.ignore_terminations=true, which "
+            "continues episodes after success; data of other programs do not record success."
         )
     return material
 
@@ -284,7 +284,7 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     cameras = f"{', '.join(card.env.cameras)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
     return [
         *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
-        ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no pictures"),
+        ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.gripper)} · image_rotation_deg {card.env.image_rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
@@ -362,14 +362,14 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
 
 
 def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
-    """The rows' pictures [M, C, H, W, 3], each in the upper left corner of its room.
+    """The rows' images [M, C, H, W, 3], each in the upper left corner of its room.
 
     Raises:
         ConfigError: they do not fit into the free memory.
     """
     shape = (len(chosen), rows.pictures, *rows.image_size, 3)
     if math.prod(shape) > available_bytes() // 2:
-        raise ConfigError(f"The pictures take {math.prod(shape) >> 20} MiB as pixels; set data.max_image_edge lower.")
+        raise ConfigError(f"The images take {math.prod(shape) >> 20} MiB as pixels; set data.max_image_edge lower.")
     images = np.zeros(shape, np.uint8)
     for rooms, row in zip(images, chosen, strict=True):
         for room, picture in zip(rooms, row.pictures, strict=False):

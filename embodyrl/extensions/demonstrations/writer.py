@@ -180,7 +180,7 @@ class DatasetWriter:
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
         if self.card.env.cameras and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
             raise EmbodyError(
-                f"{self.root} was collected by an older version, whose statistics of pictures cannot be continued. "
+                f"{self.root} was collected by an older version, whose statistics of images cannot be continued. "
                 "Choose another collect.out; `embodyrl sft data.more` learns from both."
             )
         return vectors, _summed(self._episodes, {})

@@ -94,7 +94,7 @@ class ReplayBuffer:
         return self._arrays[field]
 
     def later(self, places: IntArray, steps: IntArray) -> IntArray:
-        """Where an episode is so many chunks after these places."""
+        """Where an episode is n chunks after these places."""
         # The second modulo: until the ring is full, what lies behind the last frame was never written.
         return (places + steps) % self._size % self._count
 
@@ -125,7 +125,7 @@ class ReplayBuffer:
         needed, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
         if needed <= capacity:
             return
-        # Doubled: a buffer for a million pictures need not be reserved by a run that sees a thousand.
+        # Doubled: a buffer for a million images need not be reserved by a run that sees a thousand.
         capacity = min(self._size, max(needed, 2 * capacity, 1024))
         for name, array in new.items():
             larger = np.zeros((capacity, *array.shape[1:]), array.dtype)

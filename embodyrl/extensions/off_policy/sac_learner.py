@@ -112,7 +112,7 @@ class SacLearner(Learner):
 
         Without `acting` temperature and actor stay as they are.
         """
-        # Both sets of pictures are shifted before the network sees either, so that their order stays that of old runs.
+        # Both sets of images are shifted before the network sees either, so that their order stays that of old runs.
         seen = [self._look(one, one.places) for one in chosen]
         then = [self._look(one, one.after) for one in chosen]
         features = torch.cat([self._features(one) for one in seen])
@@ -173,7 +173,7 @@ class SacLearner(Learner):
         return on_device(seen, next(self._critics.parameters()).device)
 
     def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
-        """Observations whose pictures are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
+        """Observations whose images are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
 
         Of a frozen policy the features that were kept.
         """
@@ -296,7 +296,7 @@ class SacLearner(Learner):
                     part.load_state_dict(state[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} was written with other critics ({error}): a run goes on with its own algorithm.critics and "
+                f"{folder} was written with other critics ({error}): a run resumes with its own algorithm.critics and "
                 "model. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         self._log_alpha.data.copy_(state["log_alpha"])

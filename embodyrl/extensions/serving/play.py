@@ -105,7 +105,7 @@ class Scene:
         return self.state()
 
     def state(self) -> Answer:
-        """What the page shows beside the picture."""
+        """What the page shows beside the image."""
         told = {
             "tasks": self.env.layout.tasks,
             "task": self.task,
@@ -117,7 +117,7 @@ class Scene:
         return "application/json", json.dumps(told).encode()
 
     def frame(self) -> Answer:
-        """The picture for people, PNG."""
+        """The image for people, PNG."""
         from PIL import Image
 
         picture = Image.fromarray(self.env.render())

@@ -276,7 +276,7 @@ class _Client:
 
 
 async def _unpacked(data: bytes | str) -> Any:
-    """Decode a message in another thread, as pictures take their time."""
+    """Decode a message in another thread, as images take their time."""
     return await asyncio.to_thread(unpack, data)
 
 

@@ -1,4 +1,4 @@
-"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their pictures."""
+"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their images."""
 
 import json
 import re
@@ -38,7 +38,7 @@ class TextRows:
     name: str
     held_out: int
     repeated: int = 0
-    """Rows held out that ask what a row to learn from asks too; those with pictures are not compared."""
+    """Rows held out that ask what a row to learn from asks too; those with images are not compared."""
     prompt_bytes: int = 0
     keep: IntArray | None = field(default=None, compare=False)
     """Rows that are not too long; None: all."""
@@ -281,11 +281,11 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
-    """The row with these pictures, whose sizes its messages tell."""
+    """The row with these images, whose sizes its messages tell."""
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; one stands for each picture, or none: then they come first.") from error
+        raise ConfigError(f"{where}: {error}; use one per image, or none to put the images first.") from error
     return replace(row, messages=messages, pictures=pictures)
 
 
@@ -318,14 +318,14 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
 
 
 def _content(content: Any) -> str:
-    """A text, or the list of texts and pictures that processors take."""
+    """A text, or the list of texts and images that processors take."""
     if not isinstance(content, list):
         return str(content)
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)
 
 
 def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
-    """Return the prompt of a row as the model reads it, without its pictures."""
+    """Return the prompt of a row as the model reads it, without its images."""
     texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
     texts = [without_controls(text, controls) for text in texts]
     if template is not None:

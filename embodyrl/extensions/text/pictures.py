@@ -1,4 +1,4 @@
-"""Pictures that rows of text show: files beside the rows, bytes, or pixels."""
+"""Images that rows of text show: files beside the rows, bytes, or pixels."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _ORIENTATION = 0x0112  # of EXIF; from 5 on height and width are exchanged
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture of a row."""
+    """One image of a row."""
 
     source: Path | bytes | ByteArray
     where: str
@@ -33,7 +33,7 @@ class Picture:
         """Height and width, of which a file's header tells.
 
         Raises:
-            ConfigError: it is no picture.
+            ConfigError: it is no image.
         """
         if isinstance(self.source, np.ndarray):
             return self._fitted(*self.source.shape[:2])
@@ -42,10 +42,10 @@ class Picture:
             return self._fitted(*((image.width, image.height) if turned else (image.height, image.width)))
 
     def pixels(self) -> ByteArray:
-        """Return the picture [H, W, 3].
+        """Return the image [H, W, 3].
 
         Raises:
-            ConfigError: it is no picture, or damaged.
+            ConfigError: it is no image, or damaged.
         """
         from PIL import Image, ImageOps
 
@@ -71,13 +71,13 @@ class Picture:
             with Image.open(io.BytesIO(self.source) if isinstance(self.source, bytes) else self.source) as image:
                 yield image
         except (OSError, Image.DecompressionBombError) as error:
-            raise ConfigError(f"{self.where}: its picture cannot be read: {error}.") from error
+            raise ConfigError(f"{self.where}: its image cannot be read: {error}.") from error
 
 
 def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:
-    """Return the pictures that a column holds: one or a list of files in `folder`, bytes, or pixels.
+    """Return the images that a column holds: one or a list of files in `folder`, bytes, or pixels.
 
-    A picture may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
+    An image may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
 
     Args:
         value: content of the column.
@@ -104,7 +104,7 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
         return value
     raise ConfigError(
-        f"{where}: a picture is a file of this machine, the bytes of one, or an array [H, W, 3] of uint8; found "
+        f"{where}: an image is a file of this machine, the bytes of one, or an array [H, W, 3] of uint8; found "
         f"{str(value)[:60]!r}."
     )
 
@@ -115,7 +115,7 @@ def _inside(file: Path, folder: Path, where: str) -> Path:
     root = folder.parents[1] if folder.parent.name == "snapshots" else folder
     if not (folder / file).resolve().is_relative_to(root.resolve()):
         raise ConfigError(
-            f"{where}: the picture {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy it there and "
+            f"{where}: the image {str(file)[:60]!r} is not in the folder of the rows, {folder}. Copy it there and "
             "name it relative to that folder, or store its bytes in the column."
         )
     return folder / file

@@ -47,7 +47,7 @@ def tokenizer_folder(cfg: RunConfig) -> Path | None:
 def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     """Return keys that a language model cannot follow, one line each."""
     if policy.num_images and cfg.rollout.backend != "hf":
-        return [f"rollout.backend={cfg.rollout.backend}: pictures are read by rollout.backend=hf only; use it."]
+        return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
 
 
@@ -55,7 +55,7 @@ def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
         return []
     if policy.num_images:
-        return ["algorithm.reference_url: a server is not shown pictures here; use algorithm.reference_path."]
+        return ["algorithm.reference_url: a server is not shown images here; use algorithm.reference_path."]
     if cfg.algorithm.sampling_params.temperature != 1.0:
         return [
             "algorithm.reference_url: a server gives the probabilities of a reply at temperature 1; set "
@@ -109,7 +109,7 @@ def text_problems(cfg: ActingConfig) -> list[str]:
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:
         problems.append(
-            "data.path is not set: it wants a .jsonl or .parquet file, a folder of them, or package.module:function."
+            "data.path is not set. Name a .jsonl or .parquet file, a folder of them, or package.module:function."
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
         problems.append("algorithm.sampling_params.max_new_tokens is not set: how many tokens may a reply have?")

@@ -61,12 +61,12 @@ class RowSettings(DataSettings):
     system_prompt: str | None = None
     """System message in front of each prompt."""
     image_key: str | None = None
-    """Column of the pictures that a prompt shows: one or several files below the rows' folder, or their bytes;
+    """Column of the images that a prompt shows: one or several files below the rows' folder, or their bytes;
     `<image>` in the prompt says where each stands, without any they come first. Wants model=vision_lm."""
     max_image_edge: Count | None = None
-    """Pictures with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
+    """Images with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
     max_prompt_length: Annotated[Count | None, NumbersStates] = 512
-    """Longer prompts, in tokens with the chat template and without pictures, are left out; null: all stay."""
+    """Longer prompts, in tokens with the chat template and without images, are left out; null: all stay."""
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:

@@ -84,7 +84,7 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
 def colour(
     *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
 ) -> list[TextRow]:
-    """A picture with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
+    """An image with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
 
     def draw(rng: random.Random) -> TextRow:
         pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2

@@ -61,7 +61,7 @@ class NetShape:
 
     @property
     def planes(self) -> int:
-        """Pictures of one colour that the first convolution sees."""
+        """Images of one colour that the first convolution sees."""
         return self.num_images * (1 if self.grey else 3)
 
     @property
@@ -104,10 +104,10 @@ class NetShape:
         try:
             saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
             if "hidden" not in saved:
-                raise ValueError("it says nothing of hidden layers")
+                raise ValueError("it has no hidden layers")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
-                f"{path} cannot be read ({error}); it wants a folder that a run with model=mlp or model=cnn saved."
+                f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."
             ) from error
         mine = json.loads(json.dumps(asdict(self)))
         # What older folders do not say.

@@ -55,7 +55,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
-    """Return (model, tokenizer), of a model that sees pictures (model, processor); the folder's own code is never run.
+    """Return (model, tokenizer), of a model that sees images (model, processor); the folder's own code is never run.
 
     With a `seed` the folder has no weights, and they are drawn.
 
@@ -92,7 +92,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
         # Without torchvision the library's table of video processors is an empty shell, even where none is asked for.
         raise MissingDependencyError(
             f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Most that also take "
-            "videos (Qwen-VL, SmolVLM) want `pip install torchvision num2words`, torchvision from where torch is from."
+            "videos (Qwen-VL, SmolVLM) need `pip install torchvision num2words`, torchvision from where torch is from."
         ) from error
     model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
@@ -157,7 +157,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
 
-        `beside` are the tensors of pictures, under the names that the model gives them.
+        `beside` are the tensors of images, under the names that the model gives them.
         """
         out = self.lm(
             input_ids=ids,
@@ -175,7 +175,7 @@ class LanguageModel(nn.Module):
         return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
 
     def positions(self, ids: Tensor, mask: Tensor, beside: dict[str, Tensor]) -> Tensor:
-        """Positions [B, T]; of a model that counts places within pictures [n, B, T], as its `generate` has them."""
+        """Positions [B, T]; of a model that counts places within images [n, B, T], as its `generate` has them."""
         if not beside:
             return (mask.cumsum(1) - 1).clamp(min=0)
         return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **beside})

@@ -1,4 +1,4 @@
-"""What a language model reads: tokens, and what its processor makes of pictures among them."""
+"""What a language model reads: tokens, and what its processor makes of images among them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ class Prompt(list[int]):
     def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
         self.beside = beside or {}
-        """[1, T] what kind each token is (`..._type_ids`); all others belong to the pictures."""
+        """[1, T] what kind each token is (`..._type_ids`); all others belong to the images."""
 
 
 class Reader:
-    """Turns conversations and their pictures into prompts, through the chat template or one message after the other."""
+    """Turns conversations and their images into prompts, through the chat template or one message after the other."""
 
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
-        """Take a tokenizer, or the processor of a model that sees pictures.
+        """Take a tokenizer, or the processor of a model that sees images.
 
         `first` is the prompt's only token where it would have none; `pixels`: of one observation.
         """
@@ -88,7 +88,7 @@ class Reader:
         from PIL import Image
 
         token, left = self._processor.image_token, iter(rooms)
-        # What anybody but the data set says is no picture, even if it reads like one.
+        # What anybody but the data set says is no image, even if it reads like one.
         turns = [
             [part.replace(token, "") if isinstance(part, str) else part for part in split_pictures(m.content)]
             for m in messages
@@ -142,7 +142,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """The tensors beside a batch of prompts that replies of these lengths follow.
 
-    Pictures follow each other along the first dimension; all others are filled up with zeros, which every model takes
+    Images follow each other along the first dimension; all others are filled up with zeros, which every model takes
     for what is not there.
     """
     names = dict.fromkeys(name for prompt in prompts for name in prompt.beside)

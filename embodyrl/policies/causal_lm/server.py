@@ -179,7 +179,7 @@ class ServedReference(_Server):
             given = (answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or []
             if len(given) < len(prompt) + len(reply):
                 raise EmbodyError(
-                    f"The server at {self.key}={self._url} does not say how probable the tokens of a prompt are "
+                    f"The server at {self.key}={self._url} returns no log-probabilities of prompt tokens "
                     "(`echo` with `logprobs`), as vLLM does. Use algorithm.reference_path."
                 )
             found[row, : len(reply)] = given[len(prompt) : len(prompt) + len(reply)]
@@ -198,9 +198,8 @@ def _reply(answer: Any) -> tuple[list[int], list[float]]:
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
         raise EmbodyError(
-            "The server does not say which tokens it wrote and how probable they were (`token_ids` for "
-            "return_token_ids, `logprobs`): it takes vLLM 0.10.2 or newer, or a server that does the same. Use "
-            "rollout.backend=hf."
+            "The server returns no token ids or log-probabilities (`token_ids` for return_token_ids, `logprobs`). Use "
+            "vLLM 0.10.2 or newer, an equivalent server, or rollout.backend=hf."
         )
     return [int(token) for token in tokens], [float(value) for value in logprobs]
 

@@ -254,7 +254,7 @@ class FlowPolicy:
         """[B, H, D]"""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
-        # From the picture and not from a counter: greedy is a function of what is seen, in every batch and process.
+        # From the image and not from a counter: greedy is a function of what is seen, in every batch and process.
         seeds = [
             zlib.crc32(image.tobytes() + state.tobytes()) for image, state in zip(obs.images, obs.state, strict=True)
         ]

@@ -149,7 +149,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({error!r}). It wants the config.json of a pi0, pi0.5 or SmolVLA "
+            f"{where} is missing or malformed ({error!r}). Use the config.json of a pi0, pi0.5 or SmolVLA "
             f"checkpoint (openpi, lerobot or transformers); fetch it again."
         ) from error
 

@@ -338,7 +338,7 @@ def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
     if name not in known:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: unknown vision tower '{name}'.{closest(name, known)} Known: {', '.join(known)}; "
-            f"others need their dimensions in {TINY_VIT_FILE} beside config.json."
+            f"others need their dimensions in {TINY_VIT_FILE} next to config.json."
         )
     spec = known[name]
     return VitSpec(
@@ -363,6 +363,8 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     means = [p["mean"] for p in params] if params else _field(data, "means", where)
     stds = [p["std"] for p in params] if params else _field(data, "stds", where)
     if [len(x) for x in (*means, *stds)] != [3] * 4:
-        raise CheckpointError(f"{where}: wants mean and std of three channels for two towers. Fetch the file again.")
+        raise CheckpointError(
+            f"{where} must contain mean and std of three channels for two towers. Fetch the file again."
+        )
     first, second = (PixelNorm(mean=tuple(m), std=tuple(s)) for m, s in zip(means, stds, strict=True))
     return first, second

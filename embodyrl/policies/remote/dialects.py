@@ -18,7 +18,7 @@ from embodyrl.types import ByteArray, FloatArray
 _KINDS = "biuf"
 """Booleans and numbers; objects would be pickled, and nothing here needs text."""
 _MOST_PIXELS = 1 << 26
-"""Of all pictures of a message."""
+"""Of all images of a message."""
 _MOST_PARTS = 1 << 16
 """Entries of all lists and mappings of a message; arrays count as one."""
 _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
@@ -39,7 +39,7 @@ def need(package: str) -> Any:
     except ModuleNotFoundError as error:
         name = package.partition(".")[0]
         raise MissingDependencyError(
-            f"{name} is not installed; policies are served and asked with it. Fix: pip install 'embodyrl[serve]'."
+            f"{name} is not installed; serving policies needs it. Fix: pip install 'embodyrl[serve]'."
         ) from error
 
 
@@ -75,7 +75,7 @@ def unpack(data: bytes | str) -> Any:
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
-        raise MessageError(f"wanted bytes and got the text {data[:2000]!r}.")
+        raise MessageError(f"expected bytes, got the text {data[:2000]!r}.")
     read = _Reader()
     limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
     try:
@@ -216,7 +216,7 @@ class Names:
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
             wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])
-            raise MessageError(f"wanted {wanted}. {_what_came(held)} Fix: send them, or name them in image_names.")
+            raise MessageError(f"expected {wanted}. {_what_came(held)} Fix: send them, or name them in image_names.")
         pictures = tuple(np.asarray(held[name]) for name in names[:count])
         for name, picture in zip(names, pictures, strict=False):
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:

@@ -174,7 +174,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
         except ConnectionRefusedError as error:
             if left <= 0:
                 raise EmbodyError(
-                    f"Nobody has listened at model.url={cfg.url} for {cfg.connect_timeout_s:g} s "
+                    f"No server answered at model.url={cfg.url} for {cfg.connect_timeout_s:g} s "
                     "(model.connect_timeout_s). Fix: start the server, for example `embodyrl serve RUN`, or correct "
                     "the address."
                 ) from error

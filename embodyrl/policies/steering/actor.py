@@ -193,5 +193,5 @@ class Steered(ABC):
             ConfigError: always.
         """
         raise ConfigError(
-            f"{self.spec.steers} trains the actor beside a frozen model alone. Fix: leave model.likelihood out."
+            f"{self.spec.steers} trains only the actor, with a frozen base model. Fix: leave model.likelihood out."
         )

@@ -12,7 +12,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLayout:
-    """So many whole numbers, then so many float32, two to a token: bit patterns, so that nothing is rounded."""
+    """So many whole numbers, then n float32, two to a token: bit patterns, so that nothing is rounded."""
 
     whole: int
     floats: int
@@ -60,7 +60,7 @@ class ChunkRecord:
 
     @classmethod
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
-        """The record of a chain of Gaussian steps that keeps so many whole states."""
+        """The record of a chain of Gaussian steps that keeps n whole states."""
         floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
 

@@ -256,7 +256,7 @@ def test_frames_for_people_are_upright_and_not_mirrored(roomy):
     np.testing.assert_array_equal(frame, np.concatenate([image[::-1] for image in trace.images], axis=1))
     gray = frame[:, :SIZE].astype(int).sum(axis=2)
     robot, table = gray[: SIZE // 4, SIZE // 3 : SIZE // 2], gray[-SIZE // 8 :, -SIZE // 4 :]
-    assert robot.std() > 3 * table.std(), "the robot stands at the top of the picture, the empty table is below"
+    assert robot.std() > 3 * table.std(), "the robot stands at the top of the image, the empty table is below"
 
 
 def test_numpy_global_generator_is_left_alone(roomy):

@@ -65,7 +65,7 @@ def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
     lean_picture, lean_proprio = image(lean)
     np.testing.assert_array_equal(lean_proprio, proprio)
     error = np.mean((lean_picture.astype(float) - picture) ** 2)
-    assert 0 < error < 255**2 / 10**2.2, "another picture, but of the same scene (over 22 dB)"
+    assert 0 < error < 255**2 / 10**2.2, "another image, but of the same scene (over 22 dB)"
     lean.close()
 
     fast = simulator(suite, task, lean=True, fast=True)
@@ -115,7 +115,7 @@ def test_what_a_camera_cannot_see_is_not_drawn_and_no_pixel_changes(suite, task)
                 np.testing.assert_array_equal(found, sim._draw(camera, 128, 160))
                 np.testing.assert_array_equal(sim._model.geom_group, groups)
                 sim._lean = True
-                assert len(np.unique(found)) > 50, "a scene, not an empty picture"
+                assert len(np.unique(found)) > 50, "a scene, not an empty image"
     assert max(hidden) > 40
     sim.close()
 

@@ -134,7 +134,7 @@ def test_noise_is_on_the_front_camera_alone_and_the_same_when_played_again():
         assert np.abs(first[0].astype(int) - clean[0]).mean() > 5.0
         np.testing.assert_array_equal(first[1], clean[1])
         assert np.abs(second[0].astype(int) - first[0]).mean() > 1.0, "the next step has noise of its own"
-        assert np.abs(env.render(0)[:, :SIZE].astype(int) - second[0][::-1]).max() == 0, "films show what is seen"
+        assert np.abs(env.render(0)[:, :SIZE].astype(int) - second[0][::-1]).max() == 0, "videos show what is seen"
         start(env, 13, foggy, seed=5)
         np.testing.assert_array_equal(look(env), first)
         start(env, 3, 0)

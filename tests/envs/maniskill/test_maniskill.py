@@ -59,7 +59,7 @@ def look(env, slot=0):
 
 
 def play(env, reset_id, slot=0, steps=12):
-    """States and pictures of an episode of random actions."""
+    """States and images of an episode of random actions."""
     env.reset([slot], [start(reset_id, ignore=True)])
     actions = np.random.default_rng(reset_id).uniform(-1, 1, (steps // 4, 1, 4, 7)).astype(np.float32)
     seen = [look(env, slot)]
@@ -99,7 +99,7 @@ def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_a
     play(env, 6, slot=1)
     assert same(first, play(env, 5, slot=1)), "in the other slot"
     assert not same(first, play(env, 7))
-    assert first[0].std() > 20, "pictures show something"
+    assert first[0].std() > 20, "images show something"
     env.close()
     code = DIGEST.format(folders=[os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
@@ -214,7 +214,7 @@ def test_rows_of_a_batch_begin_in_one_reset_and_each_as_if_alone():
 
 
 def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
-    """Actions, outcomes, states, films and infos of four slots; one that waits is begun again."""
+    """Actions, outcomes, states, videos and infos of four slots; one that waits is begun again."""
     from embodyrl.envs.maniskill import sims
 
     rows = drawing_rows()
@@ -257,7 +257,7 @@ def test_a_numbered_placement_is_asked_for_where_there_are_some(env_id, placemen
 
 
 def test_what_is_seen_and_earned_is_maniskills_own():
-    """Pictures, angles and the hand of one task, and all that another one observes while its expert solves it."""
+    """Images, angles and the hand of one task, and all that another one observes while its expert solves it."""
     import gymnasium
 
     theirs_of = {"render_backend": "cpu", "sim_backend": "physx_cpu", "control_mode": "pd_ee_delta_pose"}
@@ -314,7 +314,7 @@ def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
     np.testing.assert_array_equal(states, lean_states)
     np.testing.assert_array_equal(physics, lean_physics)
     error = np.mean((pictures.astype(float) - lean_pictures) ** 2)
-    assert 0 < error < 255**2 / 10**2.2, "another picture, but of the same scene (over 22 dB)"
+    assert 0 < error < 255**2 / 10**2.2, "another image, but of the same scene (over 22 dB)"
     full.close()
     lean.close()
 

@@ -134,7 +134,7 @@ def test_tools_and_turns_belong_together():
 
 
 class Asked(list[TextRow]):
-    """Rows with pictures of up to 4 by 6 pixels."""
+    """Rows with images of up to 4 by 6 pixels."""
 
     name, held_out, repeated, prompt_bytes, pictures, image_size = "asked", 0, 0, 100, 2, (4, 6)
     roles, doubts = (("user",),), ()

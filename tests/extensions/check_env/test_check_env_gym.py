@@ -119,7 +119,7 @@ ILLEGAL = {
     "NanLater": ("flags", "state\\[0\\]: expected a finite number, found nan"),
     "RaisesLater": ("lasts", "RuntimeError: the arm fell off \\(odd_envs.py:"),
     "SleepsLater": ("lasts", "no answer within 8 s"),
-    "WrongShape": ("observe", "observed shape \\(3,\\).*its observation space says \\(2,\\)"),
+    "WrongShape": ("observe", "observed shape \\(3,\\).*its observation space declares \\(2,\\)"),
     "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
     "NotSeeded": ("reset_repeats", "fix: draw only from generators that the reset seeds"),
     "FailsToBuild": ("spec", "AttributeError: no licence"),

@@ -58,7 +58,7 @@ def generated(folder: Path, prompt: str, pictures: dict[str, Any]) -> str:
     model = kind.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     inputs = pictures or tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    # Replies never contain the token that stands for a picture.
+    # Replies never contain the token that stands for an image.
     barred = {"suppress_tokens": [model.config.image_token_id]} if pictures else {}
     with torch.no_grad():
         ids = model.generate(**inputs, do_sample=False, max_new_tokens=2 if pictures else 6, **barred)

@@ -1,4 +1,4 @@
-"""Pictures and videos of other programs: what is larger than declared is refused before it is decoded."""
+"""Images and videos of other programs: what is larger than declared is refused before it is decoded."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: P
     quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
     collect(load_config("collect", [*play, *quiet, f"collect.out={tmp_path}/states"]))
     facts = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/states", "model=mlp"])))
-    assert facts["frames"] == "4 numbers of state, no pictures"
+    assert facts["frames"] == "4 numbers of state, no images"
     assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}"])))["frames"]
 
 

@@ -214,7 +214,7 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
     wide = np.pad(images[:, 0], ((0, 0), (pixels, pixels), (pixels, pixels), (0, 0)), mode="edge")
     found = set()
     shifted = actor._look(actor._replay.transitions(np.arange(count)), np.arange(count)).images
-    np.testing.assert_array_equal(shifted[:, 0], shifted[:, 1], err_msg="pictures of one observation move together")
+    np.testing.assert_array_equal(shifted[:, 0], shifted[:, 1], err_msg="images of one observation move together")
     for padded, picture in zip(wide, shifted[:, 0], strict=True):
         crops = {(d, r): padded[d : d + 8, r : r + 8] for d in range(5) for r in range(5)}
         (place,) = [place for place, crop in crops.items() if np.array_equal(crop, picture)]

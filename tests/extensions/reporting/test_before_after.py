@@ -69,7 +69,7 @@ def test_a_resumed_run_keeps_its_story(tmp_path: Path) -> None:
         for episode, path in evaluation.recordings:
             played = rows[episode]
             outcome = "success" if played["success_once"] else "fail"
-            assert path.endswith(f"_{outcome}_{played['steps']}steps.mp4"), "the film is of that very episode"
+            assert path.endswith(f"_{outcome}_{played['steps']}steps.mp4"), "the video is of that very episode"
             assert played["video"] == path
             assert len(iio.imread(path)) >= played["steps"]
     assert len([*(run / "videos").glob("before_after_ep*.mp4")]) == 2

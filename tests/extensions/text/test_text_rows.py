@@ -85,7 +85,7 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
     assert open_rows(RowSettings(path=path, val_path=path), tokenizer=None).repeated == 8
     assert open_rows(RowSettings(path=path, val_share=0.0), tokenizer=None).repeated == 0
     colours = RowSettings(path="embodyrl.extensions.text.tasks:colour", kwargs={"rows": 40}, val_share=0.5)
-    assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other pictures"
+    assert open_rows(colours, tokenizer=None).repeated == 0, "one question, but other images"
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
     told = dict(facts(build_run_plan(cfg, training=True)))
@@ -214,7 +214,7 @@ def test_a_picture_lies_in_the_folder_of_its_rows(tmp_path: Path, form: str):
     named = {"absolute": str(outside / "a.png"), "parent": "../outside/a.png", "within": "images/../../outside/a.png"}
     shown = named.get(form, "link.png") if form != "mapping" else {"path": str(outside / "a.png"), "bytes": None}
     path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": shown}])
-    with pytest.raises(ConfigError, match=r"row 1: the picture .* is not in the folder of the rows"):
+    with pytest.raises(ConfigError, match=r"row 1: the image .* is not in the folder of the rows"):
         open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
     path = jsonl(rows / "r.jsonl", [{"prompt": "?", "answer": "x", "shown": "images/../a.png"}])
     assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1
@@ -243,7 +243,7 @@ def test_an_answer_may_be_the_last_message_of_a_conversation(tmp_path: Path):
 @pytest.mark.parametrize(
     ("prompt", "shown", "says"),
     [
-        ("<image> <image>", "a.png", "1 pictures, but 2 times <image>"),
+        ("<image> <image>", "a.png", "1 images, but 2 times <image>"),
         ("what?", "none.png", "cannot be read"),
         ("what?", "https://host/a.png", "a file of this machine"),
         ("what?", 7, "a file of this machine"),

@@ -195,7 +195,7 @@ def test_replies_end_with_stop_tokens_but_not_before_they_are_long_enough(policy
     tokens = longer.act(observe(*PROMPTS), noise=noise(5, 1)).tokens
     assert ((tokens >= 0).sum(1) >= 4).all()
     assert not np.isin(tokens[:, :4], longer.ends.numpy()).any()
-    # Nor with the last of so many tokens, where it would be the most probable one.
+    # Nor with the last of n tokens, where it would be the most probable one.
     greedy = policy.act(observe(*PROMPTS), noise=None).tokens
     new = [(r, n) for r in range(len(greedy)) for n in range(1, 5) if greedy[r, n] not in (-1, *greedy[r, :n])]
     row, count = new[-1]

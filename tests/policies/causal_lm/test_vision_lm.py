@@ -1,4 +1,4 @@
-"""Vision-language models: pixels in records become what plain transformers makes of the same pictures."""
+"""Vision-language models: pixels in records become what plain transformers makes of the same images."""
 
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def build(name: str = "vision_lm_tiny", *, value_dim: int = 0, **model: Any) -> 
 
 
 def observe() -> Observation:
-    """Rows of one, two and no pictures of different sizes; the last is the first again."""
+    """Rows of one, two and no images of different sizes; the last is the first again."""
     rng = np.random.default_rng(0)
     images = np.zeros((len(ROWS), 2, *ROOM, 3), np.uint8)
     said = []
@@ -83,7 +83,7 @@ class QwenReading:
 
 
 def qwen(folder: Path) -> None:
-    """Qwen2-VL with random weights: places within a picture are positions of their own."""
+    """Qwen2-VL with random weights: places within an image are positions of their own."""
     special = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
@@ -144,7 +144,7 @@ def test_what_the_picture_shows_matters():
     other = Observation(images=255 - obs.images, state=obs.state, instructions=obs.instructions)
     gap = np.abs((policy.score(obs, tokens).logprob - policy.score(other, tokens).logprob).detach().numpy()).max(axis=1)
     assert (gap[[0, 1, 3]] > 1e-4).all()
-    assert gap[2] == 0, "the row without pictures"
+    assert gap[2] == 0, "the row without images"
 
 
 def test_pixels_reach_the_tower_with_gradients_and_adapters():

@@ -230,7 +230,7 @@ def test_a_greedy_start_is_drawn_from_all_that_is_seen(folder):
     policy, obs = build(folder, greedy_start="random"), observe(3)
     alike = replace(obs, images=np.repeat(obs.images[:1], 3, axis=0))
     starts = policy._greedy_start(alike)
-    assert len({start.numpy().tobytes() for start in starts}) == 3, "states differ, if pictures do not"
+    assert len({start.numpy().tobytes() for start in starts}) == 3, "states differ, if images do not"
     assert torch.equal(policy._greedy_start(alike), starts)
     assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
 

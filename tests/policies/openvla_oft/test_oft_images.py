@@ -47,7 +47,7 @@ def test_rlinf_resize_equals_torchvision(tf_images, golden_dir):
 
 @pytest.fixture(scope="module")
 def tf_frames(golden_dir):
-    """Real LIBERO pictures of three suites and two cameras, upright, with what TensorFlow made of them."""
+    """Real LIBERO images of three suites and two cameras, upright, with what TensorFlow made of them."""
     return dict(np.load(golden_dir / "expected" / "image_pipeline_tf_frames.npz"))
 
 

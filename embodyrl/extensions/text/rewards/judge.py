@@ -137,7 +137,7 @@ class _Child:
             except BrokenPipeError:  # it died while it had nothing to do
                 self.stop()
         if answers:
-            raise EmbodyError(f"The process that judges with {', '.join(self._names)} ends again and again.")
+            raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} exits repeatedly.")
 
     def _start(self) -> subprocess.Popen[bytes]:
         # The child looks for a user's function where this process would find it.
@@ -147,7 +147,7 @@ class _Child:
         if (said := self._line(_START_S, RunClock())) != b"ready":
             why = said.decode() if said else f"no sign of life (exit code {self.stop()})"
             self.stop()
-            raise EmbodyError(f"The process that judges with {', '.join(self._names)} does not start: {why}")
+            raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} does not start: {why}")
         return self._process
 
     def receive(self) -> list[list[float] | str]:

@@ -25,7 +25,7 @@ class SmallConfig:
     maps: int = 32
     """Feature maps whose places are read."""
     vocabulary: int = 512
-    """Words are hashed to so many ids."""
+    """Words are hashed to n ids."""
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
@@ -47,7 +47,7 @@ class SmallConfig:
             if unknown := saved.keys() - {f.name for f in fields(cls)}:
                 raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
         except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); it wants a small flow policy's folder.") from error
+            raise CheckpointError(f"{path} cannot be read ({error}); use the folder of a small flow policy.") from error
         saved["planes"] = tuple(saved.get("planes", cls().planes))
         return cls(**saved), random
 

@@ -220,7 +220,7 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
 
 def _folder(cfg: VlaSettings) -> Path:
     if cfg.path is None:
-        raise ConfigError(f"model.path is not set: it wants {PUBLIC_LAYOUT}. {TRY_NOW}")
+        raise ConfigError(f"model.path is not set. Use {PUBLIC_LAYOUT}. {TRY_NOW}")
     return resolve_asset(cfg.path)
 
 
@@ -228,7 +228,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
     try:
         folder = _folder(cfg)
         if not folder.is_dir():
-            raise ConfigError(f"model.path: {folder} does not exist or is no folder; it wants {PUBLIC_LAYOUT}.")
+            raise ConfigError(f"model.path: {folder} does not exist or is no folder. Use {PUBLIC_LAYOUT}.")
         read_folder(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
