@@ -16,6 +16,7 @@ import numpy as np
 
 from embodyrl.checkpoint.store import LOOP_FILE, CheckpointStore, read_loop
 from embodyrl.clock import RunClock
+from embodyrl.commands import COMMANDS
 from embodyrl.commands.run_folder import RunFolder
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ClusterLost, Interrupted, WorkerError, masked
@@ -280,7 +281,8 @@ class Session:
         return f"go on with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
-        """Say where everything lies, and what can be done with it: the words of a command each."""
-        said = [f"{'' if n else 'next':<10} {shlex.join(['embodyrl', *use])}" for n, use in enumerate(uses)]
+        """Print the folders of a run and the commands `uses` that read it, without those of missing extensions."""
+        known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
+        said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):
             self.monitor.text(line)
