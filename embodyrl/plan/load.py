@@ -239,7 +239,7 @@ def build(settings: Sequence[Setting], command: str, problems: list[str]) -> tup
             number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
             said = last[name].text if value is last[name].value else None
             read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-        elif keys.is_known(name) and _is_unclear(name.partition(".")[0], root, unclear):
+        elif (not last[name].typed or keys.is_known(name)) and _is_unclear(name.partition(".")[0], root, unclear):
             continue
         elif _is_for_others(command, last[name]):
             unread.setdefault(f"`embodyrl {command}`", []).append(name)

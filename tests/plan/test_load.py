@@ -363,3 +363,11 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path) -> None:
     assert with_suites.eval.protocol.name == "tabletop_axes"
     assert with_suites.runner.val_suites
     assert load_config("eval", ["env=libero_10"], base=base).runner.val_suites == []
+
+
+def test_keys_of_a_part_that_is_missing_are_not_reported_one_by_one(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("model_type: gone\nown_key: 1\n")
+    with pytest.raises(ConfigError) as raised:
+        load_config("train", ["model=mine"], config_dirs=[tmp_path])
+    assert [problem.partition(" Known")[0] for problem in raised.value.problems] == ["Unknown model 'gone'."]
