@@ -1,8 +1,7 @@
-"""A pool of transition records in memory that all workers of a host share.
+"""Pool of transition records in shared memory, used by all workers of a host.
 
-The segment is an anonymous memory file: it has no name in /dev/shm, so nothing can be left behind however the run
-ends, and the size limit of /dev/shm (64 MiB in many containers) does not apply. Other processes attach through the
-owner's /proc entry.
+The segment is an anonymous memory file. Without a name in /dev/shm it cannot leak, and the size limit of /dev/shm (64
+MiB in many containers) does not apply. Other processes attach through the owner's /proc entry.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from embodyrl.types import IntArray, Observation
 
 
 class RecordState:
-    """Life of a record: free list, handed out, being written, readable; plain numbers, for they are looked at often."""
+    """State of a record: free, allocated, being written, readable; plain ints for speed."""
 
     FREE, ALLOCATED, WRITING, READY = range(4)
 
 
-# Room for 67 million records, and for 10^11 tickets above them in a signed number of 64 bits.
+# Up to 67 million records, and 10^11 tickets, in a signed 64-bit integer.
 _RECORD_BITS = 26
 _RECORDS = (1 << _RECORD_BITS) - 1
 
 
 class Ticket(int):
-    """The right to use one record: stale as soon as the record is freed. A number, so that many are an array of int64.
+    """Handle of one record, which becomes stale when the record is freed.
 
-    The low bits are the record's index in the arena; above them stands how many tickets were handed out before, plus
-    one: no two tickets of an arena are the same.
+    An int, so that many tickets are an int64 array. The low bits are the record's index in the arena. The high bits are
+    a sequence number, so all tickets of an arena are unique.
     """
 
     @property
@@ -56,37 +55,37 @@ Tickets = Sequence[int] | npt.NDArray[np.int64]
 
 
 def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
-    """The records [n] of tickets [n], to index fields with, whether these are valid or not."""
+    """Return the records [n] of tickets [n] as indices of fields, without checking the tickets."""
     return np.asarray(tickets, np.int64) & _RECORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """What another process needs to attach."""
+    """Data with which another process attaches."""
 
     path: str
-    """Of the owner's file descriptor, below /proc."""
+    """Path of the owner's file descriptor below /proc."""
     layout: RecordLayout
     capacity: int
 
 
 class ArenaFullError(EmbodyError):
-    """More records are in use than the run was planned for."""
+    """More records are in use than planned."""
 
 
 class Fields(Protocol):
-    """Records, field by field."""
+    """Access to records by field."""
 
     def __getitem__(self, field: str, /) -> npt.NDArray[Any]:
-        """[n, ...] a field of all records."""
+        """Return a field of all records, [n, ...]."""
         ...
 
 
 class Arena:
     """Fixed-size records with a free list.
 
-    The owner (the process that created the arena) allocates and frees; any process that attached may write and read
-    records it holds tickets for. Fields are numpy arrays [capacity, *shape] through `arena[Record.images]`.
+    The owner (the process that created the arena) allocates and frees; any attached process may write and read records
+    by ticket. Fields are numpy arrays [capacity, *shape], accessed by `arena[Record.images]`.
     """
 
     def __init__(self, buffer: mmap.mmap, layout: RecordLayout, capacity: int, handle: ArenaHandle, fd: int) -> None:
@@ -95,12 +94,12 @@ class Arena:
         self.handle = handle
         self._fd = fd
         offsets, _ = layout.offsets(capacity)
-        # One array per field and not per record: a batch is then one indexing operation on each field.
+        # One array per field: gathering a batch is one indexing operation per field.
         self._fields: dict[str, npt.NDArray[Any]] = {
             f.name: np.ndarray((capacity, *f.shape), dtype=f.dtype, buffer=buffer, offset=offsets[f.name])
             for f in layout.all_fields
         }
-        # A stack: the first `_num_free` are free.
+        # A stack: the first `_num_free` records are free.
         self._free, self._num_free = np.arange(capacity - 1, -1, -1), capacity
         self._next_sequence = 1
 
@@ -109,7 +108,7 @@ class Arena:
         """Reserve memory for `capacity` records.
 
         Raises:
-            EmbodyError: the host has not enough free memory; says how much is needed.
+            EmbodyError: the host has not enough free memory; the message contains the required size.
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
@@ -122,7 +121,7 @@ class Arena:
                 "algorithm.rollout_epoch or the camera size."
             )
         fd = os.memfd_create("embodyrl-arena", os.MFD_CLOEXEC)
-        # Reserving now turns a lack of memory into an error here instead of a SIGBUS in some worker later.
+        # Reserve the memory here: later, a lack of memory would be a SIGBUS in some worker.
         os.posix_fallocate(fd, 0, size)
         handle = ArenaHandle(path=f"/proc/{os.getpid()}/fd/{fd}", layout=layout, capacity=capacity)
         return cls(mmap.mmap(fd, size), layout, capacity, handle, fd)
@@ -146,7 +145,7 @@ class Arena:
 
     @property
     def num_free(self) -> int:
-        """Records that nobody holds a ticket for (owner only)."""
+        """Number of free records (owner only)."""
         return self._num_free
 
     def allocate(self) -> Ticket:
@@ -158,50 +157,52 @@ class Arena:
         return Ticket(self.allocate_all(1)[0])
 
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
-        """As `allocate`, for many records; returns their tickets [count]."""
+        """Allocate many records (see `allocate`); return their tickets [count]."""
         if count > self._num_free:
             raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
         self._num_free -= count
-        # Reversed, so that tickets of one call are in the order in which they would be handed out one by one.
+        # Reversed, so that tickets are in the order of single allocations.
         records = self._free[self._num_free : self._num_free + count][::-1].copy()
         sequences = np.arange(self._next_sequence, self._next_sequence + count)
         self._next_sequence += count
         self._fields[STATE][records], self._fields[SEQUENCE][records] = RecordState.ALLOCATED, sequences
-        # The sequence never repeats, so a ticket of an earlier holder can be told from that of the present one.
+        # Sequence numbers are unique, so a stale ticket is detected.
         return records | sequences << _RECORD_BITS
 
     def free(self, tickets: Tickets) -> None:
-        """Give records back (owner only); their tickets become stale.
+        """Free records (owner only); their tickets become stale.
 
-        A record whose writer died while writing is freed the same way: the next holder's ticket has another number.
+        This includes records whose writer died while writing.
         """
         records = self._valid(tickets)
-        # Twice on the free list, a record would be given to two holders.
-        assert len(np.unique(records)) == len(records), "a record is given back twice"
+        # A record that is twice on the free list would be allocated twice.
+        assert len(np.unique(records)) == len(records), "a record was freed twice"
         self._fields[STATE][records] = RecordState.FREE
         self._free[self._num_free : self._num_free + len(records)] = records
         self._num_free += len(records)
 
     @contextmanager
     def write(self, ticket: int) -> Iterator[int]:
-        """Hold a record while writing its observation; it becomes readable at the end, not if the body raises."""
+        """Open a record for writing an observation; it becomes readable at the end of the block, unless the block
+        raises.
+        """
         with self.write_all([ticket]) as records:
             yield int(records[0])
 
     @contextmanager
     def write_all(self, tickets: Tickets) -> Iterator[npt.NDArray[np.int64]]:
-        """`write` for many records at once."""
+        """Open many records for writing (see `write`)."""
         records, state = self._valid(tickets), self._fields[STATE]
         state[records] = RecordState.WRITING
         yield records
-        # Not in a `finally`: after an error the record stays unreadable, until it is freed.
+        # Not in a `finally`: after an error the record stays unreadable until it is freed.
         state[records] = RecordState.READY
 
     def read(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Return the record numbers of readable tickets, to index fields with.
+        """Return the record numbers of readable tickets, as indices of fields.
 
         Raises:
-            StaleTicketError: a record was freed since, or was never completely written.
+            StaleTicketError: a record was freed, or not completely written.
         """
         records = self._valid(tickets)
         unready = records[self._fields[STATE][records] != RecordState.READY]
@@ -211,7 +212,7 @@ class Arena:
         return records
 
     def _valid(self, tickets: Tickets) -> npt.NDArray[np.int64]:
-        """Record numbers of tickets, none of which is stale."""
+        """Return the record numbers of tickets after checking that no ticket is stale."""
         numbers = np.asarray(tickets, np.int64)
         records = numbers & _RECORDS
         free, now = self._fields[STATE][records] == RecordState.FREE, self._fields[SEQUENCE][records]
@@ -224,18 +225,18 @@ class Arena:
         return records
 
     def close(self) -> None:
-        """Drop this process's mapping; the memory is freed when the last process has done so. Idempotent."""
+        """Drop this process's mapping; the last process to do so frees the memory. Idempotent."""
         self._fields = {}
         if self._fd >= 0:
-            # The mapping lives for as long as an array refers to it; dropping the fields above lets go of our part.
+            # The mapping exists as long as an array references it; the fields above hold our references.
             os.close(self._fd)
             self._fd = -1
 
 
 def read_instructions(fields: Fields, records: npt.NDArray[np.int64]) -> tuple[str, ...]:
-    """The instructions [n] of some records."""
+    """Return the instructions [n] of some records."""
     words = fields[Record.instruction][records]
-    # Mostly one task for all: one comparison is a hundred times cheaper than as many texts.
+    # Common case: one instruction for all records; one comparison is a hundred times faster than decoding all.
     same = len(words) > 0 and words.tobytes() == words[0].tobytes() * len(words)
     return (decode_instruction(words[0]),) * len(words) if same else tuple(map(decode_instruction, words))
 

@@ -21,17 +21,17 @@ from typing import Any
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 
 _LENGTH = struct.Struct("!Q")
-"""What stands before a message: its number of bytes."""
+"""Length prefix of a message, in bytes."""
 _PART = 1 << 16
-"""Bytes that are read at a time."""
+"""Bytes per read."""
 
 
 class PipeChannel:
-    """A channel between two processes of one host.
+    """Channel between two processes of one host.
 
-    Plain pickle and one lasting poll object: `Connection.send` makes a pickler with a dispatch table of its own and
-    `Connection.poll` a selector for every message, which together take longer than the two wake-ups of a round trip.
-    Nor does it read a message in parts: `Connection.recv` waits for the end of one whose writer was stopped halfway.
+    Uses plain pickle and one persistent poll object: `Connection.send` and `Connection.poll` create a pickler or
+    selector for every message, which takes longer than the round trip. Partial messages are supported:
+    `Connection.recv` would block on a message whose writer was stopped.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -41,17 +41,19 @@ class PipeChannel:
         self._poll.register(connection.fileno(), select.POLLIN)
         self._part = memoryview(bytearray(_PART))
         self._begun = bytearray()
-        """The beginning of a message whose rest has not come."""
+        """Start of an incomplete message."""
         self.arrived: deque[Any] = deque()
-        """Messages that came while a long one was sent; `get` returns them first."""
+        """Messages that arrived while a long one was sent; `get` returns them first."""
 
     def put(self, message: Any, timeout_s: float | None = None) -> None:
-        """Send a message. Of both ends one gives a deadline: what the other sends before there is room has `arrived`.
+        """Send a message.
+
+        One of both ends sets a deadline; messages that it receives while sending are stored in `arrived`.
 
         Raises:
-            ChannelClosed: the other end is gone.
-            ChannelTimeout: for `timeout_s` the other end took nothing, and there is no room for the message; the rest
-                of it is lost, so the channel is of no more use.
+            ChannelClosed: the other end is closed.
+            ChannelTimeout: the other end read nothing for `timeout_s` and the pipe is full. The rest of the message is
+                lost, and the channel is unusable.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         rest = memoryview(_LENGTH.pack(len(data)) + data)
@@ -62,19 +64,19 @@ class PipeChannel:
                 except BlockingIOError:
                     self._wait_for_room(timeout_s)
         except (EOFError, OSError) as error:
-            raise ChannelClosed(f"The other end of the channel is gone: {error}.") from error
+            raise ChannelClosed(f"The other end of the channel is closed: {error}.") from error
 
     def _wait_for_room(self, timeout_s: float | None) -> None:
-        """Wait until the other end reads on; with a deadline, take what it sends meanwhile."""
-        # It may be at a long message itself and wait for us. One of both must read then, and only one: there is no
-        # room for the rest of either message while both wait for the other's.
+        """Wait until the pipe has room; with a deadline, read incoming messages meanwhile."""
+        # The other end may be blocked in `put`, too. Exactly one end must read: with both pipes full, neither could
+        # finish.
         reads = select.POLLIN if timeout_s is not None else 0
         descriptor = self.connection.fileno()
         self._poll.modify(descriptor, select.POLLOUT | reads)
         ready = self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
         self._poll.modify(descriptor, select.POLLIN)
         if not ready:
-            raise ChannelTimeout(f"The other end of the channel took nothing for {timeout_s:g} s.")
+            raise ChannelTimeout(f"The other end of the channel read nothing for {timeout_s:g} s.")
         if ready[0][1] & reads:
             self._read()
 
@@ -82,8 +84,8 @@ class PipeChannel:
         """Receive the next message.
 
         Raises:
-            ChannelClosed: the other end is gone.
-            ChannelTimeout: for `timeout_s` nothing arrived; of a message that had begun to, the rest may still come.
+            ChannelClosed: the other end is closed.
+            ChannelTimeout: nothing arrived for `timeout_s`; the rest of a partial message may still arrive.
         """
         while not self.arrived:
             if not self._poll.poll(timeout_s * 1000):
@@ -91,11 +93,11 @@ class PipeChannel:
             try:
                 self._read()
             except (EOFError, ConnectionResetError, BrokenPipeError) as error:
-                raise ChannelClosed("The other end of the channel is gone.") from error
+                raise ChannelClosed("The other end of the channel is closed.") from error
         return self.arrived.popleft()
 
     def _read(self) -> None:
-        """Take in what is there of one message or several."""
+        """Read the available messages or parts of messages."""
         count = self._end.recv_into(self._part)
         if not count:
             raise EOFError
@@ -120,17 +122,17 @@ _NONCE = 32
 
 
 def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
-    """Listen at one address of this host and connect who knows the secret with a port of the loopback interface."""
+    """Start a proxy at `host` that connects authenticated clients to a loopback port of this host."""
     return _serve(socket.create_server((host, 0)), partial(_authenticate, port, secret))
 
 
 def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
-    """Listen on this host's loopback interface and connect everybody there with what is behind the proxy."""
+    """Start a loopback listener that forwards connections to an authenticated proxy."""
     return _serve(socket.create_server((LOOPBACK, 0)), partial(_connect, host, port, secret))
 
 
 def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
-    # A fresh question each time: an answer that somebody overheard opens nothing.
+    # A new nonce for each connection prevents replay attacks.
     nonce = secrets.token_bytes(_NONCE)
     client.settimeout(_HANDSHAKE_S)
     client.sendall(nonce)
@@ -157,7 +159,7 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
         while True:
             try:
                 peer, _ = listener.accept()
-            except OSError:  # closed
+            except OSError:  # listener closed
                 return
             Thread(target=join, args=(peer,), daemon=True).start()
 
@@ -165,7 +167,7 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
         with near:
             try:
                 far = dial(near)
-            except OSError:  # it is told by the end of the connection, and nothing else
+            except OSError:  # the peer is notified only by the end of the connection
                 return
             with far:
                 back = Thread(target=_pump, args=(far, near), daemon=True)
@@ -178,15 +180,15 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy until one side ends; a connection may rest for as long as it likes."""
+    """Copy data until one side closes; there is no idle timeout."""
     try:
         source.settimeout(None)
         while part := source.recv(1 << 16):
             sink.sendall(part)
         sink.shutdown(socket.SHUT_WR)
-    except OSError:  # one side is gone: so is the connection
+    except OSError:  # one side closed the connection
         for side in (source, sink):
             try:
                 side.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # it was gone already
+                pass  # already closed

@@ -1,4 +1,4 @@
-"""What lies in the records of an arena: one chunk step of a rollout, or a bucket of weights on their way."""
+"""Layout of arena records: one chunk step of a rollout, or a bucket of weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ class Field:
 
 
 SEQUENCE, STATE = "sequence", "state"
-"""The arena's own fields: which ticket is valid, and whether the record may be read."""
+"""The arena's own fields: sequence number of the valid ticket, and state of the record."""
 _HEADER = (Field(name=SEQUENCE, dtype="int64"), Field(name=STATE, dtype="uint8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordLayout:
-    """Fields of a record, stored field by field so that a gather of records is one indexing operation."""
+    """Fields of a record, stored field by field, so that gathering records is one indexing operation."""
 
     fields: tuple[Field, ...]
 
     @property
     def all_fields(self) -> tuple[Field, ...]:
-        """The arena's own fields, then those of the record."""
+        """Fields of the arena, then those of the record."""
         return _HEADER + self.fields
 
     @property
@@ -58,7 +58,7 @@ class RecordLayout:
 
 
 class Column(str):
-    """Name of a field that also knows the field's type and the dimensions of one record's part, by name or number."""
+    """Field name with the field's type and the dimensions of one record, as names or numbers."""
 
     dtype: str
     dims: tuple[str | int, ...]
@@ -69,11 +69,11 @@ class Column(str):
         return column
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # between processes the name is enough
+        return str, (str(self),)  # pickled as its name
 
 
 class Record:
-    """The fields of one chunk step: what `arena[Record.images][record]` and the like mean, said here only.
+    """Fields of one chunk step, for `arena[Record.images][record]`.
 
     K actions of a chunk, A dimensions of an action, L tokens of a chunk, V values of an observation.
     """
@@ -81,47 +81,47 @@ class Record:
     images = Column("images", "uint8", "cameras", "height", "width", 3)
     """Raw pixels of the observation."""
     observed_state = Column("observed_state", "float32", "state_dim")
-    """Proprioception, as the environment gives it."""
+    """Proprioception, unnormalised."""
     instruction = Column("instruction", "uint8", "instruction_bytes")
     """UTF-8, padded (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")
-    """What was drawn, and is scored again while training."""
+    """Sampled tokens, which are scored again in training."""
     logprob = Column("logprob", "float32", "L")
-    """Log-probability of each token under the weights that drew it."""
+    """Log-probability of each token under the weights that sampled it."""
     value = Column("value", "float32", "V")
-    """The critic's, of the observation."""
+    """Critic's value of the observation."""
     action = Column("action", "float32", "K", "A")
-    """What the environment is given."""
+    """Action executed by the environment."""
     version = Column("version", "int64")
-    """Number of updates that the weights had seen which acted."""
+    """Version of the weights that acted: their number of updates."""
     reward = Column("reward", "float32", "K")
     terminated = Column("terminated", "bool", "K")
     truncated = Column("truncated", "bool", "K")
-    """By the time limit."""
+    """Truncated by the time limit."""
     valid = Column("valid", "bool", "K")
-    """The action was executed; those after the end of an episode are not."""
+    """The action was executed; False after the end of an episode."""
     success = Column("success", "bool", "K")
     advantage = Column("advantage", "float32", "K")
     returns = Column("returns", "float32", "V")
-    """Targets of the critic."""
+    """Value targets."""
     reply = Column("reply", "uint8", "reply_bytes")
-    """The tokens as text, where the task is one (`encode_reply`)."""
+    """Text of the tokens, for text tasks (`encode_reply`)."""
     top = Column("top", "uint8", "top_bytes")
     """`PolicyOutput.top`, padded like an instruction."""
     cut_off = Column("cut_off", "bool")
-    """The reply was longer than allowed."""
+    """The reply hit the length limit."""
     cost = Column("cost", "int64")
-    """Tokens of the sample, prompt included, for micro-batches of even size."""
+    """Tokens of the sample including the prompt, for micro-batches of even size."""
     components = Column("components", "float32", "components")
     """Parts of the reward (`EnvSpec.components`), summed over the chunk."""
     ref_logprob = Column("ref_logprob", "float32", "L")
-    """Log-probability of each token under the reference policy; only where the algorithm asks for it."""
+    """Log-probability of each token under the reference policy, if the algorithm needs it."""
 
 
 TOP_BYTES = 48
-"""Bytes that hold a token (`shown_token`) and its log-probability."""
+"""Bytes of one token (`shown_token`) with its log-probability."""
 OBSERVATION = (Record.images, Record.observed_state, Record.instruction)
-"""What the policy looks at."""
+"""Inputs of the policy."""
 DECISION = (
     Record.action,
     Record.tokens,
@@ -133,13 +133,16 @@ DECISION = (
     Record.cut_off,
     Record.cost,
 )
-"""What the policy writes beside an observation."""
+"""Fields that the policy writes."""
 STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid, Record.success)
-"""What a simulator says of each action of a chunk."""
+"""Simulator outputs for each action of a chunk."""
 
 
 def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, top: int = 0) -> RecordLayout:
-    """Derive the record of one chunk step from what the environment and the policy declare; `top`: rollout.logprobs."""
+    """Derive the record of one chunk step from the specs of environment and policy.
+
+    `top`: rollout.logprobs.
+    """
     height, width = env.image_size
     sizes = {
         "cameras": len(env.cameras),
@@ -166,19 +169,23 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
 
 def _instruction_width(env: EnvSpec) -> int:
-    """Bytes that hold every instruction of an environment, rounded up to 64."""
+    """Return the bytes of the longest instruction of an environment, rounded up to 64."""
     longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
 
 
 def decode_instruction(row: ByteArray) -> str:
-    """Read zero-padded UTF-8 bytes."""
+    """Decode zero-padded UTF-8 bytes."""
     return bytes(row).rstrip(b"\0").decode("utf-8")
 
 
 @lru_cache(maxsize=256)
 def encode_instruction(text: str, width: int) -> ByteArray:
-    """Write an instruction as `width` zero-padded UTF-8 bytes; read-only. ValueError: the text does not fit."""
+    """Encode an instruction as `width` zero-padded UTF-8 bytes (read-only).
+
+    Raises:
+        ValueError: the text is too long.
+    """
     raw = text.encode("utf-8", errors="replace")
     if len(raw) > width:
         raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
@@ -186,24 +193,24 @@ def encode_instruction(text: str, width: int) -> ByteArray:
 
 
 def encode_reply(text: str, width: int) -> ByteArray:
-    """Write the first `width` UTF-8 bytes of a reply, zero-padded, without a broken character at the end."""
-    # Zeros end a text where it is read again.
+    """Encode the first `width` UTF-8 bytes of a reply, zero-padded, without a partial character at the end."""
+    # Decoding stops at the first zero.
     raw = text.replace("\0", "").encode("utf-8", errors="replace")[:width]
     return encode_instruction(raw.decode("utf-8", errors="ignore"), width)
 
 
 BUCKET = "weights"
-"""The one field of a bucket."""
+"""The only field of a bucket."""
 BUCKET_BYTES = 64 << 20
 _PART_ALIGN = 16
 
 
 class WeightInfo(NamedTuple):
-    """A weight as the process that holds it declares it."""
+    """Name, type and size of a weight."""
 
     name: str
     count: int
-    """Elements."""
+    """Number of elements."""
     dtype: str
     item_bytes: int
     trained: bool
@@ -225,13 +232,14 @@ def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
 
 
 def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[tuple[WeightPart, ...]]:
-    """Deal weights into buckets in their order; one that is too long for the rest of a bucket is cut."""
+    """Assign weights to buckets in order; a weight that does not fit is split."""
     bucket: list[WeightPart] = []
     offset = 0
     for weight in weights:
         start = 0
         while start < weight.count:
-            offset = -(-offset // _PART_ALIGN) * _PART_ALIGN  # so that a part can be viewed in the weight's dtype
+            # aligned, so that a part can be viewed in the weight's dtype
+            offset = -(-offset // _PART_ALIGN) * _PART_ALIGN
             room = (bucket_bytes - offset) // weight.item_bytes
             if room <= 0:
                 yield tuple(bucket)

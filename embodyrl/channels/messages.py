@@ -1,7 +1,6 @@
-"""The messages between driver and workers: small, frozen, picklable.
+"""Messages between driver and workers: small, frozen, picklable. Arrays stay in the arena.
 
-Arrays stay in the arena. Messages have no slots, because those of a frozen dataclass are pickled by Python code,
-several times slower.
+Messages have no slots: pickling frozen dataclasses with slots is several times slower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from embodyrl.channels.layout import BUCKET, DECISION, OBSERVATION, STATE, STEP_
 from embodyrl.types import EpisodeStart, IntArray
 
 POLICY_FOLDER = "policy"
-"""Where a SaveRequest puts the policy below its folder."""
+"""Subfolder of a SaveRequest's folder with the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +22,14 @@ class WorkerReady:
     """The worker is built."""
 
     task_limit: int | None = None
-    """Env workers: how many different tasks the slots may run at the same time; None: any number."""
+    """Env workers: maximum number of different tasks in the slots; None: unlimited."""
     weights: tuple[WeightInfo, ...] = ()
-    """Where rollout and actor are apart: what this process holds."""
+    """Disaggregated mode: weights of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed:
-    """The worker raised; it exits after this message."""
+    """The worker raised an exception and exits after this message."""
 
     error: str
     traceback: str
@@ -39,7 +38,7 @@ class WorkerFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class ResetRequest:
-    """Begin an episode on a slot; its first observation goes to `target`."""
+    """Start an episode in a slot; the first observation is written to `target`."""
 
     slot: int
     start: EpisodeStart
@@ -47,43 +46,42 @@ class ResetRequest:
     video_stem: str | None = None
     """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
     keep_video: str = "all"
-    """all | failures: which outcomes keep the recording."""
+    """all | failures: outcomes of which the recording is kept."""
 
 
 class Use(NamedTuple):
-    """Fields of some records that a request is about."""
+    """Record fields that a request uses."""
 
     tickets: Tickets
     fields: tuple[str, ...] | None = ()
-    """None: all."""
+    """None: all fields."""
     pool: int = 0
-    """0: the arena; 1: the buckets of new weights."""
+    """0: the arena; 1: the weight buckets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a worker is asked to do; its reply carries the same number.
+    """Request to a worker; the reply has the same sequence number.
 
-    Workers beside the driver share its records. To others the records travel (`cluster/ray_launcher.py`), so each
-    kind of request says which fields its worker looks at and which ones it fills.
+    Workers on the driver's host share its records. For other hosts the records are transferred
+    (`extensions/ray_cluster/launcher.py`), so each request class declares the fields that its worker reads and writes.
     """
 
     sequence: int = 0
-    """Given by whoever sends it."""
+    """Set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """What the worker must have before, by the attribute that holds the tickets; whether a record is valid and complete
-    always goes along."""
+    """Fields that the worker reads, by the attribute with the tickets. The state of the record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
-    """What the worker has changed when it replies."""
+    """Fields that the worker writes."""
     pool: ClassVar[int] = 0
     """See `Use`."""
 
     def reads(self) -> tuple[Use, ...]:
-        """See `read_fields`."""
+        """Return the record fields that the worker reads."""
         return self._uses(self.read_fields)
 
     def writes(self) -> tuple[Use, ...]:
-        """See `written_fields`."""
+        """Return the record fields that the worker writes."""
         return self._uses(self.written_fields)
 
     def _uses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[Use, ...]:
@@ -92,17 +90,17 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvRequest(Request):
-    """Work for one stage of an env worker: steps, then resets."""
+    """Work for one stage of an env worker: chunk steps, then resets."""
 
     stage: int
     slots: Sequence[int] = ()
-    """[n] slots that run a chunk: the one in the record of `sources`; what they see after it goes to `targets`."""
+    """[n] slots that run a chunk, given in the record of `sources`; the next observations are written to `targets`."""
     sources: Tickets = ()
     targets: Tickets = ()
     resets: tuple[ResetRequest, ...] = ()
 
     read_fields = {"sources": (Record.action, Record.reply, Record.cut_off), "observed": ()}
-    # An expert acts in the simulator: its actions are a result.
+    # A scripted expert acts in the simulator: its actions are an output.
     written_fields = {
         "sources": (Record.action, *STEP_RESULT, Record.components),
         "observed": (*OBSERVATION, STATE),
@@ -110,13 +108,13 @@ class EnvRequest(Request):
 
     @property
     def observed(self) -> Tickets:
-        """Where observations go, those of resets included."""
+        """Targets of all observations, including resets."""
         return np.append(self.targets, [one.target for one in self.resets]).astype(np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A finished recording, or why there is none."""
+    """A finished recording, or the reason why there is none."""
 
     slot: int
     path: str | None
@@ -125,7 +123,7 @@ class Recording:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvReport:
-    """All requests of one stage are carried out; results are in the arena."""
+    """Reply to all requests of one stage; results are in the arena."""
 
     sequence: int
     stage: int
@@ -134,28 +132,28 @@ class EnvReport:
     reset_s: float
     recordings: tuple[Recording, ...] = ()
     reward_errors: tuple[tuple[int, str], ...] = ()
-    """Slots whose reward is not known, and why."""
+    """Slots with an unknown reward, and the errors."""
     solved: tuple[int, ...] = ()
-    """Slots that were reset to a state in which their goal holds."""
+    """Slots that were reset to a state in which the goal is already reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
-    """Choose actions for a batch; they are written beside the observations."""
+    """Compute actions for a batch; they are written into the records of the observations."""
 
     tickets: Tickets
-    """[n] records of the observations; arrays of the same length say more of each."""
+    """[n] records of the observations; the other arrays have the same length."""
     noise_seeds: Sequence[int] | IntArray
     chunks: Sequence[int] | IntArray
-    """How many chunks of the episode came before."""
+    """Number of earlier chunks of the episode."""
     greedy: bool
     version: int
     temperature: float | None = None
-    """Sampling temperature; None: the one of training."""
+    """Sampling temperature; None: that of training."""
     padded_size: int = 0
-    """Fixed batch size; 0: as many rows as tickets."""
+    """Fixed batch size; 0: number of tickets."""
     rows: Sequence[int] | IntArray = ()
-    """Their rows of the batch of fixed size."""
+    """Rows of the tickets in the batch of fixed size."""
 
     read_fields = {"tickets": OBSERVATION}
     written_fields = {"tickets": DECISION}
@@ -184,47 +182,47 @@ class ScoreRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRequest(Request):
-    """Train on a replay batch whose advantages lie in the records."""
+    """Train on a batch whose advantages are in the records."""
 
     step: int
     tickets: Tickets
     episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: what was seen after the last chunk, by episode id; of those that terminated with hindsight only."""
+    """Off-policy: record of the final observation by episode id; of terminated episodes only with hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: episodes that go on from an earlier request, with the number that they had in its `open`."""
+    """Hindsight: episodes that continue one of an earlier request, with its number in that request's `open`."""
     open: tuple[tuple[int, int], ...] = ()
-    """Hindsight: episodes that may go on in the next request, each with a number that no other episode has."""
+    """Hindsight: episodes that may continue in the next request, each with a unique number."""
     in_parts: bool = False
-    """Reply after each micro-batch and wait for a ContinueRequest, so that inferences get their turn."""
+    """Reply after each micro-batch and wait for a ContinueRequest, so that inference can be interleaved."""
 
-    # All fields: which of them an update reads is the algorithm's affair.
+    # All fields: the fields that an update reads depend on the algorithm.
     read_fields = {"tickets": None, "last": OBSERVATION}
 
     @property
     def last(self) -> Tickets:
-        """What was seen after the last chunks."""
+        """Final observations of the episodes."""
         return np.array([ticket for _, ticket in self.finals], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImitateRequest(Request):
-    """Train by supervision on records that hold an observation and the actions, or the replies, to learn from."""
+    """Train by SFT on records with an observation and the target actions or replies."""
 
     step: int
     tickets: Tickets
     augment: tuple[int, ...] = ()
-    """Seeds of random changes of images, one for every `actor.micro_batch_size` samples; empty: no changes."""
+    """Seeds of image augmentation, one for every `actor.micro_batch_size` samples; empty: none."""
     learn: bool = True
-    """False: reply with the sums of loss and accuracy, and leave the weights as they are."""
+    """False: evaluate only; reply with the sums of loss and accuracy."""
 
     read_fields = {"tickets": (*OBSERVATION, Record.action, Record.reply, Record.success)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueRequest(Request):
-    """Carry out the next part of the last update."""
+    """Run the next part of the current update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +234,7 @@ class SaveRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest(Request):
-    """Load what a SaveRequest wrote."""
+    """Load the files of a SaveRequest."""
 
     folder: str
 
@@ -255,7 +253,7 @@ class PublishRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWeightsRequest(Request):
-    """Act with the parts in a bucket from now on."""
+    """Load the weight parts of a bucket for acting."""
 
     ticket: int
     parts: tuple[WeightPart, ...]
@@ -272,30 +270,30 @@ class Done:
     seconds: float
     metrics: dict[str, float]
     error: str = ""
-    """What went wrong with a checkpoint; the worker itself is as it was."""
+    """Error of a checkpoint request; the worker continues."""
     finished: bool = True
-    """False: a part of a request; the rest waits for a ContinueRequest."""
+    """False: the update is not finished and waits for a ContinueRequest."""
 
 
 Reply = WorkerReady | WorkerFailed | EnvReport | Done
-"""What a worker says."""
+"""Messages of a worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Which rank a process is, and where the ranks of a run meet."""
+    """Rank of a process, and address of the rendezvous."""
 
     rank: int = 0
     world: int = 1
     host: str = ""
-    """Of the rendezvous store; empty: nobody to meet."""
+    """Host of the rendezvous store; empty: a single rank."""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
-    """What the gate to the store asks for (`channels/channel.py`); empty: the store itself is there, on this host."""
+    """Secret of the store's authenticated proxy (`channels/channel.py`); empty: the store is on this host."""
     timeout_s: float = 3600.0
-    """Longest wait of a collective."""
+    """Timeout of a collective."""
 
-    # Dealt in turns, not in blocks: with any number of rows the ranks get equally many, or one part more.
+    # Round-robin: the ranks get equally many parts, or differ by one part.
     def share(self, count: int, size: int) -> list[slice]:
-        """This rank's slices of at most `size` out of `count` items; the slices themselves are those of one rank."""
+        """Return this rank's slices of at most `size` of `count` items, as a single rank would slice them."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

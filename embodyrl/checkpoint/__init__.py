@@ -1,1 +1,1 @@
-"""Checkpoints: complete or absent, verified before use, and never code."""
+"""Checkpoints: atomic, verified before use, free of code."""

@@ -1,4 +1,4 @@
-"""A folder of checkpoints. A step is written aside and renamed into place: it is there completely or not at all."""
+"""A folder of checkpoints. Each is written to a scratch folder and renamed, so that a step is complete or absent."""
 
 import errno
 import hashlib
@@ -21,27 +21,27 @@ from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-"""Of the manifest; a newer one is refused."""
+"""Version of the manifest format; newer ones are rejected."""
 LOOP_FILE = "loop.json"
-"""Where a training loop stands; written by the loop itself."""
+"""State of the training loop."""
 HEADROOM = 1.2
-"""Free space asked for, in sizes of the previous checkpoint."""
+"""Required free space as a multiple of the size of the previous checkpoint."""
 _STEP = re.compile(r"step_(\d{6,})")
 _SCRATCH = re.compile(r"\.tmp-step_\d{6,}-(\d+)")
 _FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class FileEntry(BaseModel, frozen=True):
-    """Size and content of one file."""
+    """Size and checksum of one file."""
 
     size: int
     """Bytes."""
     sha256: str
-    """Of the content, hexadecimal."""
+    """Hexadecimal checksum of the content."""
 
 
 class Manifest(BaseModel, frozen=True):
-    """A checkpoint's table of contents."""
+    """Contents of a checkpoint."""
 
     format: int = FORMAT
     step: int
@@ -57,17 +57,17 @@ class Manifest(BaseModel, frozen=True):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the table of contents without looking at the files.
+    """Read the manifest without checking the files.
 
     Raises:
-        CheckpointError: missing, malformed, of a newer format, or with names that leave the folder.
+        CheckpointError: missing, malformed, of a newer format, or with file names outside the folder.
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` shows what exists.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{folder}: {MANIFEST_NAME} is missing: incomplete, or not a checkpoint of ours; use another one."
+            f"{folder}: {MANIFEST_NAME} is missing: the checkpoint is incomplete or not from embodyrl; use another one."
         )
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -77,8 +77,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {text}); use another checkpoint.") from error
     if manifest is None:
         raise CheckpointError(
-            f"{path}: format {body['format']} was written by embodyrl {body.get('version')}, newer than this one "
-            f"(format {FORMAT}); upgrade embodyrl."
+            f"{path}: format {body['format']} was written by embodyrl {body.get('version')}, which is newer (format "
+            f"{FORMAT}); upgrade embodyrl."
         )
     for name in manifest.files:
         _require_plain_name(path, name)
@@ -88,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _require_plain_name(path: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
     tricky = not parts or name.startswith("/") or "\\" in name or ":" in name or "\0" in name
-    # Files of a checkpoint are opened by these names: one with `..` could name any file of this host.
+    # Files are opened by these names: one with `..` could be any file of this host.
     if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
             f"{path}: the file name {name!r} leaves the checkpoint or is not a plain relative path; "
@@ -97,26 +97,28 @@ def _require_plain_name(path: Path, name: str) -> None:
 
 
 def contents(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield every file below a folder but the manifest as (name, path), sorted by name.
+    """Yield all files of a folder except the manifest as (name, path), sorted by name.
 
     Raises:
         CheckpointError: a link, device or other special file.
     """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        # `lstat`, which looks at a link itself: what it points to may lie outside of the checkpoint.
+        # `lstat` does not follow links, which may lead outside the checkpoint.
         mode = path.lstat().st_mode
         if stat.S_ISDIR(mode) or name == MANIFEST_NAME:
             continue
         if not stat.S_ISREG(mode):
             raise CheckpointError(
-                f"{path}: links and special files have no place in a checkpoint; do not use it, or delete this one."
+                f"{path}: a checkpoint must not contain links or special files. "
+                f"Delete this file, or use another "
+                f"checkpoint."
             )
         yield name, path
 
 
 def describe(path: Path) -> FileEntry:
-    """Size and sha256 of a file."""
+    """Return the size and sha256 of a file."""
     with path.open("rb") as file:
         return FileEntry(size=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
@@ -125,7 +127,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     """Compare every file with its manifest entry.
 
     Raises:
-        CheckpointError: names the first file that is missing, surplus, linked, of a wrong size or content.
+        CheckpointError: names the first file that is missing, unexpected, linked, or of a wrong size or content.
     """
     found = dict(contents(folder))
     for name, entry in manifest.files.items():
@@ -137,7 +139,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(
                 f"{path} has {size} bytes instead of {entry.size}: truncated or changed; use another checkpoint."
             )
-    # Before anything is hashed, which takes minutes: sizes and names tell most of what can be wrong.
+    # Before hashing, which takes minutes: most damage shows in sizes and names.
     if surplus := sorted(found.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files); "
@@ -152,18 +154,18 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
-    """Where the loop stood that wrote a checkpoint: its step, the best score so far, and the step that reached it.
+    """Return the step of the training loop, the best success rate so far, and its step.
 
     Raises:
-        CheckpointError: the file is missing or holds something else.
+        CheckpointError: the file is missing or malformed.
     """
     try:
         loop = json.loads((folder / LOOP_FILE).read_text(encoding="utf-8"))
         step, best, best_step = loop["step"], loop["best"], loop["best_step"]
-        best = [best] if isinstance(best, float) else best  # as older versions wrote it
+        best = [best] if isinstance(best, float) else best  # written by older versions
         numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))
         if not numbers or not all(type(score) is float for score in ([] if best is None else best)):
-            raise ValueError("it holds values of wrong kinds")
+            raise ValueError("values have wrong types")
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / LOOP_FILE} is not usable: {error}; use another checkpoint.") from error
     return step, best, best_step
@@ -176,21 +178,21 @@ class CheckpointStore:
         self.root = Path(root)
 
     def path(self, step: int) -> Path:
-        """Folder of a step, whether it exists or not."""
+        """Return the folder of a step, whether it exists or not."""
         return self.root / f"step_{step:06d}"
 
     def folders(self) -> list[int]:
-        """Steps that have a folder, ascending; one without a manifest is damaged, for none is ever written so."""
+        """Return the steps with a folder, ascending; a folder without a manifest is damaged."""
         if not self.root.is_dir():
             return []
         return sorted(int(match[1]) for entry in self.root.iterdir() if (match := _STEP.fullmatch(entry.name)))
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending."""
+        """Return the steps of all complete checkpoints, ascending."""
         return [step for step in self.folders() if (self.path(step) / MANIFEST_NAME).is_file()]
 
     def set_aside(self) -> list[str]:
-        """Rename folders without a manifest, so that their steps can be written again; one line for each."""
+        """Rename folders without a manifest, so that their steps can be written again; return one warning for each."""
         said: list[str] = []
         for step in {*self.folders()} - {*self.steps()}:
             aside = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
@@ -199,16 +201,16 @@ class CheckpointStore:
         return said
 
     def latest(self) -> Path | None:
-        """Newest complete checkpoint, not verified yet."""
+        """Return the newest complete checkpoint, not verified yet."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def manifest(self, step: int) -> Manifest:
-        """Table of contents of a step, not verified."""
+        """Return the manifest of a step, not verified."""
         return read_manifest(self.path(step))
 
     def best(self) -> int | None:
-        """Step with the best validation, as the newest checkpoint remembers it; None if it is gone or unknown."""
+        """Return the step of the best validation according to the newest checkpoint; None if unknown or deleted."""
         newest = self.latest()
         if newest is None or not (newest / LOOP_FILE).is_file():
             return None
@@ -216,21 +218,21 @@ class CheckpointStore:
         return step if step in self.steps() else None
 
     def stage(self, step: int, fill: Callable[[Path], None]) -> None:
-        """Let `fill(folder)` put the files of a checkpoint into a scratch folder.
+        """Call `fill(folder)` to write the files of a checkpoint into a scratch folder, which is deleted after errors.
 
         Args:
             step: training step; must not exist yet.
             fill: writes plain files and folders.
 
         Raises:
-            CheckpointError: the step exists, or the disk is full (before or while writing). Nothing is left behind.
+            CheckpointError: the step exists, or the disk is full (before or while writing).
         """
         target = self.path(step)
         if target.exists():
             raise CheckpointError(f"{target} exists; a checkpoint is never overwritten. Delete it or use another run.")
         self.root.mkdir(parents=True, exist_ok=True)
         newest = self.latest()
-        # Asked before minutes of writing, and from the previous checkpoint: no other figure is as near to the truth.
+        # Checked before minutes of writing; the best estimate is the size of the previous checkpoint.
         needed = int(HEADROOM * size_bytes(newest)) if newest else 0
         free = shutil.disk_usage(self.root).free
         if needed > free:
@@ -242,34 +244,34 @@ class CheckpointStore:
             fill(scratch)
 
     def commit(self, step: int, meta: Mapping[str, Any]) -> Path:
-        """Bring what was staged to the disk, seal it with its manifest and move it into place.
+        """Flush the staged files to disk, add the manifest and rename the folder to its final name.
 
         Args:
             step: training step.
-            meta: JSON values kept in the manifest.
+            meta: JSON values for the manifest.
 
         Raises:
-            CheckpointError: the disk is full. Nothing is left behind.
+            CheckpointError: the disk is full; the scratch folder is deleted.
         """
         target = self.path(step)
         with self._cleaned_up(step):
             _seal(self._scratch(step), step, meta)
-            # Within one folder, so that it is a rename: the step is there as a whole or not at all.
+            # A rename in the same folder is atomic.
             os.replace(self._scratch(step), target)
-        # The name itself is on the disk only now.
+        # The rename itself must be flushed, too.
         _sync(self.root)
         return target
 
     @contextmanager
     def _cleaned_up(self, step: int, needed: int = 0) -> Iterator[None]:
-        """Leave no scratch folder behind when the body fails, and name a full disk."""
+        """Delete the scratch folder if the block fails, and report a full disk."""
         scratch = self._scratch(step)
         try:
             yield
         except BaseException as error:
             written = size_bytes(scratch)
             shutil.rmtree(scratch, ignore_errors=True)
-            # A worker that died of it is no checkpoint that failed: training cannot go on without it.
+            # A dead worker is not a checkpoint error: training cannot continue without it.
             if _is_full_disk(error) and not isinstance(error, WorkerError):
                 free = shutil.disk_usage(self.root).free
                 text = _full_disk(self.path(step), needed=max(needed, written), free=free, cause=error)
@@ -277,10 +279,10 @@ class CheckpointStore:
             raise
 
     def verify(self, path: Path) -> Manifest:
-        """Check a checkpoint byte by byte before it is used.
+        """Verify all bytes of a checkpoint before its use.
 
         Raises:
-            CheckpointError: names the file at fault and, where there is one, the next older complete checkpoint.
+            CheckpointError: names the damaged file and, if there is one, the next older complete checkpoint.
         """
         path = Path(path)
         try:
@@ -294,18 +296,18 @@ class CheckpointStore:
         return manifest
 
     def prune(self, keep: int, protect: Collection[int] = ()) -> list[int]:
-        """Delete all but the newest `keep` checkpoints and those in `protect`; returns the deleted steps."""
+        """Delete all but the newest `keep` checkpoints and those in `protect`; return the deleted steps."""
         assert keep >= 1, keep
         stale = [step for step in self.steps()[:-keep] if step not in protect]
         for step in stale:
-            # Renamed first: a deletion that is interrupted must not leave half a checkpoint under its name.
+            # Renamed first: an interrupted deletion must not leave a partial checkpoint.
             scratch = self._scratch(step)
             os.replace(self.path(step), scratch)
             shutil.rmtree(scratch)
         return stale
 
     def clean_stale(self) -> list[Path]:
-        """Delete scratch folders whose process is gone; call at start, before this process writes."""
+        """Delete scratch folders of dead processes; call before this process writes."""
         if not self.root.is_dir():
             return []
         matches = ((_SCRATCH.fullmatch(entry.name), entry) for entry in self.root.iterdir())
@@ -319,10 +321,10 @@ class CheckpointStore:
 
 
 def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
-    """Bring the files to the disk, then the manifest, then the folder."""
+    """Flush the files to disk, then the manifest, then the folder."""
     files = {}
     for name, path in contents(folder):
-        # Hashed as it lies there now: a disk that keeps something else is noticed when the checkpoint is used.
+        # Hashes of the written files: later changes on the disk are detected on use.
         files[name] = describe(path)
         _sync(path)
     assert files, "fill wrote no file"
@@ -335,13 +337,13 @@ def _seal(folder: Path, step: int, meta: Mapping[str, Any]) -> None:
     text = json.dumps(manifest.model_dump(), indent=1, allow_nan=False)
     (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
     _sync(folder / MANIFEST_NAME)
-    for name in files:  # safetensors makes its files for their owner only, whatever the umask says
+    for name in files:  # safetensors creates files with mode 600
         (folder / name).chmod((folder / MANIFEST_NAME).stat().st_mode)
     _sync(folder)
 
 
 def size_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the total size of all files below a folder."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
@@ -354,7 +356,7 @@ def _sync(path: Path) -> None:
 
 
 def _is_full_disk(error: BaseException) -> bool:
-    """Also behind a wrapper: safetensors reports the system's error as text only."""
+    """Return True for disk-full errors, also wrapped: safetensors reports the system error as text only."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _FULL_DISK:
@@ -369,19 +371,19 @@ def _full_disk(target: Path, *, needed: int, free: int, cause: BaseException | N
     reason = f"No space left on device for {target}" + (f" ({cause})" if cause else "")
     need = f"needs {'more than ' if cause else ''}{needed / 2**20:.1f} MiB, {free / 2**20:.1f} MiB are free"
     if needed <= free:
-        need = "a quota or a limit on file sizes is reached, for the disk itself has room"
+        need = "the disk has free space, so a quota or file-size limit is reached"
     return f"{reason}: {need}; older checkpoints are intact. Free some space, or set checkpoint.keep=1."
 
 
 def _is_other_process(pid: int) -> bool:
-    """Whether a process other than this one has the pid. In containers a restarted run often has the same pid again."""
+    """Return True if another process has this pid. In containers, a restarted run often has the same pid again."""
     if pid == os.getpid():
         return False
     try:
-        # Signal 0 is not delivered; it only asks whether somebody has this pid.
+        # Signal 0 only checks whether the process exists.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it lives, under another user
+    except PermissionError:  # exists, with another owner
         pass
     return True

@@ -1,4 +1,4 @@
-"""State as safetensors plus JSON: optimizer, scheduler and random generators without pickle, bit for bit."""
+"""State of optimizers, schedulers and random generators as safetensors and JSON, exact and without pickle."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what the file system says (full disk) into a `CheckpointError` that names the folder."""
+    """Convert file-system errors (such as a full disk) to a `CheckpointError` with the folder."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -29,13 +29,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors, brought to the CPU, as one safetensors file. Names that share memory are written separately."""
+    """Write tensors as one safetensors file, moved to the CPU. Tensors that share memory are written separately."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         copy = tensor.detach().cpu().contiguous()
         storage = copy.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory; tied ones are written twice, and become two when they are read.
+        # safetensors rejects tensors that share memory; tied tensors are written twice and are separate after loading.
         plain[name] = copy.clone() if storage in seen else copy
         seen.add(storage)
     save_file(plain, path)
@@ -58,10 +58,10 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def save_state(folder: Path, name: str, tree: Any) -> None:
-    """Write a tree of state, such as an optimizer's `state_dict()`, as `<name>.json` and `<name>.safetensors`.
+    """Write a state tree, such as an optimizer's `state_dict()`, to `<name>.json` and `<name>.safetensors`.
 
-    Leaves are tensors, numpy arrays, numbers, strings, booleans and None; nodes are dicts (keys: strings
-    and integers), lists and tuples.
+    Leaves are tensors, numpy arrays, numbers, strings, booleans and None; nodes are dicts (keys: strings and integers),
+    lists and tuples.
 
     Raises:
         TypeError: a leaf or key of another type.
@@ -73,10 +73,10 @@ def save_state(folder: Path, name: str, tree: Any) -> None:
 
 
 def load_state(folder: Path, name: str) -> Any:
-    """Read what `save_state` wrote; tensors arrive on the CPU.
+    """Read a state tree written by `save_state`, with tensors on the CPU.
 
     Raises:
-        CheckpointError: a file is missing, malformed, or the two do not belong together.
+        CheckpointError: a file is missing or malformed, or the two files do not match.
     """
     path = folder / f"{name}.json"
     if not path.is_file():
@@ -95,7 +95,7 @@ def rng_state() -> dict[str, Any]:
     """Return the state of the global generators of torch (CPU and CUDA), numpy and Python."""
     return {
         "torch": torch.get_rng_state(),
-        # Of all devices that this process sees: dropout and sampling draw there.
+        # All visible devices: dropout and sampling use their generators.
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": np.random.get_state(legacy=False),
         "python": random.getstate(),
@@ -103,7 +103,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what `rng_state` returned; CUDA states are set for as many devices as both sides have."""
+    """Restore the state of `rng_state`; CUDA states only for devices that exist on both sides."""
     torch.set_rng_state(state["torch"])
     for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(one, index)
@@ -115,7 +115,7 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if node is None or isinstance(node, (bool, int, str)):
         return node
     if isinstance(node, float):
-        # JSON has neither infinities nor NaN.
+        # JSON has no infinity or NaN.
         return node if math.isfinite(node) else {"$float": repr(node)}
     if isinstance(node, torch.Tensor):
         return {"$tensor": _add(node, tensors, path)}
@@ -136,7 +136,7 @@ def _encode(node: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 
 
 def _add(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
-    # Numbered, because paths alone are ambiguous where keys hold slashes.
+    # Numbered, because paths are ambiguous if keys contain slashes.
     key = f"{len(tensors)}:{path}"
     tensors[key] = tensor
     return key

@@ -1,4 +1,4 @@
-"""Launchers: where workers run and how their deaths are noticed."""
+"""Launchers: start workers and detect their deaths."""
 
 from embodyrl.cluster.protocol import LAUNCHERS
 

@@ -1,4 +1,4 @@
-"""Everything in one process with one thread of control: for debuggers, golden numbers and small machines."""
+"""Launcher that runs all workers in one process and thread: for debuggers, golden tests and small machines."""
 
 import faulthandler
 import math
@@ -24,16 +24,15 @@ _LAST_RESORT_S = 10
 
 
 class Abandoned(BaseException):
-    """What ran was cut off. Not an `Exception`, because simulators catch those."""
+    """The running request was interrupted. Not an `Exception`, because simulators catch those."""
 
 
 class Deadline:
-    """Cuts off what runs too long in the main thread; other threads get no signals, hence no deadline.
+    """Interrupts code in the main thread after a timeout; other threads get no signals, hence no deadline.
 
-    The kernel's timer interrupts whatever waits (sleeps, locks, sockets), and Python carries the handler out between
-    two instructions. Only C code that neither returns nor looks for signals goes on, and nothing but `kill` ends it: a
-    while later a thread that needs no interpreter lock writes all stacks to standard error. `launcher=local` ends such
-    code too.
+    The kernel's timer interrupts waits (sleeps, locks, sockets), and Python runs the handler between two instructions.
+    C code that neither returns nor checks for signals cannot be interrupted: after a delay, a thread without the
+    interpreter lock dumps all stacks to standard error. `launcher=local` kills such a worker.
     """
 
     def __init__(self) -> None:
@@ -53,9 +52,9 @@ class Deadline:
             return
         self._limit_s, self._due = seconds, self._clock.now() + seconds
         self._watch()
-        # Ticks and not one long alarm: the deadline counts only time in which this process ran.
+        # Ticks instead of one alarm: only time in which this process ran counts.
         signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
-        # Last before the block: an interrupt that came earlier would leave the timer running.
+        # Last before the block: an earlier interrupt would leave the timer running.
         self._stoppable = stoppable
         try:
             yield
@@ -64,12 +63,12 @@ class Deadline:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def interrupt(self) -> None:
-        """Called by a signal's handler: cut off what may be cut off."""
+        """Interrupt a stoppable block; called by a signal handler."""
         if self._stoppable:
             raise Abandoned("was interrupted")
 
     def close(self) -> None:
-        """Take the handler and the watch away; idempotent."""
+        """Remove the signal handler and the watchdog; idempotent."""
         if self._works:
             self._works = False
             faulthandler.cancel_dump_traceback_later()
@@ -77,19 +76,19 @@ class Deadline:
 
     def _tick(self, signum: int, frame: FrameType | None) -> None:
         self._watch()
-        # Under a debugger people think for as long as they like.
+        # No deadline under a debugger.
         if self._clock.now() >= self._due and sys.gettrace() is None:
-            raise Abandoned(f"gave no answer for {self._limit_s:g} s")
+            raise Abandoned(f"did not respond for {self._limit_s:g} s")
 
     def _watch(self) -> None:
-        """Put the dump of all stacks off, at most every second, because it costs a thread."""
+        """Postpone the stack dump, at most every second, because each call starts a thread."""
         if self._clock.now() - self._watched >= _TICK_S:
             self._watched = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)
 
 
 class InlineLauncher:
-    """Workers are objects; a request is carried out when the driver next waits."""
+    """Launcher whose workers are objects in this process; requests run when the driver waits."""
 
     settings = LauncherSettings
     section = None
@@ -132,7 +131,7 @@ class InlineLauncher:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """See `Launcher.wait`."""
-        # One request at a time, so that the loop can react to its reply before the next one runs.
+        # One request at a time, so that the loop can handle its reply first.
         if not self._events and self._requests:
             self._run(*self._requests.popleft())
         events = list(self._events)
@@ -140,7 +139,7 @@ class InlineLauncher:
         return events
 
     def interrupt(self) -> None:
-        """Leave a simulator at once; an update or a checkpoint comes to its end."""
+        """Interrupt a simulator immediately; updates and checkpoints finish first."""
         self._deadline.interrupt()
 
     def _run(self, name: str, request: Request, timeout_s: float) -> None:
@@ -151,7 +150,7 @@ class InlineLauncher:
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
         except (Exception, Abandoned) as error:
             del self._workers[name]
-            # Its restarted successor must not be asked for requests that died with it.
+            # The restarted worker must not get requests of the dead one.
             self._requests = deque(waiting for waiting in self._requests if waiting[0] != name)
             worker.close()
             self._died(name, error)

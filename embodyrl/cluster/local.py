@@ -1,4 +1,4 @@
-"""Workers as spawned processes of this host, supervised by their pipes and by their process sentinels."""
+"""Launcher of worker processes on this host, supervised by their pipes and process sentinels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Handle(Handle):
 
 
 class LocalLauncher(OpenRequests[_Handle]):
-    """Spawned processes; a death or a missed deadline becomes an event within milliseconds."""
+    """Launcher of spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
     section = None
     host = "127.0.0.1"
@@ -57,11 +57,11 @@ class LocalLauncher(OpenRequests[_Handle]):
         # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
         self._poll = select.poll()
         self._watched: dict[int, str] = {}
-        """Worker of each pipe and each process sentinel, by file descriptor."""
+        """Worker of each pipe and process sentinel, by file descriptor."""
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """See `Launcher.start`."""
-        from embodyrl.workers.lifecycle import worker_main  # here, as every command looks up this class's settings
+        from embodyrl.workers.lifecycle import worker_main  # here, because every command imports this class's settings
 
         assert spec.name not in self._handles, f"worker {spec.name} is already running"
         if spec.gpu is not None:
@@ -71,12 +71,12 @@ class LocalLauncher(OpenRequests[_Handle]):
         process = self._context.Process(
             target=worker_main, args=(theirs, spec, str(log)), name=f"embodyrl:{spec.name}", daemon=True
         )
-        # The child's libraries read these at import, before any code of ours runs there.
+        # Libraries of the child read these variables at import, before our code runs.
         previous = {key: os.environ.get(key) for key in spec.environ}
         os.environ.update(spec.environ)
-        # The tracker unblocks SIGINT when it starts, so it must be running before.
+        # The resource tracker unblocks SIGINT when it starts, so start it first.
         resource_tracker.ensure_running()
-        # A child inherits the mask: Ctrl-C during its imports would print a traceback into the user's terminal.
+        # The child inherits the mask: Ctrl-C during its imports would print a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with _safe_main(), owning(f"{self._owner}/{spec.name}"):
@@ -88,7 +88,7 @@ class LocalLauncher(OpenRequests[_Handle]):
                     os.environ.pop(key, None)
                 else:
                     os.environ[key] = value
-        # Ours to close as well, or the end of the child would not be the end of the pipe.
+        # Close our copy, or the child's end would not close the pipe.
         theirs.close()
         channel, limits = PipeChannel(ours), deque([timeout_s])
         handle = _Handle(process=process, channel=channel, log=log, since=self._clock.now(), limits=limits)
@@ -99,17 +99,17 @@ class LocalLauncher(OpenRequests[_Handle]):
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
-        # Also where the pipe is broken already: the death that `wait` reports answers this request too.
+        # Also for a broken pipe: the death that `wait` reports answers this request.
         handle = self._ask(worker, timeout_s)
         try:
-            # Of many slots it may be too long for a pipe whose reader is busy: no longer than that one's own deadline.
+            # A long message may block while the reader is busy, so use the deadline of its current request.
             handle.channel.put(request, handle.due - self._clock.now())
         except ChannelTimeout:
             self._hung(worker)
         except ChannelClosed:
-            pass  # its sentinel reports the death, with the reason, at the next wait
+            pass  # the sentinel reports the death with its reason at the next wait
         else:
-            if handle.channel.arrived:  # the pipe will not tell `wait` of them again
+            if handle.channel.arrived:  # already read, so the pipe is not ready again
                 self._drain(worker)
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -122,7 +122,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _drain(self, name: str) -> None:
-        """Take all replies of a worker, then notice whether it is dead."""
+        """Receive all replies of a worker, then check whether it is alive."""
         from embodyrl.channels.messages import WorkerFailed
 
         handle = self._handles[name]
@@ -141,7 +141,7 @@ class LocalLauncher(OpenRequests[_Handle]):
             self._reap(name, _exit_reason(handle.process.exitcode))
 
     def _hung(self, name: str) -> None:
-        """Dump the stack of a worker that missed its deadline into its log, then kill it."""
+        """Write the stack of a worker that missed its deadline to its log, then kill it."""
         handle = self._handles[name]
         limit = handle.limits[0]
         pid = handle.process.pid
@@ -149,9 +149,9 @@ class LocalLauncher(OpenRequests[_Handle]):
         try:
             os.kill(pid, signal.SIGUSR1)
         except ProcessLookupError:
-            pass  # it died in this moment; reaped below all the same
+            pass  # it has just died; reaped below
         handle.process.join(_DUMP_S)
-        self._reap(name, f"gave no answer for {limit:g} s (stack dump in its log)")
+        self._reap(name, f"did not respond for {limit:g} s (stack dump in its log)")
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1) -> None:
         handle = self._handles.pop(name)
@@ -178,13 +178,13 @@ class LocalLauncher(OpenRequests[_Handle]):
                 try:
                     handle.channel.put(None, 0.0)
                 except (ChannelClosed, ChannelTimeout):
-                    pass  # already gone, or too busy to listen
+                    pass  # already dead, or too busy to receive
             for handle in handles:
                 if not handle.ready:
-                    handle.process.kill()  # busy with imports, and nothing to close yet
+                    handle.process.kill()  # still importing: nothing to close yet
                 handle.process.join(max(0.0, deadline - time.monotonic()))
         finally:
-            # Also when a second Ctrl-C cuts the wait short: workers ignore the gentle signals.
+            # Also after a second Ctrl-C: workers ignore SIGINT and SIGTERM.
             for handle in handles:
                 handle.process.kill()
             for handle in handles:
@@ -198,8 +198,8 @@ class LocalLauncher(OpenRequests[_Handle]):
 def _safe_main() -> Iterator[None]:
     """Keep a script without `if __name__ == "__main__":` from running again in each new process.
 
-    A spawned process runs the main script first, so that what it defines is there. One without this guard would start
-    the training once more in every worker.
+    A spawned process runs the main script first to define its names. Without the guard, the script would start training
+    again in every worker.
     """
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)

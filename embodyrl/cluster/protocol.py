@@ -1,4 +1,4 @@
-"""The launcher seam: start workers, send requests, wait for replies and deaths; how long they may take."""
+"""Interface of launchers: start workers, send requests, wait for replies and deaths, with deadlines."""
 
 from __future__ import annotations
 
@@ -28,104 +28,105 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 
 class FaultSettings(Settings):
-    """What happens when a worker or an update fails, and how long workers may take."""
+    """Responses to failing workers and updates, and time limits of workers."""
 
     needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
     step_timeout_s: Seconds = 120.0
-    """Longest answer of an env worker for one action chunk or reset, per slot."""
+    """Time limit of an env worker for one action chunk or reset, per slot."""
     start_timeout_s: Seconds = 600.0
-    """Longest start of a worker: imports, simulators, weights."""
+    """Time limit for the start of a worker: imports, simulators, weights."""
     update_timeout_s: Seconds = 3600.0
-    """Longest update, checkpoint or scoring pass of the actor."""
+    """Time limit of an update, checkpoint or scoring pass of the actor."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """restart the env worker (its running episodes are played again) or fail."""
+    """Restart a crashed env worker (its running episodes start again) or fail."""
     max_restarts_per_worker: Index = 3
-    """Restarts of one env worker before the run fails with exit code 4; also attempts at an episode that kills it."""
+    """Maximum restarts of one env worker before the run fails with exit code 4; also maximum attempts of an episode
+    that crashes its worker."""
     on_video_error: OnVideoError = OnVideoError.warn
-    """warn and go on, or stop."""
+    """Warn and continue, or stop."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """stop with exit code 5, or skip the update and count it."""
+    """Stop with exit code 5, or skip the update and count it."""
 
 
 class LauncherSettings(Settings):
-    """What every launcher has."""
+    """Keys of every launcher."""
 
     name: str = "local"
-    """inline: one process, one thread of control; local: supervised processes on this host; ray: a cluster."""
+    """inline: one process and thread; local: supervised processes on this host; ray: a Ray cluster."""
 
 
 class ProcessSettings(LauncherSettings):
-    """A launcher that starts processes."""
+    """Keys of launchers with worker processes."""
 
     env_workers: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Must("auto or an integer of at least 1")
     ] = "auto"
-    """Number of env worker processes, or auto: one per core, at most one per slot."""
+    """Number of env worker processes; auto: one per core, at most one per slot."""
 
 
 class ClusterSettings(Settings):
-    """Hosts."""
+    """Keys of runs on several hosts."""
 
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Hosts."""
+    """Number of hosts."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
-    """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's."""
+    """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 
 
 class ClusterSection(Settings):
-    """What a launcher on several hosts brings along."""
+    """Config section of a launcher for several hosts."""
 
     cluster: ClusterSettings = ClusterSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDied:
-    """A worker is gone; its handle must not be used again."""
+    """A worker died; its handle is invalid."""
 
     reason: str
-    """Human-readable: "died with SIGKILL", "gave no answer for 120 s", or the exception."""
+    """Human-readable: "died with SIGKILL", "did not respond for 120 s", or the exception."""
     log: str
     """Path of its log, or an empty string."""
     traceback: str = ""
     exit_code: int = 1
-    """The exit code its error asks for."""
+    """Exit code of the worker's error."""
 
 
 Message: TypeAlias = "Reply | WorkerDied"
-"""A reply of a worker, or its death."""
+"""Reply of a worker, or its death."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """A message and who sent it."""
+    """A message and its sender."""
 
     worker: str
     message: Message
 
 
 class Launcher(Protocol):
-    """Runs workers. Not thread-safe: one driver thread owns it."""
+    """Runs workers. Not thread-safe: only the driver's main thread uses it."""
 
     host: str
-    """Address at which workers reach the driver."""
+    """Address of the driver for workers."""
     where: str
-    """The hosts of the workers, for people; empty: this one."""
+    """Hosts of the workers, human-readable; empty: this host."""
     lost: str
-    """Why workers can no longer be started, though the running ones may answer; empty: they can."""
+    """Reason why workers cannot be started any more; empty: they can."""
 
     settings: ClassVar[type[LauncherSettings]]
-    """Its keys below `launcher`."""
+    """Settings of its keys below `launcher`."""
     section: ClassVar[type[Settings] | None]
-    """Further groups of keys that exist with it."""
+    """Settings of its config sections."""
     in_process: ClassVar[bool]
-    """Workers are objects in the driver's process."""
+    """True: workers are objects in the driver's process."""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None: ...
 
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
-        """Describe the hosts of a run that is not started; empty: this one."""
+        """Describe the hosts of a run before its start; empty: this host."""
         ...
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
@@ -137,17 +138,17 @@ class Launcher(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return replies and deaths; an empty list when nothing happened in time, or for a second.
+        """Return replies and deaths; empty if nothing happened within the timeout or a second.
 
-        Deadlines count the time in which the driver ran: call this often.
+        Deadlines count the time in which the driver ran, so call this method often.
         """
         ...
 
     def interrupt(self) -> None:
-        """Called by the handler of the first signal: cut a wait short that only the interrupted thread can end."""
+        """Interrupt a wait in this thread; called by the handler of the first signal."""
 
     def stop(self, *, grace_s: float = 10.0) -> None:
-        """End all workers, by force where they do not end by themselves; idempotent."""
+        """Stop all workers, by force if necessary; idempotent."""
         ...
 
 
@@ -168,18 +169,18 @@ def parse_placement(
     placement: Mapping[str, str | int],
     num_nodes: int,
     *,
-    apart: bool = True,
+    separate: bool = True,
     hosts: Mapping[str, int] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Turn {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
+    """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
 
-    Of two entries for one component the later counts. Unless they are `apart`, rollout and actor need the same nodes.
+    Of two entries for one component the later wins. Unless they are `separate`, rollout and actor need the same nodes.
 
     Args:
         placement: nodes of each component, as numbers or as names or addresses of hosts.
         num_nodes: number of nodes of the run.
-        apart: rollout and actor may have different nodes.
-        hosts: number of each host; None: before the cluster is reached names get the highest numbers.
+        separate: rollout and actor may have different nodes.
+        hosts: number of each host; None: before the cluster is connected, names get the highest numbers.
 
     Raises:
         ConfigError: an unknown or missing component, or a node that does not exist.
@@ -193,7 +194,7 @@ def parse_placement(
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 raise ConfigError(
-                    f"cluster.component_placement: '{name}' is no component; there are {', '.join(COMPONENTS)}, "
+                    f"cluster.component_placement: '{name}' is no component; components are {', '.join(COMPONENTS)}, "
                     "for example {env: 1-3, rollout: 0, actor: 0}."
                 )
             found[name] = nodes
@@ -208,12 +209,12 @@ def parse_placement(
 
 
 def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
-    """Return the node of a rank: neighbours share one, because shards are exchanged among neighbours."""
+    """Return the node of a rank. Neighbouring ranks share a node, because they exchange shards."""
     return nodes[number * len(nodes) // world]
 
 
 _HOST = re.compile(r"(?!all$)(?:[A-Za-z][\w.-]*|\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)")
-"""A name or an address."""
+"""Pattern of a host name or address."""
 
 
 def _parts(text: str | int) -> list[str]:
@@ -245,23 +246,23 @@ def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]
             f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
             f"(cluster.num_nodes={num_nodes})."
         )
-    # Each node once, in the order in which they were named.
+    # Each node once, in the given order.
     return tuple(dict.fromkeys(nodes))
 
 
 @dataclass(kw_only=True)
 class Handle:
-    """One running worker."""
+    """A running worker."""
 
     log: Path
     since: float
     """Start of the wait for the oldest open request."""
     limits: deque[float]
-    """Allowed seconds of each unanswered request, oldest first."""
+    """Time limits in seconds of the open requests, oldest first."""
 
     @property
     def due(self) -> float:
-        """When the oldest open request has to be answered."""
+        """Deadline of the oldest open request."""
         return self.since + self.limits[0] if self.limits else float("inf")
 
 
@@ -269,7 +270,7 @@ H = TypeVar("H", bound=Handle)
 
 
 class OpenRequests(Generic[H]):
-    """A launcher's account of its workers."""
+    """Open requests of a launcher's workers."""
 
     settings = ProcessSettings
     in_process = False
@@ -287,10 +288,10 @@ class OpenRequests(Generic[H]):
         return ""
 
     def _ask(self, worker: str, timeout_s: float) -> H:
-        """Note one more open request of a worker.
+        """Add an open request of a worker.
 
         Raises:
-            WorkerError: it is not running.
+            WorkerError: the worker is not running.
         """
         handle = self._handles.get(worker)
         if handle is None:
@@ -301,18 +302,18 @@ class OpenRequests(Generic[H]):
         return handle
 
     def _answered(self, handle: H) -> None:
-        """Its oldest open request is done; the next one's time begins."""
+        """Remove the oldest open request, and start the time limit of the next."""
         handle.since = self._clock.now()
         if handle.limits:
             handle.limits.popleft()
 
     def _patience(self, timeout_s: float) -> float:
-        """Seconds to wait for events: none if there are some, at most one, and not beyond a deadline."""
+        """Return the seconds to wait for events: 0 if there are some, at most one, at most until a deadline."""
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         return 0.0 if self._events else max(0.0, min(timeout_s, due - self._clock.now(), 1.0))
 
     def _late(self) -> list[str]:
-        """Workers that missed a deadline."""
+        """Return the workers that missed a deadline."""
         return [name for name, handle in self._handles.items() if handle.due <= self._clock.now()]
 
     def _take_events(self) -> list[Event]:
@@ -322,7 +323,7 @@ class OpenRequests(Generic[H]):
 
     def _report_death(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
         """Report the death of a worker that is gone."""
-        from embodyrl.workers.lifecycle import log_tail  # here, as every command looks up a launcher's settings
+        from embodyrl.workers.lifecycle import log_tail  # here, because every command imports a launcher's settings
 
         died = WorkerDied(
             reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
@@ -330,4 +331,4 @@ class OpenRequests(Generic[H]):
         self._events.append(Event(worker=name, message=died))
 
     def interrupt(self) -> None:
-        """Nothing to do: the driver only waits."""
+        """Do nothing: the driver only waits."""

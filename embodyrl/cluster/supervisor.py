@@ -1,4 +1,4 @@
-"""All workers of a run behind one wait: replies go to their callbacks, deaths to the restart policy."""
+"""Supervision of all workers: replies go to callbacks, deaths to the restart policy."""
 
 import signal
 import time
@@ -21,21 +21,21 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class StopRequest:
-    """Remembers a signal until the loop reaches a point where it can stop."""
+    """A signal that is stored until the loop reaches a safe point to stop."""
 
     def __init__(self) -> None:
         self._signum: int | None = None
         self._asked = False
-        """By a signal of which another one would be the second."""
+        """A first stop signal has arrived; the next one stops immediately."""
         self._looked = False
 
     def looked(self) -> bool:
-        """Whether SIGUSR1 has asked for the state since the last call."""
+        """Return True if SIGUSR1 arrived since the last call."""
         looked, self._looked = self._looked, False
         return looked
 
     def check(self) -> None:
-        """Call between steps.
+        """Raise if a stop signal has arrived; call between steps.
 
         Raises:
             Interrupted: a signal arrived.
@@ -47,14 +47,14 @@ class StopRequest:
     def listening(
         self, on_first: Callable[[], None] = lambda: None, on_second: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Take SIGINT, SIGTERM and SIGHUP as requests; a second one acts at once, after `on_second`.
+        """Handle SIGINT, SIGTERM and SIGHUP as stop requests; a second one exits immediately, after `on_second`.
 
-        SIGHUP stays ignored where it is (nohup). `PARENT_EXITED` is a request too, but never a second one. SIGUSR1 is
-        remembered for `looked`.
+        SIGHUP stays ignored if it is ignored (nohup). `PARENT_EXITED` is a stop request too, but never a second one.
+        SIGUSR1 is stored for `looked`.
         """
 
         def note(signum: int, frame: object) -> None:
-            # A lost terminal means the same as a request to terminate.
+            # A closed terminal is a request to terminate.
             meant = signum if signum == signal.SIGINT else signal.SIGTERM
             if signum != PARENT_EXITED:
                 if self._asked:
@@ -86,7 +86,7 @@ _BACKOFF_S = 0.5
 
 
 class Supervisor:
-    """Start, feed and supervise the workers; only the driver thread uses it."""
+    """Starts and supervises the workers, and sends their requests; only for the driver's main thread."""
 
     def __init__(
         self, launcher: Launcher, faults: FaultSettings, say: Callable[[str], None], timeline: Timeline
@@ -102,7 +102,7 @@ class Supervisor:
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}
-        """How each worker ended last."""
+        """Last error of each worker."""
         self._stop = StopRequest()
         self._shielded = False
         if launcher.where:
@@ -110,11 +110,11 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """Restarts since the run began."""
+        """Number of restarts since the run began."""
         return sum(self._restarts.values())
 
     def start(self, specs: dict[str, tuple[WorkerSpec, Callback]]) -> None:
-        """Start workers side by side; they are ready once `starting` is empty."""
+        """Start workers in parallel; they are ready once `starting` is empty."""
         for name, (spec, callback) in specs.items():
             self._specs[name] = spec
             self._callbacks[name] = callback
@@ -122,16 +122,16 @@ class Supervisor:
             self._launcher.start(spec, timeout_s=self._faults.start_timeout_s)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """Send a request; its reply reaches the worker's callback from `pump`."""
+        """Send a request; `pump` passes its reply to the worker's callback."""
         self.timeline.sent(worker, request)
         self._launcher.send(worker, request, timeout_s=timeout_s)
 
     def pump(self, timeout_s: float) -> None:
-        """Wait for news at most `timeout_s` and hand it out.
+        """Wait at most `timeout_s` for events and pass them to the callbacks.
 
         Raises:
-            Interrupted: a signal asked the run to stop.
-            WorkerError: a worker died that is not restarted, or its budget is used up.
+            Interrupted: the run was signalled to stop.
+            WorkerError: a worker died that is not restarted, or its restarts are used up.
         """
         self._check_stop()
         if self._stop.looked():
@@ -143,8 +143,8 @@ class Supervisor:
             self._launcher.start(self._specs[name], timeout_s=self._faults.start_timeout_s)
         if self._restart_at:
             timeout_s = max(0.0, min(timeout_s, min(self._restart_at.values()) - now))
-        # Replies before deaths: a signal to the whole group may have killed a worker that was just being born, and then
-        # the signal is the story, not the death.
+        # Replies before deaths: a signal to the process group may also have killed a starting worker, and the signal is
+        # the cause to report.
         for event in sorted(self._launcher.wait(timeout_s), key=lambda e: isinstance(e.message, WorkerDied)):
             if isinstance(event.message, WorkerDied):
                 self._check_stop()
@@ -163,10 +163,10 @@ class Supervisor:
                 raise ClusterLost(self._launcher.lost)
 
     def _on_worker_death(self, name: str, died: WorkerDied) -> None:
-        """Plan a restart, or raise what ends the run."""
+        """Schedule a restart, or raise the error that ends the run."""
         spec = self._specs[name]
         where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
-        # What has never worked will not work the second time: a missing package, a scene that does not load.
+        # A worker that never worked will fail again: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
         if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _worker_error(f"worker {name} {reason}.{where}", died)
@@ -178,34 +178,34 @@ class Supervisor:
             )
         if died.traceback and self._failures.get(name) == died.reason:
             raise WorkerError(
-                f"worker {name} {reason}, again after a restart and in the same step: another restart would end the "
-                f"same way. Find the defect with `embodyrl check-env`.{where}\n{died.traceback}"
+                f"worker {name} {reason}, again after a restart and in the same step, so it is not restarted. Check "
+                f"the environment with `embodyrl check-env`.{where}\n{died.traceback}"
             )
         self._failures[name] = died.reason
-        # The first restart at once, as most deaths are accidents; then 0.5, 1, 2 ... s, at most 8.
+        # Restart immediately the first time, as most deaths are accidents; then after 0.5, 1, 2 ... s, at most 8 s.
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
         self.starting.add(name)
         self._restart_at[name] = time.monotonic() + delay
         self.say(
             f"worker {name} {reason}; restarting it ({count + 1} of "
-            f"{self._faults.max_restarts_per_worker}), its running episodes are played again.{where}"
+            f"{self._faults.max_restarts_per_worker}); its running episodes start again.{where}"
         )
 
     def signals(self) -> AbstractContextManager[None]:
-        """Turn signals into `Interrupted` at the next safe point; a second one ends the workers at once."""
+        """Raise `Interrupted` at the next safe point after a signal; a second signal ends the workers immediately."""
         return self._stop.listening(self._noted, on_second=lambda: self._launcher.stop(grace_s=0.0))
 
     def _noted(self) -> None:
         if self._shielded:
-            # The handler may have cut into the writing of another line.
+            # The handler may have interrupted the writing of another line.
             with suppress(RuntimeError):
-                self.say("stopping as soon as what runs now (an update, a checkpoint) is done; once more ends at once")
+                self.say("stopping after the current update or checkpoint; a second signal stops immediately")
         self._launcher.interrupt()
 
     @contextmanager
     def shield(self) -> Iterator[None]:
-        """Finish what is inside (an update, a checkpoint) before a signal takes effect."""
+        """Finish the block (an update, a checkpoint) before a signal takes effect."""
         previous, self._shielded = self._shielded, True
         try:
             yield
@@ -218,12 +218,12 @@ class Supervisor:
 
 
 def _worker_error(text: str, died: WorkerDied) -> EmbodyError:
-    """The error that ends the run, with the exit code the worker's own error asked for."""
+    """Return the error that ends the run, with the exit code of the worker's error."""
     if died.exit_code == NonFiniteError.exit_code:
         return NonFiniteError(died.reason.removeprefix("raised "))
     if died.exit_code == EmbodyError.exit_code:
         return WorkerError(f"{text}\n{died.traceback}".rstrip())
-    # It names its cause; the log has the traceback.
+    # The text contains the cause; the log has the traceback.
     error = WorkerError(text)
     error.exit_code = died.exit_code
     return error

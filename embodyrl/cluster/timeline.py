@@ -1,4 +1,4 @@
-"""Who worked when, as the driver sees it: metrics of a step, and a trace for Perfetto or chrome://tracing."""
+"""Busy times of workers as measured by the driver: metrics of a step, and a trace for Perfetto or chrome://tracing."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from embodyrl.channels.messages import Done, EnvReport, EnvRequest, InferRequest
 from embodyrl.files import by_number, write_atomically
 
 _TRACE_LIMIT = 500_000
-"""Spans kept for the trace; about 100 MB of JSON."""
+"""Maximum number of spans in the trace, about 100 MB of JSON."""
 
 CLOCK_METRICS = frozenset(
     f"rollout/{name}"
@@ -22,19 +22,19 @@ CLOCK_METRICS = frozenset(
 
 
 class Span(NamedTuple):
-    """One request of one worker, in seconds since the timeline began."""
+    """One request of one worker, in seconds since the start of the timeline."""
 
     worker: str
     name: str
     start: float
     end: float
     size: int
-    """Slots (or observations, records) that the request is about."""
+    """Number of slots, observations or records of the request."""
     detail: dict[str, float]
 
 
 class Timeline:
-    """Spans of all requests; a worker carries out one request at a time, so a span begins when the one before ended."""
+    """Spans of all requests. A worker runs one request at a time, so a span starts when the previous one ends."""
 
     def __init__(
         self,
@@ -58,22 +58,22 @@ class Timeline:
         self._trace: list[Span] | None = [] if keep else None
 
     def begin(self) -> None:
-        """Start a new step."""
+        """Start a new training step."""
         self._begun = self._now()
         self._step.clear()
         self._staleness.clear()
 
     def sent(self, worker: str, request: Request) -> None:
-        """A request is on its way."""
+        """Record that a request was sent."""
         name, size = _describe(request)
         self._open.setdefault(worker, deque()).append((name, self._now(), size))
-        # Read before the update: its records are freed, and taken by others, once it is done.
+        # Read before the update: its records may be reused when it is done.
         if isinstance(request, UpdateRequest):
             versions = self._arena[Record.version][records_of(request.tickets)]
             self._staleness.update((request.step - versions).tolist())
 
     def answered(self, worker: str, message: Reply) -> None:
-        """A worker replied to its oldest request (or said something that no request asked for)."""
+        """Record the reply of a worker to its oldest request, or a message without a request."""
         if isinstance(message, EnvReport):
             detail = {"sim_s": message.sim_s, "render_s": message.render_s, "reset_s": message.reset_s}
         elif isinstance(message, Done):
@@ -84,26 +84,27 @@ class Timeline:
             return
         name, asked, size = self._open[worker].popleft()
         now = self._now()
-        # One request at a time: this one began when the one before it ended, however early it was sent.
+        # One request at a time: this one started when the previous one ended, or when it was sent.
         self._add(Span(worker, name, max(asked, self._free_since.get(worker, 0.0)), now, size, detail))
         self._free_since[worker] = now
 
     def waiting_for(self, worker: str) -> str:
-        """What a worker is doing and for how long, human-readable."""
+        """Describe the current request of a worker and its duration, human-readable."""
         name, asked, _ = next(iter(self._open.get(worker, ())), ("", 0.0, 0))
         return f"{name} since {self._now() - asked:.1f} s" if name else "idle"
 
     def died(self, worker: str) -> None:
-        """A worker is gone, and its requests with it."""
+        """Record the death of a worker and drop its requests."""
         for name, asked, size in self._open.pop(worker, ()):
             self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
-        """Shares of the step's rollout, from its beginning to its last chunk; staleness of what was trained on.
+        """Return utilisation of the step's rollout, from its start to its last chunk, and staleness of the training
+        data.
 
-        `policy_waits_for_env`: the policy had nothing to do while some env worker was busy. `env_waits_for_policy`: the
-        average env worker had nothing to do while the policy acted. `staleness/k`: share of chunks that were k weight
-        versions old when they were trained on; `staleness_mean`: its mean.
+        `policy_waits_for_env`: share of time in which the policy was idle while an env worker was busy.
+        `env_waits_for_policy`: mean share in which an env worker was idle while the policy was busy. `staleness/k`:
+        share of chunks that were k weight versions old when they were trained on; `staleness_mean`: its mean.
         """
         total = self._staleness.total()
         result = {f"rollout/staleness/{age}": n / total for age, n in sorted(self._staleness.items())}
@@ -112,12 +113,12 @@ class Timeline:
         chunks = [s for s in self._step if s.name == "chunk"]
         if not chunks:
             return result
-        # Requests of the step before may have been answered in this one, and resets of the next step are on their way.
+        # Requests of the previous step may be answered in this one, and resets of the next step may be open.
         start, end = self._begun, max(s.end for s in chunks)
         inside = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in self._step if s.start < end]
         wall, workers = max(end - start, 1e-9), len(self._env_workers)
         env = {w: [(s.start, s.end) for s in inside if s.worker == w] for w in self._env_workers}
-        # As a union: seconds of processes that act side by side must not add up to more than the wall's.
+        # As a union: seconds of processes that act in parallel must not exceed wall-clock time.
         acting = _union((s.start, s.end) for s in inside if s.name == "infer")
         working = [s for s in inside if s.name == "infer" or s.worker in env]
         any_env = _union(span for spans in env.values() for span in spans)
@@ -153,7 +154,7 @@ class Timeline:
 
 
 def _describe(request: Request) -> tuple[str, int]:
-    """Name and size of a request: new kinds of requests get their class's name."""
+    """Return the name and size of a request; unknown kinds use their class name."""
     if isinstance(request, EnvRequest):
         return "chunk" if len(request.slots) else "reset", len(request.slots) + len(request.resets)
     if isinstance(request, InferRequest):
@@ -162,7 +163,7 @@ def _describe(request: Request) -> tuple[str, int]:
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Merge spans that overlap."""
+    """Merge overlapping spans."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""Environments. Each lives in its own folder and is found through the registry."""
+"""Environments. Each has its own folder and is found through the registry."""
 
 from embodyrl.envs.protocol import ENVS
 

@@ -1,4 +1,4 @@
-"""Episodes over simulators: chunks of actions, time limits, terminations and rewards."""
+"""Episodes on top of simulators: action chunks, time limits, terminations and rewards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,15 +19,15 @@ _EMPTY, _RUNNING, _OVER = 0, 1, 2
 
 
 class ChunkedEnv:
-    """An `Env` over `Simulators`.
+    """Implements `Env` on top of `Simulators`.
 
     An episode ends *terminated* when the simulator reports it (unless the episode ignores terminations), else
     *truncated* when it reaches its `max_episode_steps` or the simulator's own limit; never both. Actions of a chunk
     after the end are not executed: their reward is 0 and `valid` is False.
 
-    The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`,
-    where R is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. A user's
-    `reward` function replaces it, or is added to it, likewise multiplied by `coef`.
+    The reward of step t is `coef * (R_t - R_{t-1})` with `R_{-1} = 0` if `use_rel_reward`, else `coef * R_t`, where R
+    is the simulator's reward; the relative rewards of an episode therefore sum to `coef * R_last`. A user's `reward`
+    function replaces this reward or is added to it, also multiplied by `coef`.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class ChunkedEnv:
         self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
         self._last_reward = np.zeros(num_slots, np.float64)
         self._final: dict[int, ObservationOut] = {}
-        """Last observation of slots that were truncated while the rest of a lock-step batch moved on."""
+        """Final observations of truncated slots, saved before the rest of a lock-step batch was stepped."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Begin an episode in each slot.
+        """Start an episode in each slot.
 
         Raises:
             EnvError: a start has an unknown reset id or a time limit below 1.
         """
         self._check_starts(starts)
         rows = np.array(slots, np.int64)
-        # Set before the simulator is called: a reset that fails leaves no episode behind.
+        # Set before the simulator is called: after a failed reset there is no episode.
         self._phase[rows] = _EMPTY
         self._reset_id[rows] = [start.reset_id for start in starts]
         self._seed[rows] = [start.seed for start in starts]
@@ -69,7 +69,7 @@ class ChunkedEnv:
         self._begin(rows)
 
     def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
-        """Return the slots whose goal held when their episode began (see `ReportsSolvedStarts`)."""
+        """Return the slots whose goal was reached when their episode began (see `ReportsSolvedStarts`)."""
         return [slot for slot in slots if slot in self._sims.solved]
 
     def _begin(self, slots: IntArray) -> None:
@@ -86,11 +86,11 @@ class ChunkedEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Run a chunk of actions `[n, K, A]` in the given slots; all result arrays are `[n, K]`.
+        """Execute a chunk of actions `[n, K, A]` in the given slots; all result arrays are `[n, K]`.
 
         Raises:
-            EnvError: an action has the wrong shape or is not finite (nothing was executed then), a slot has no
-                running episode, or the simulator returned a non-finite reward.
+            EnvError: an action has the wrong shape or is not finite (no action was executed), a slot has no running
+                episode, or the simulator returned a non-finite reward.
         """
         rows = np.array(slots, np.int64)
         self._require_running(rows)
@@ -106,7 +106,7 @@ class ChunkedEnv:
         instead: FloatArray | None = None,
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
-        """Run the scripted expert (see `Env.expert_chunk`)."""
+        """Execute actions of the scripted expert (see `Env.expert_chunk`)."""
         rows = np.array(slots, np.int64)
         for slot in slots:
             if self._task(slot) not in self.spec.expert_tasks:
@@ -131,7 +131,7 @@ class ChunkedEnv:
         return clean, self._run(rows, num_actions, choose, after_step)
 
     def _noise(self, slot: int, scale: float) -> DoubleArray:
-        """Gaussian noise [A] on the expert's action, a function of the episode and its step alone."""
+        """Return Gaussian noise [A] for the expert's action; it depends only on the episode and its step."""
         draw = np.random.default_rng([self._seed[slot], self._steps[slot]])
         shake = draw.normal(0.0, scale, self.spec.action_dim)
         if self.spec.gripper is not None:
@@ -144,7 +144,7 @@ class ChunkedEnv:
         for together in rows[:, None] if self._sims.sequential else (rows,):
             self._run_together(result, together, slots, choose, after_step)
         if self.spec.lockstep:
-            # Episodes that wait for their first action were moved as well; they begin again from the same start.
+            # Episodes that wait for their first action were stepped, too; they restart from the same initial state.
             waiting = (self._phase == _RUNNING) & (self._steps == 0)
             waiting[slots] = False
             if waiting.any():
@@ -154,13 +154,13 @@ class ChunkedEnv:
     def _run_together(
         self, result: ChunkResult, rows: IntArray, slots: IntArray, choose: Choice, after_step: AfterStep | None
     ) -> None:
-        """Execute the chunk in these rows, one action of all of them at a time."""
+        """Execute the chunk in these rows in lock-step, one action at a time."""
         cut: list[int] = []
         for k in range(result.valid.shape[1]):
             running = rows[self._phase[slots[rows]] == _RUNNING]
             if not running.size:
                 return
-            # Before the batch moves on with them, keep what slots that were truncated in the last step observe.
+            # Save the observations of slots that were truncated in the last step before the batch is stepped again.
             self._final.update((slot, self._look(slot)) for slot in cut)
             acting = slots[running]
             actions = choose(running, k, acting)
@@ -179,7 +179,7 @@ class ChunkedEnv:
     def _record(
         self, result: ChunkResult, rows: IntArray, k: int, slots: IntArray, actions: FloatArray, step: SimSteps
     ) -> None:
-        """Write the outcome of one action of these slots into column k of the result."""
+        """Write the result of one action of these slots into column k."""
         reward = np.asarray(step.reward, np.float64)
         for name in ("reward", "terminated", "success", "truncated"):
             if (shape := np.shape(getattr(step, name))) != slots.shape:
@@ -190,7 +190,7 @@ class ChunkedEnv:
         self._steps[slots] += 1
         earned = reward - self._last_reward[slots] if self._relative else reward
         self._last_reward[slots] = reward
-        # A goal that is reached in the last allowed step terminates the episode: nothing is bootstrapped then.
+        # A goal that is reached in the last allowed step terminates the episode, without bootstrapping.
         ended = np.asarray(step.terminated, np.bool_) & ~self._ignores[slots]
         cut = (np.asarray(step.truncated, np.bool_) | (self._steps[slots] >= self._limit[slots])) & ~ended
         self._phase[slots[ended | cut]] = _OVER
@@ -211,7 +211,7 @@ class ChunkedEnv:
         actions: FloatArray,
         simulated: DoubleArray,
     ) -> DoubleArray:
-        """Call the user's function for each slot; `simulated` [n]: what is earned without it."""
+        """Call the user's function for each slot; `simulated` [n]: the reward without it."""
         earned = np.zeros(len(slots))
         assert result.components is not None
         for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
@@ -239,7 +239,7 @@ class ChunkedEnv:
         return earned
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
-        """Write current observations into rows of the arrays (see `Env.observe`), also of episodes that are over."""
+        """Write current observations into rows of the arrays (see `Env.observe`), also for ended episodes."""
         chosen = np.array(slots, np.int64)
         rows = np.arange(len(slots)) if rows is None else rows
         self._require_begun(chosen)
@@ -256,7 +256,7 @@ class ChunkedEnv:
                 raise
 
     def _look(self, slot: int) -> ObservationOut:
-        """Return what a slot observes, in memory of its own."""
+        """Return a slot's observation in new arrays."""
         images = np.zeros((1, len(self.spec.cameras), *self.spec.image_size, 3), np.uint8)
         state = np.zeros((1, self.spec.state_dim), np.float32)
         self._sims.observe(np.array([slot]), images, state, np.array([0]))
@@ -286,7 +286,7 @@ class ChunkedEnv:
         return self.spec.task_of(self._position(slot)[0])[0]
 
     def _where(self, slot: int) -> str:
-        """Name slot, task, initial state and step, for messages."""
+        """Describe slot, task, initial state and step for error messages."""
         reset_id, steps = int(self._reset_id[slot]), int(self._steps[slot])
         task, state = self.spec.task_of(reset_id)
         return (
@@ -295,7 +295,7 @@ class ChunkedEnv:
         )
 
     def _name_slots(self, error: Exception, slots: IntArray) -> None:
-        """Add to an error of the simulator which episode it interrupted."""
+        """Add the interrupted episode to an error of the simulator."""
         if (slot := self._sims.current_slot) is not None:
             error.add_note(self._where(slot))
         else:
@@ -328,15 +328,14 @@ class ChunkedEnv:
 
     def _require_begun(self, slots: IntArray) -> None:
         if (idle := slots[self._phase[slots] == _EMPTY]).size:
-            raise EnvError(f"env '{self.spec.name}', slot {idle[0]}: no episode; call reset for this slot first.")
+            raise EnvError(
+                f"env '{self.spec.name}', slot {idle[0]}: there is no episode; call reset for this slot first."
+            )
 
     def _require_running(self, slots: IntArray) -> None:
         self._require_begun(slots)
         if (over := slots[self._phase[slots] == _OVER]).size:
-            raise EnvError(
-                f"{self._where(int(over[0]))}: the episode is over; step_chunk expects a running one. Reset the slot "
-                "first."
-            )
+            raise EnvError(f"{self._where(int(over[0]))}: the episode has ended. Reset the slot before step_chunk.")
 
     def _diverged(self, slot: int, reward: float) -> EnvError:
         return EnvError(

@@ -1,4 +1,4 @@
-"""The factory of all environments that are made of slot simulators, and config problems that several look for."""
+"""Base factory of environments made of slot simulators, and shared config checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
@@ -18,22 +18,22 @@ S = TypeVar("S", contravariant=True)
 
 
 class SimFactory(ABC, Generic[S]):
-    """Implements `EnvFactory`; an environment adds its keys, its checks, its description and its simulators."""
+    """Implements `EnvFactory`; subclasses add keys, checks, a description and simulators."""
 
     settings: Any
-    """Class of its keys, an `EnvSettings` with `RewardSettings`."""
+    """Settings class, a subclass of `EnvSettings` and `RewardSettings`."""
     sections = {"reward": StepRewardSettings}
 
     def problems(self, cfg: S) -> Iterator[str]:
-        """Yield what is wrong with the config, one line each with the fix; imports nothing of the simulator."""
+        """Yield config errors with fixes, one line each, without importing the simulator."""
         yield from ()
 
     def suites(self, cfg: S) -> tuple[str, ...]:
-        """Names of the suites that evaluations may cover beside the chosen one; by default there are none."""
+        """Return the names of further suites for evaluations; none by default."""
         return ()
 
     def own_suite(self, cfg: S) -> str | None:
-        """Name of the chosen one among them; None: it is not named."""
+        """Return the name of the configured suite; None: it has no name."""
         return None
 
     @abstractmethod
@@ -42,23 +42,23 @@ class SimFactory(ABC, Generic[S]):
 
         Raises:
             MissingDependencyError: a package, system library or asset is missing.
-            ConfigError: the simulator refuses its settings.
+            ConfigError: the simulator rejects its settings.
         """
 
     @abstractmethod
     def simulators(self, cfg: S, context: EnvContext) -> Simulators:
-        """Make the simulators of `context.num_slots` slots in this process.
+        """Build the simulators of `context.num_slots` slots in this process.
 
         Raises:
-            EmbodyError: as `describe`.
+            EmbodyError: see `describe`.
         """
 
     def validate(self, cfg: S) -> list[str]:
-        """Return config problems, one line each."""
+        """Return config errors, one line each."""
         return list(self.problems(cfg))
 
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """`describe`, with the parts of the user's reward."""
+        """Return the description, with the parts of the user's reward."""
         own = context.reward
         spec = replace(self.describe(cfg, context), reward_factor=getattr(cfg, "reward_coef", 1.0))
         return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
@@ -75,16 +75,16 @@ class SimFactory(ABC, Generic[S]):
 
 
 _SHARE = 0.8
-"""Part of the free memory that simulators may take; the rest is for policies and buffers loaded after them."""
+"""Fraction of the free memory for simulators; policies and buffers are loaded after them."""
 
 
 def tasks_in_memory(task_bytes: int, workers: int) -> int:
-    """Tasks of `task_bytes` each that one of `workers` processes may keep loaded at the same time, at least 1."""
+    """Return the number of tasks of `task_bytes` each that one of `workers` processes can keep loaded, at least 1."""
     return max(1, int(available_bytes() * _SHARE / max(workers, 1) / task_bytes))
 
 
 def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield task ids outside 0..count-1; `meaning` says what the numbers stand for."""
+    """Yield task ids outside 0..count-1; `meaning` describes the numbers."""
     for split, values in cfg.splits.items():
         wrong = [task for task in values.task_ids or () if not 0 <= task < count]
         if wrong:
@@ -92,12 +92,12 @@ def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
 
 
 def camera_problems(cfg: CameraSettings, known: Collection[str] | None = None) -> Iterator[str]:
-    """Yield cameras that do not exist (where they are known beforehand) or are named twice."""
+    """Yield cameras that do not exist (if the cameras are known) or are named twice."""
     names = cfg.init_params.camera_names
     for name in names:
         if known is not None and name not in known:
             yield (
-                f"env.init_params.camera_names: '{name}' is no camera of this environment."
+                f"env.init_params.camera_names: '{name}' is not a camera of this environment."
                 f"{closest(name, known)} Known: {', '.join(known)}."
             )
     if len(set(names)) < len(names):

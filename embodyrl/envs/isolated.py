@@ -1,4 +1,4 @@
-"""Run foreign code in a process of its own, which ends with all that it started."""
+"""Execution of foreign code in a separate process, which is killed with all its children."""
 
 import dataclasses
 import importlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 180.0
 _LOG_BYTES = 65536
-"""The end of a log is read."""
+"""Number of bytes read from the end of a log."""
 _CALL = """
 import pickle, sys
 sys.path[:] = pickle.load(sys.stdin.buffer)
@@ -35,12 +35,12 @@ answer()
 
 
 class NoAnswerError(Exception):
-    """The process crashed, exited or did not answer in time; the message says which."""
+    """The process crashed, exited or did not answer in time; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a process ended."""
+    """Exit status of a process."""
 
     code: int | None
     """Exit code, negative for a signal; None: the deadline passed."""
@@ -51,10 +51,10 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Return why there is no result: the deadline, the signal, or the last line of the log."""
+        """Reason for a missing result: the deadline, the signal, or the last line of the log."""
         lines = self.log.strip().splitlines()
         if self.code is None:
-            return f"no answer within {self.timeout_s:g} s"
+            return f"no response within {self.timeout_s:g} s"
         if self.code < 0:
             return f"killed by {signal.Signals(-self.code).name}"
         return lines[-1] if lines else f"exit code {self.code}"
@@ -63,7 +63,7 @@ class Ended:
 def run_isolated(
     code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
 ) -> Ended:
-    """Run Python code in a process of its own, and kill the children that it leaves."""
+    """Run Python code in a separate process, and kill the children that it leaves."""
     # Files instead of pipes: a child of the process may keep a pipe open.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         stdin.write(given)
@@ -93,10 +93,10 @@ def run_isolated(
 
 
 def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: float = _TIMEOUT_S) -> T:
-    """Call `package.module:function`, which returns the dataclass `kind`, in a process of its own.
+    """Call `package.module:function`, which returns the dataclass `kind`, in a separate process.
 
     Raises:
-        EmbodyError: as the function.
+        EmbodyError: raised by the function.
         NoAnswerError: the process crashed, exited or did not answer in time.
     """
     given = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
@@ -107,17 +107,17 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
         answered = json.loads(ended.output)
         if "found" in answered:
             return TypeAdapter(kind).validate_python(answered["found"])
-        # Errors travel by class name and text: both processes have the same classes.
+        # Errors are transferred as class name and text: both processes have the same classes.
         failure = getattr(errors, answered["error"])(answered["text"])
     failure.add_note(f"Log of the process:\n{ended.log}")
     raise failure
 
 
 def answer() -> None:
-    """Call the function that standard input names, and write its result to standard output."""
+    """Call the function named on standard input, and write its result to standard output."""
     signal_at_parents_end(signal.SIGKILL)
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # also what C code prints
+    os.dup2(2, 1)  # redirects output of C code, too
     sys.stdout = sys.stderr
     code = 1
     try:

@@ -1,4 +1,4 @@
-"""The environment seam: one protocol, one factory, one registry. An environment never knows a policy."""
+"""Interface and registry of environments. Environments are independent of policies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from embodyrl.types import (
 )
 
 AfterStep = Callable[[int, bool], None]
-"""Called with the slot and its success after each executed env step; video recording hangs on it."""
+"""Called with the slot and its success after each executed env step; used for video recording."""
 
 
 def instruction_for(spec: EnvSpec, reset_id: int) -> str:
@@ -31,20 +31,20 @@ def instruction_for(spec: EnvSpec, reset_id: int) -> str:
 
 
 class Env(Protocol):
-    """N slots of one simulator inside one process."""
+    """Interface of N slots of one simulator inside one process."""
 
     spec: EnvSpec
     task_limit: int | None
-    """How many different tasks the slots may run at the same time without reloading simulators; None: any number."""
+    """Maximum number of different tasks in the slots without reloading simulators; None: unlimited."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Begin an episode in each slot, settle steps included."""
+        """Start an episode in each slot, including settle steps."""
         ...
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Run a whole chunk `actions` [n, K, A] in the given slots; stops a slot where its episode ends.
+        """Execute an action chunk [n, K, A] in the given slots; a slot stops when its episode ends.
 
         Raises:
             EnvError: the simulator returned a non-finite reward or a wrong shape.
@@ -60,11 +60,11 @@ class Env(Protocol):
         instead: FloatArray | None = None,
         after_step: AfterStep | None = None,
     ) -> tuple[FloatArray, ChunkResult]:
-        """Let the scripted expert (it may read privileged state) act for up to `num_actions` steps.
+        """Execute up to `num_actions` steps of the scripted expert, which may read privileged state.
 
-        Executes its actions with Gaussian noise of standard deviation `noise` on all dimensions but the gripper, or
-        `instead` [n, K, A], and returns its own, clean choices [n, K, A] (what a learner should imitate) with the
-        outcome.
+        Executes the expert's actions with Gaussian noise of standard deviation `noise` on all dimensions except the
+        gripper, or `instead` [n, K, A], and returns the clean expert actions [n, K, A] (targets of imitation) with the
+        result.
 
         Raises:
             EnvError: there is no expert for a slot's task.
@@ -74,16 +74,16 @@ class Env(Protocol):
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
         """Write the observation of `slots[i]` into `images[rows[i]]` [C, H, W, 3] and `state[rows[i]]` [S].
 
-        `rows` [n] defaults to 0..n-1. The arrays may be shared memory: nothing else is written.
+        `rows` [n] defaults to 0..n-1. The arrays may be shared memory: only these rows are written.
         """
         ...
 
     def instruction(self, slot: int) -> str:
-        """Language instruction of the slot's current episode."""
+        """Return the language instruction of the slot's current episode."""
         ...
 
     def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB frame [H, W, 3] uint8 of the slot, human-readable."""
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot for people."""
         ...
 
     def close(self) -> None:
@@ -93,27 +93,27 @@ class Env(Protocol):
 
 @runtime_checkable
 class ReportsSolvedStarts(Env, Protocol):
-    """An environment that can state whether an episode begins with its goal reached."""
+    """An environment that reports episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the slots, which were just reset, whose goal holds before the first action."""
+        """Return those of the just reset slots whose goal is reached before the first action."""
         ...
 
 
 class TextEnv(Env, Protocol):
-    """An environment whose actions are words."""
+    """An environment whose actions are texts."""
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Take what the next chunk of each slot says and whether it was cut off [n]; `step_chunk` follows at once."""
+        """Set the replies of the next chunk of each slot, and whether each hit the length limit [n]."""
         ...
 
 
 class Rows(Protocol):
-    """Tasks in words. Picklable; it may read its source again in each process."""
+    """Rows of text tasks. Picklable; may read its source again in each process."""
 
     @property
     def name(self) -> str:
-        """What the task is called."""
+        """Name of the data."""
         ...
 
     @property
@@ -123,22 +123,22 @@ class Rows(Protocol):
 
     @property
     def repeated(self) -> int:
-        """How many of these ask what another row asks too."""
+        """Number of held-out rows whose prompt is also in a training row."""
         ...
 
     @property
     def prompt_bytes(self) -> int:
-        """UTF-8 bytes of the longest conversation that a row begins."""
+        """UTF-8 bytes of the longest conversation of a row."""
         ...
 
     @property
     def roles(self) -> tuple[tuple[str, ...], ...]:
-        """Each sequence of roles that a row has."""
+        """All different sequences of roles in the rows."""
         ...
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What works, but may not be meant, a line each."""
+        """Warnings about probably unintended content, one line each."""
         ...
 
     @property
@@ -157,65 +157,68 @@ class Rows(Protocol):
 
 
 class Judge(Protocol):
-    """Turns answers into rewards. Picklable; each env worker has its own."""
+    """Computes rewards of replies. Picklable; each env worker has its own."""
 
     components: tuple[str, ...]
     weights: tuple[float, ...]
-    """What each component counts in the reward."""
+    """Weight of each component in the reward."""
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Judge a batch; a reward function that fails or runs out of time earns 0 and is counted as a component."""
+        """Return the rewards of a batch; a reward function that fails or times out gives 0 and is counted as a
+        component.
+        """
         ...
 
     def close(self) -> None:
-        """End threads and processes; idempotent."""
+        """Stop threads and processes; idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvContext:
-    """What an environment is given beside its keys."""
+    """Construction arguments of an environment other than its keys."""
 
     num_slots: int = 1
     num_workers: int = 1
-    """Processes that build the environment side by side."""
+    """Number of processes that build the environment in parallel."""
     rows: Rows | None = None
     """For an environment with `reads_rows`."""
     judge: Judge | None = None
     """For an environment with `reads_rows`."""
     pictures: bool = True
-    """Somebody may ask for `render`; false: no video is recorded."""
+    """`render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
     """For an environment with a section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
     """The description that the run plan is built on; None: it is needed anew."""
     suites: tuple[str, ...] = ()
-    """Further suites that evaluations cover, of those that the factory's `suites` names."""
+    """Further suites to evaluate, a subset of the factory's `suites`."""
 
 
 class EnvFactory(Protocol):
-    """What the registry holds: checks that need no simulator first, the simulator only in a worker."""
+    """Interface of registered environments: checks without a simulator, construction only in a worker."""
 
     settings: type[EnvSettings]
-    """Its keys below `env`. The methods get an instance, with the splits of the command beside them."""
+    """Keys below `env`. The methods get an instance, which also contains the splits of the command."""
     reads_rows: bool
-    """It is about the rows of `data` and judged by `reward`: both groups exist with it. False may be left out."""
+    """True: uses the rows of `data` and the rewards of `reward`, and has both groups of keys. Optional, False by
+    default."""
     sections: Mapping[str, type[Settings]]
-    """Sections of keys by name that exist with it where episodes are played. May be left out."""
+    """Further config sections of runs with this environment, by name. Optional."""
 
     def validate(self, cfg: Any) -> list[str]:
-        """Return config problems, one line each with the fix; imports nothing heavy."""
+        """Return config errors with fixes, one line each, without importing the simulator."""
         ...
 
     def run_problems(self, cfg: Any) -> list[str]:
-        """Return problems with sections other than `env` of a whole config. May be left out."""
+        """Return errors in sections other than `env` of a whole config. Optional."""
         ...
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
-        """Add to the context what the environment reads from other sections of a whole config. May be left out.
+        """Add data from other sections of a whole config to the context. Optional.
 
         Raises:
-            ConfigError: one of them is wrong.
+            ConfigError: a section is wrong.
         """
         ...
 
@@ -233,27 +236,29 @@ class EnvFactory(Protocol):
 
 
 class GoalJudge(Protocol):
-    """What other goals would have made of what was done."""
+    """Computes rewards of executed actions for other goals."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
-        """Rewards [n] of env steps after which `achieved` [n, G] held, had the goal been `desired` [n, G], and whether
-        they would have terminated the episode [n]; None: as without them.
+        """Return rewards [n] and terminations [n] of env steps that reached `achieved` [n, G], for goals `desired` [n,
+        G].
+
+        Terminations are None if they do not depend on the goal.
 
         Raises:
-            EnvError: the environment fails at that.
+            EnvError: the environment raised an error.
         """
         ...
 
     def close(self) -> None:
-        """Free what was built for it; idempotent."""
+        """Free its resources; idempotent."""
         ...
 
 
 class GoalFactory(EnvFactory, Protocol):
-    """A factory of environments whose `EnvSpec` has a `desired_goal`."""
+    """Factory of environments whose `EnvSpec` has a `desired_goal`."""
 
     def judge(self, cfg: Any) -> GoalJudge:
-        """Build a judge in this process, which is the actor's."""
+        """Build a `GoalJudge` in this process, which is the actor's."""
         ...
 
 

@@ -30,7 +30,7 @@ with mujoco.Renderer(model, 64, 64) as renderer:
     print("one colour" if len(numpy.unique(frame)) == 1 else "drawn by " + GL.glGetString(GL.GL_RENDERER).decode())
 """
 EGL_TABLE, _EGL_ID = "EMBODYRL_EGL_DEVICES", "MUJOCO_EGL_DEVICE_ID"
-"""Numbers of CUDA and of EGL, 0:2,1:0, which a process finds out for those that it starts; MuJoCo's variable."""
+"""Mapping from CUDA's to EGL's device numbers (0:2,1:0), which a process passes to its children; MuJoCo's variable."""
 _EGL_CUDA_DEVICE = 0x323A
 """EGL_CUDA_DEVICE_NV."""
 _LIST_EGL = f"""
@@ -52,35 +52,35 @@ _VENDORS = "/etc/glvnd/egl_vendor.d:/usr/share/glvnd/egl_vendor.d"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What became of one frame."""
+    """Result of rendering one frame."""
 
     driver: str = ""
-    """Who drew it, in the words of OpenGL."""
+    """OpenGL's name of the renderer."""
     problem: str = ""
-    """Why there is none."""
+    """Error, if there is no frame."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """A value of MUJOCO_GL and its reason."""
+    """A value of MUJOCO_GL with its reason."""
 
     backend: str
     why: str
     fix: str = ""
-    """How a GPU that does not draw could."""
+    """Fix for a GPU that cannot render."""
 
 
 def choose_renderer() -> Renderer:
-    """MUJOCO_GL as the user set it; else EGL where there is a GPU that draws with it, else OSMesa."""
+    """Return MUJOCO_GL if it is set; else EGL if a GPU renders with it, else OSMesa."""
     if chosen := os.environ.get("MUJOCO_GL"):
-        return Renderer(chosen.lower(), "MUJOCO_GL says so")
+        return Renderer(chosen.lower(), "MUJOCO_GL is set")
     gpus = visible_gpus()
     if not gpus:
         return Renderer("osmesa", "there is no GPU")
     if hidden := [gpu for gpu in gpus if cuda_number(gpu) is None]:
         fix = "CUDA_VISIBLE_DEVICES=0,1,... by number"
-        return Renderer("osmesa", f"EGL knows GPUs by number, and {hidden[0]} is a slice or not listed", fix)
-    with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are dealt over all of them
+        return Renderer("osmesa", f"EGL identifies GPUs by number, and {hidden[0]} is a slice or not listed", fix)
+    with ThreadPoolExecutor(len(gpus)) as pool:  # simulators are distributed over all GPUs
         frames = list(pool.map(lambda gpu: draw_frame("egl", egl_device(gpu)), gpus))
     judged = [check_egl(frame) for frame in frames]
     bad = next((number for number, one in enumerate(judged) if one.backend != "egl"), None)
@@ -90,35 +90,35 @@ def choose_renderer() -> Renderer:
 
 
 def check_egl(frame: Frame) -> Renderer:
-    """Prefer EGL if a GPU drew with it."""
+    """Select EGL if a GPU rendered with it."""
     fix = "apt-get install libegl1 libglvnd0; in a container start it with NVIDIA_DRIVER_CAPABILITIES=all"
     folders = os.environ.get("__EGL_VENDOR_LIBRARY_DIRS", _VENDORS).split(":")
     if not any(file for folder in folders for file in Path(folder).glob("*nvidia*.json")):
-        fix += f"; NVIDIA's EGL is registered nowhere: 10_nvidia.json is missing in {folders[-1]}"
+        fix += f"; NVIDIA's EGL is not registered: 10_nvidia.json is missing in {folders[-1]}"
     if frame.problem:
-        return Renderer("osmesa", f"EGL does not draw on the GPU: {frame.problem}", fix)
+        return Renderer("osmesa", f"EGL does not render on the GPU: {frame.problem}", fix)
     if any(name in frame.driver for name in _SOFTWARE):
-        return Renderer("osmesa", f"EGL reaches no GPU, {frame.driver} answers", fix)
-    return Renderer("egl", "a GPU draws")
+        return Renderer("osmesa", f"EGL finds no GPU, {frame.driver} answers", fix)
+    return Renderer("egl", "a GPU renders")
 
 
 def cuda_number(gpu: str) -> int | None:
-    """Return CUDA's number of a GPU; None for a slice of one (MIG), which draws nothing, or an unknown id."""
+    """Return CUDA's number of a GPU; None for a slice of one (MIG), which cannot render, or an unknown id."""
     if gpu.isdigit():
         return int(gpu)
     return next((one.number for one in query_gpus() if one.uuid.startswith(gpu)), None)
 
 
 def egl_device(gpu: str) -> str:
-    """Return EGL's number of a GPU: drivers count their devices in an order of their own."""
+    """Return EGL's number of a GPU: drivers number their devices differently."""
     number = cuda_number(gpu)
     return "" if number is None else str(egl_table().get(number, number))
 
 
 def egl_table() -> dict[int, int]:
-    """Return EGL's numbers by CUDA's, found once on a host; empty where EGL does not say.
+    """Return EGL's device numbers by CUDA's, read once on a host; empty if EGL does not report them.
 
-    Without CUDA_VISIBLE_DEVICES, which hides and renumbers devices of CUDA only.
+    Read without CUDA_VISIBLE_DEVICES, which hides and renumbers CUDA devices only.
     """
     if EGL_TABLE not in os.environ:
         environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
@@ -133,14 +133,14 @@ def egl_table() -> dict[int, int]:
 
 
 def choose_device() -> None:
-    """Let EGL draw on the first GPU that this process sees."""
+    """Make EGL render on the first visible GPU."""
     if (gpus := visible_gpus()) and (device := egl_device(gpus[0])):
         os.environ[_EGL_ID] = device
 
 
 @contextmanager
 def without_egl_device() -> Iterator[None]:
-    """Hide EGL's number from robosuite's import, which takes it for one of CUDA's and refuses others."""
+    """Hide EGL's device number from robosuite's import, which interprets it as a CUDA number."""
     device = os.environ.pop(_EGL_ID, None)
     try:
         yield
@@ -151,8 +151,8 @@ def without_egl_device() -> Iterator[None]:
 
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
-    """Draw in a process of its own, within a minute: a broken driver may crash or hang, but not us."""
-    # PyOpenGL keeps the platform of the first backend that a process imported, for its children as well.
+    """Render a frame in a separate process, within a minute: a broken driver may crash or hang."""
+    # PyOpenGL keeps the platform of the first imported backend, also in child processes.
     environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
     environ |= {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
     command = [sys.executable, "-c", _SCENE]
@@ -168,6 +168,6 @@ def draw_frame(backend: str, device: str = "") -> Frame:
 
 
 def _first_error(output: str) -> str:
-    """The exception that came first; clean-up of a half-built renderer raises more of them later."""
+    """Return the first exception; cleanup of a partly built renderer raises further ones."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"

@@ -17,37 +17,37 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Parts of the reward beside those of the function: the simulator's own where it counts, and steps that failed."""
+"""Parts of the reward other than those of the function: the simulator's own, and failed steps."""
 
 
 class StepRewardSettings(Settings):
-    """What an env step earns."""
+    """Reward of an env step."""
 
     needs = {"path": "mode"}
 
     path: SettingsPath | None = None
-    """package.module:function of a RewardStep -> number or named numbers, or the folder of a reward model that
-    `embodyrl sft objective.name=success` trained; default the simulator's own reward."""
+    """package.module:function of a RewardStep that returns a number or named numbers, or the folder of a reward model
+    trained by `embodyrl sft objective.name=success`; default: the simulator's own reward."""
     mode: RewardMode = RewardMode.replace
-    """replace: what reward.path returns counts instead of the simulator's reward; add: beside it."""
+    """replace the simulator's reward by that of reward.path, or add both."""
     weights: dict[str, float] = {}
-    """Weight of each part by name, 1 where none is given; with reward.mode=add, `simulator` is one of them."""
+    """Weight of each part by name, 1 by default; with reward.mode=add, `simulator` is one of the parts."""
 
     def problems(self) -> Iterator[str]:
-        """Refuse weights of nothing."""
+        """Yield weights without a reward."""
         if self.weights and self.path is None:
-            yield "reward.weights: reward.path is not set; set it to a function, or leave the weights out."
+            yield "reward.weights: reward.path is not set; set it to a function, or remove the weights."
 
 
 def changed_reward(cfg: Any) -> dict[str, Any]:
-    """`reward` and its keys, where a config has another one than the simulator's; else nothing."""
+    """Return the keys of `reward` if the config replaces the simulator's reward; else nothing."""
     reward = getattr(cfg, "reward", None)
     return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardStep:
-    """One executed env step, as a reward function sees it.
+    """One executed env step, the argument of a reward function.
 
     >>> def careful(step: RewardStep) -> float:
     ...     return step.success - 0.01 * float(abs(step.action).sum())
@@ -55,16 +55,16 @@ class RewardStep:
 
     slot: int
     step: int
-    """Its number in the episode, from 1."""
+    """Number of the step in the episode, from 1."""
     reset_id: int
     task_id: int
     instruction: str
     action: FloatArray
-    """[A] as it was executed."""
+    """[A] as executed."""
     reward: float
     """The simulator's own reward after the action, neither relative nor scaled."""
     success: bool
-    """The task's goal holds after the action."""
+    """The goal is reached after the action."""
     terminated: bool
     truncated: bool
     look: Callable[[], ObservationOut] = field(repr=False)
@@ -72,22 +72,22 @@ class RewardStep:
 
     @cached_property
     def observation(self) -> ObservationOut:
-        """Images [C, H, W, 3] uint8 and state [S] after the action; drawn when first read, so images cost only then."""
+        """Images [C, H, W, 3] uint8 and state [S] after the action; rendered at the first access."""
         return self.look()
 
     @cached_property
     def info(self) -> Mapping[str, Any]:
-        """What the simulator says beside it, by its own names; empty for simulators that say nothing."""
+        """Further values of the simulator by name; may be empty."""
         return self.ask()
 
 
 def success(step: RewardStep) -> float:
-    """1 for a step after which the task's goal holds: with reward.mode=add, a bonus of reward.weights.success."""
+    """Return 1 for a step that reaches the goal: with reward.mode=add, a bonus of reward.weights.success."""
     return float(step.success)
 
 
 StepFunction = Callable[[RewardStep], float | Mapping[str, float]]
-"""Several numbers are weighted and added; the function's attribute `components` lists their names."""
+"""Several numbers are weighted and added; the function's attribute `components` contains their names."""
 
 STEP_REWARDS: Registry[StepFunction] = Registry(
     "step reward",
@@ -113,10 +113,10 @@ def _reward_model(path: str) -> StepFunction | None:
 
 
 class StepReward:
-    """`reward.path`, looked up but not called."""
+    """The function or model of `reward.path`."""
 
     def __init__(self, cfg: StepRewardSettings) -> None:
-        """Look the function up.
+        """Look up the function.
 
         Raises:
             UnknownNameError: there is none at that path.
@@ -129,7 +129,7 @@ class StepReward:
         self.weights = (*(cfg.weights.get(name, 1.0) for name in self.components[:-1]), 0.0)
 
     def declare(self, spec: EnvSpec) -> EnvSpec:
-        """Add the parts to what an environment declares.
+        """Add the parts of the reward to an environment's spec.
 
         Raises:
             ConfigError: a learned reward saw other cameras, or in another order, whose images may have the same size.
@@ -137,37 +137,44 @@ class StepReward:
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras[: len(names)] != names:
             raise ConfigError(
-                f"reward.path was learned from the cameras {', '.join(names)}; env '{spec.name}' shows "
-                f"{', '.join(spec.cameras) or 'none'}. Name these first, in this order."
+                f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' shows "
+                f"{', '.join(spec.cameras) or 'none'}. Put the former first, in this order."
             )
         return replace(spec, components=self.components, component_weights=self.weights, rewarded_cameras=cameras)
 
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
-        """Call the function; returns the components, and why it failed. `simulated`: what is earned without it."""
+        """Call the function; return the components, and the error if it failed.
+
+        `simulated`: the reward without the function.
+        """
         why = None
         try:
             value = self._function(step)
-            # The parts are columns of metrics and records, laid out before the first step.
+            # The parts are columns of metrics and records, which are allocated before the first step.
             if isinstance(value, Mapping) and {*value} != {*self._names}:
                 raise ValueError(f"its parts are {', '.join(value)}; its `components` are {', '.join(self._names)}")
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"it returned {value!r:.80}, not {len(self._names)} finite number(s)")
-        except Exception as error:  # whatever a user's function raises is counted and said
+        except Exception as error:  # errors of a user's function are counted and reported
             parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300]
         return [*parts, *([simulated] if self._adds else []), float(why is not None)], why
 
     def total(self, parts: list[float]) -> float:
-        """The weighted sum of the parts."""
+        """Return the weighted sum of the parts."""
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 
 
 def reward_problems(cfg: StepRewardSettings) -> list[str]:
-    """What is wrong with `reward.path` and its weights, one line each; the function is looked up, never called."""
+    """Return errors of `reward.path` and its weights, one line each, without calling the function."""
     if cfg.path is None:
         return []
     if _reward_model(cfg.path) is None and (found := STEP_REWARDS.problems([cfg.path], "reward.path")):
         return found
     known = StepReward(cfg).components[:-1]
     wrong = [name for name in cfg.weights if name not in known]
-    return [f"reward.weights: {', '.join(wrong)}: no part of the reward. It has: {', '.join(known)}."] if wrong else []
+    return (
+        [f"reward.weights: {', '.join(wrong)}: not a part of the reward. Its parts are: {', '.join(known)}."]
+        if wrong
+        else []
+    )

@@ -1,4 +1,4 @@
-"""Keys that environments share; what only one of them reads stands in its own folder."""
+"""Keys shared by environments; keys of a single environment are declared in its folder."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -20,53 +20,53 @@ Slots = Annotated[int, Field(ge=1, le=65536)]
 
 
 class EnvSplit(Settings):
-    """Episodes of one kind, training or evaluation."""
+    """Training or evaluation episodes."""
 
     total_num_envs: Slots = 8
-    """Env slots."""
+    """Number of env slots."""
     ignore_terminations: bool = False
-    """Go on after success until max_episode_steps."""
+    """Continue after success until max_episode_steps."""
     max_episode_steps: Count = 512
     """Time limit in env steps; reaching it truncates the episode."""
     task_ids: Annotated[list[int], _TASKS, Must("a list of different task numbers, [0,1]")] | None = None
-    """Tasks to use; default all."""
+    """Task ids to use; default: all."""
     state_ids: Annotated[list[int], _RANGE, Must("[first,last] with 0 <= first <= last")] | None = None
-    """[first, last]: initial states of each task that this split may use; default all."""
+    """[first, last]: initial states of each task for this split; default: all."""
 
 
 class TrainSplit(EnvSplit):
-    """Episodes to train on."""
+    """Training episodes."""
 
     task_weights: (
         Annotated[list[Positive], Field(min_length=2), Must("a list of two or more numbers above 0, [1,0.5]")] | None
     ) = None
-    """How often groups are of each of the selected tasks, in relation to each other; null: equally often."""
+    """Relative sampling frequency of the selected tasks; null: uniform."""
 
     auto_reset: bool = True
-    """An ended slot starts its next episode at once; false: one episode per slot and rollout epoch."""
+    """Start the next episode of a slot immediately when one ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
-    """Where the algorithm counts steps (GAE): an episode that the end of a step cuts goes on in the next one, and
-    every episode begins in a state of its own."""
+    """With algorithms that count steps (GAE): continue an episode that the end of a step cuts in the next step. Every
+    episode then starts from a separate initial state."""
     use_fixed_reset_state_ids: bool = True
-    """Members of a group, and all episodes of a slot within one rollout epoch, share one reset id."""
+    """Share one reset id among the members of a group, and among all episodes of a slot within one rollout epoch."""
     max_steps_per_rollout_epoch: Count | None = None
-    """Env steps per slot and rollout epoch where the algorithm counts steps (GAE); default max_episode_steps."""
+    """Env steps per slot and rollout epoch for algorithms that count steps (GAE); default: max_episode_steps."""
 
 
 class EnvSettings(Settings):
-    """What every environment has: its name and its splits."""
+    """Keys of every environment: name and splits."""
 
     env_type: Annotated[str, NumbersStates]
-    """Which adapter: a registered name or package.module:attr."""
+    """Environment: a registered name or package.module:attr."""
     train: TrainSplit = TrainSplit()
     eval: EnvSplit = EnvSplit()
 
-    # Private: it follows from the command and is no key.
+    # Private: derived from the command, not a key.
     _played: tuple[str, ...] = PrivateAttr(("train", "eval"))
 
     @property
     def splits(self) -> dict[str, EnvSplit]:
-        """The splits whose episodes the command plays, by name."""
+        """Splits whose episodes the command runs, by name."""
         return {name: getattr(self, name) for name in self._played}
 
     @property
@@ -86,10 +86,10 @@ class EnvSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """What is done to the reward of every simulator."""
+    """Scaling of the reward of every simulator."""
 
     use_rel_reward: bool = True
-    """Reward is the change of the simulator's reward, so that a return telescopes to its last value."""
+    """Use the change of the simulator's reward, so that a return telescopes to the last value."""
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""
 
@@ -102,7 +102,7 @@ class InitParams(Settings):
     camera_widths: Annotated[int, Field(ge=1, le=8192)] = 256
     """Width of every camera image, pixels."""
     camera_names: list[str] = ["agentview"]
-    """Cameras that are rendered for the policy, in the order of its image inputs; each one costs rendering time."""
+    """Cameras to render for the policy, in the order of its image inputs; each one costs rendering time."""
 
 
 class CameraSettings(Settings):

@@ -1,4 +1,4 @@
-"""The simulator interface: reset, step and observe on arrays of slots. `ChunkedEnv` adds episodes and rewards."""
+"""Interface of simulators: reset, step and observe on arrays of slots. `ChunkedEnv` adds episodes and rewards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -13,16 +13,16 @@ from embodyrl.types import BoolArray, ByteArray, DoubleArray, EnvSpec, FloatArra
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimStep:
-    """Outcome of one executed action in one slot."""
+    """Result of one executed action in one slot."""
 
     reward: float
     """Reward of the simulator after this action, neither relative nor scaled."""
     terminated: bool
     """The task ended (goal reached or failed); never the time limit."""
     success: bool
-    """The goal of the task holds after this action."""
+    """The goal is reached after this action."""
     truncated: bool = False
-    """The simulator cut the episode, for example by a time limit of its own; only if the spec has `may_truncate`."""
+    """The simulator truncated the episode, for example by its own time limit; requires `EnvSpec.may_truncate`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,22 +45,22 @@ class Simulators(ABC):
     task_limit: int | None = None
     """See `Env.task_limit`."""
     sequential: bool = False
-    """Run the whole chunk of one slot before the next slot's, where changing the slot is expensive."""
+    """Run the whole chunk of one slot before the next slot's, because changing the slot is expensive."""
     current_slot: int | None = None
-    """Slot in work, where slots are processed one by one: error messages name it."""
+    """Current slot for error messages, if slots are processed one by one."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self.spec = spec
         self.solved: set[int] = set()
-        """Slots whose goal held when their episode began."""
+        """Slots whose goal was reached when their episode began."""
 
     def note_start(self, slot: int, *, solved: bool) -> None:
-        """Store whether the goal holds at the beginning of the slot's episode; called by `reset`."""
+        """Store whether the goal is reached at the start of the slot's episode; called by `reset`."""
         (self.solved.add if solved else self.solved.discard)(slot)
 
     @abstractmethod
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Put the slots into initial states `reset_ids` [n]; `seeds` [n] fix the randomness of each episode."""
+        """Set the slots to initial states `reset_ids` [n]; `seeds` [n] determine the randomness of each episode."""
 
     @abstractmethod
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
@@ -79,7 +79,7 @@ class Simulators(ABC):
         return {}
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction of the slot's episode; None: the one that the spec has for its reset id."""
+        """Return the instruction of the slot's episode; None: that of its reset id in the spec."""
         return None
 
     def expert(self, slot: int) -> FloatArray:
@@ -96,7 +96,7 @@ class PerSlot(Simulators):
 
     @abstractmethod
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Put the slot into initial state `reset_id`; `seed` fixes the randomness of the episode."""
+        """Set the slot to initial state `reset_id`; `seed` determines the randomness of the episode."""
 
     @abstractmethod
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
@@ -107,13 +107,13 @@ class PerSlot(Simulators):
         """Write images and state of the slot into the views."""
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Reset slot after slot."""
+        """Reset the slots one by one."""
         for slot, reset_id, seed in zip(slots.tolist(), reset_ids.tolist(), seeds.tolist(), strict=True):
             self.current_slot = slot
             self.reset_slot(slot, reset_id, seed)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step slot after slot."""
+        """Step the slots one by one."""
         rows: list[tuple[float, bool, bool, bool]] = []
         for slot, action in zip(slots.tolist(), actions, strict=True):
             self.current_slot = slot
@@ -124,7 +124,7 @@ class PerSlot(Simulators):
         return SimSteps(reward=columns[0], terminated=ended, success=reached, truncated=cut)
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Observe slot after slot, each straight into its row."""
+        """Observe the slots one by one, each directly into its row."""
         for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
             self.current_slot = slot
             self.observe_slot(slot, ObservationOut(images=images[row], state=state[row]))

@@ -1,4 +1,4 @@
-"""Recording of one episode as an MP4 file that people can watch anywhere."""
+"""Recording of an episode as an MP4 file that common players support."""
 
 import contextlib
 import glob
@@ -16,7 +16,7 @@ from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray
 
 MIN_WIDTH = 512
-"""Frames are enlarged to at least this width, so that the text beside them can be read."""
+"""Frames are enlarged to at least this width, so that the text is readable."""
 
 FONT_SIZE = 22
 _LINE = FONT_SIZE + 8
@@ -27,34 +27,34 @@ _SHORTEST_S = 4.0
 _STILL_S = 1.0
 """The last image stays so long, with the outcome below it."""
 _FAILURES = (OSError, RuntimeError, ValueError)
-"""What imageio and ffmpeg raise for a missing binary, a full disk, a folder that cannot be written."""
+"""Errors of imageio and ffmpeg for a missing binary, a full disk, or a folder that is not writable."""
 
 
 class VideoSettings(Settings):
-    """Recordings."""
+    """Keys of video recording."""
 
     fps: Annotated[int, Field(ge=1, le=240)] = 20
     """Frames per second of recordings."""
     base_dir: SettingsPath | None = None
-    """Recordings go to <base_dir>/<run id>/; default: into the run's own folder, videos/."""
+    """Videos are written to <base_dir>/<run id>/; default: videos/ in the run's folder."""
     info_on_video: bool = True
     """Overlay instruction, step and success."""
 
 
 class VideoError(EmbodyError):
-    """A recording could not be written; nothing of it is left on disk."""
+    """A video could not be written; its file is removed."""
 
 
 def remove_videos(stem: Path) -> None:
     """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two videos."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
-        if not film.is_dir():  # that is somebody else's
+        if not film.is_dir():  # not a video of ours
             film.unlink(missing_ok=True)
 
 
 class VideoRecorder:
-    """Encodes frames as they come (H.264, yuv420p) under a temporary name; `finish` gives the file its name.
+    """Encodes frames as they arrive (H.264, yuv420p) under a temporary name; `finish` renames the file.
 
     With `info`, the instruction stands above the image, the step and the success mark below it; nothing is drawn
     over the image itself. The video ends with a still image and the outcome in colour, and where episodes have at
@@ -64,7 +64,7 @@ class VideoRecorder:
     def __init__(
         self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, judged: bool = True
     ) -> None:
-        """`judged`: whether the environment says anything of success."""
+        """Start the encoder; `judged`: the environment reports success."""
         remove_videos(path_stem)
         self._stem = path_stem
         self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
@@ -75,16 +75,16 @@ class VideoRecorder:
         self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
         self._writer: Any = None
         self._shape: tuple[int, ...] = ()
-        from PIL import ImageFont  # here, as the settings above are read by every command
+        from PIL import ImageFont  # here, because every command imports the settings above
 
         self._font = ImageFont.load_default(FONT_SIZE)
         self._frames = self._written = 0
         self._last: ByteArray | None = None
         self.success = False
-        """The goal held at some frame."""
+        """The goal was reached in some frame."""
 
     def add(self, frame: ByteArray, success: bool) -> None:
-        """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal holds now.
+        """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal is reached.
 
         Raises:
             VideoError: the frame has another shape than the first one, or the encoder failed.
@@ -95,7 +95,7 @@ class VideoRecorder:
             self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
         self._shape = frame.shape
         self.success |= success
-        # Simulators may draw the next frame into the same memory.
+        # Simulators may render the next frame into the same memory.
         self._last = frame.copy()
         self._frames += 1
         self._write(self._compose(frame), self._repeats)
@@ -116,19 +116,19 @@ class VideoRecorder:
             self._close()
             import imageio_ffmpeg
 
-            # An encoder without room on the disk may end as if all were well, so its frames are counted.
+            # An encoder may exit without an error on a full disk, so count its frames.
             written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
             if written != self._written:
                 self._fail(f"only {written} of {self._written} frames were written; is the disk full?")
-            # The name says the outcome, which nobody knows before the end.
+            # The name contains the outcome, which is known only at the end.
             os.replace(self._partial, target)
         except _FAILURES as error:
             self._fail(_first_line(error), error)
         return target
 
     def discard(self) -> None:
-        """Stop and leave nothing behind; idempotent."""
-        # Encoder or folder may be gone already, which is no news for a recording that nobody wants.
+        """Stop and delete the file; idempotent."""
+        # Encoder or folder may be gone; errors of a discarded recording are irrelevant.
         with contextlib.suppress(*_FAILURES):
             self._close()
         with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ class VideoRecorder:
             pixelformat="yuv420p",
             macro_block_size=2,
             ffmpeg_log_level="error",
-            # One thread: simulators need the other cores more.
+            # One thread: the simulators need the other cores.
             output_params=["-threads", "1", "-preset", "veryfast", "-movflags", "+faststart"],
         )
 
@@ -169,8 +169,8 @@ class VideoRecorder:
     def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
         self.discard()
         raise VideoError(
-            f"video '{self._partial}' was not written: {reason}. Check the space and rights of that folder "
-            "(video_cfg.base_dir), or record nothing with video=none."
+            f"video '{self._partial}' was not written: {reason}. Check the free space and permissions of that folder "
+            f"(video_cfg.base_dir), or set video=none."
         ) from cause
 
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
@@ -201,7 +201,7 @@ class VideoRecorder:
         return np.asarray(canvas)
 
     def _wrap(self, width: int) -> list[str]:
-        """Split the instruction into lines that fit; one word longer than a line stays whole."""
+        """Split the instruction into lines that fit; a word longer than a line is not split."""
         lines = [""]
         for word in self._instruction.split():
             longer = f"{lines[-1]} {word}".strip()
@@ -213,5 +213,5 @@ class VideoRecorder:
 
 
 def _first_line(error: Exception) -> str:
-    """Imageio appends the whole ffmpeg command."""
+    """Return the first line: imageio appends the whole ffmpeg command."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

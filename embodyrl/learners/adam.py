@@ -1,4 +1,4 @@
-"""AdamW as it suits the weights of a policy."""
+"""AdamW without compiler and profiler hooks."""
 
 from inspect import unwrap
 from typing import Any
@@ -9,7 +9,7 @@ from torch.optim import AdamW, Optimizer
 
 
 class _PlainAdamW(AdamW):
-    """AdamW whose methods are not wrapped for the compiler, whose import takes a CPU second, nor for the profiler."""
+    """AdamW without the wrappers for compiler (whose import takes a CPU second) and profiler."""
 
     profile_hook_step = staticmethod(lambda func: func)
     add_param_group = unwrap(Optimizer.add_param_group)
@@ -24,9 +24,9 @@ class _PlainAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step with the present gradients."""
+        """Take an optimizer step with the current gradients."""
         if self.defaults["fused"]:
-            # On a CPU the fused step reads numbers in their order in memory, not by their index.
+            # On a CPU the fused step reads tensors in memory order and ignores strides.
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None and not parameter.grad.is_contiguous():
@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return AdamW, fused for plain weights on a CPU and on a GPU, where the default copies all trained weights."""
+    """Return AdamW, fused for plain weights on a CPU, and on a GPU, where the default copies all trained weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

@@ -1,4 +1,4 @@
-"""The learner of policy gradients: advantages in, gradient steps out."""
+"""Learner of policy-gradient algorithms."""
 
 import math
 from collections.abc import Iterator
@@ -21,14 +21,14 @@ from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
 AT_ONCE = 2**18
-"""Tokens, of all ranks, whose metrics are computed together: fewer operations with small networks, little memory with
-large ones."""
+"""Number of tokens of all ranks whose metrics are computed in one pass: few operations for small networks, little
+memory for large ones."""
 _Taken = tuple[dict[str, float], list[Measured]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Proximal:
-    """The ratio's denominator and factors on the loss, aligned with a batch."""
+    """Denominator of the ratio and correction factors, aligned with a batch."""
 
     logprob: torch.Tensor
     """[B, L]"""
@@ -49,7 +49,7 @@ class _Part:
 
 
 class PolicyGradientLearner(Learner):
-    """One rank that trains the policy it shares with the rollout worker."""
+    """One training rank of the policy, which it shares with the rollout worker."""
 
     def __init__(self, context: LearnerContext) -> None:
         self._trainer = trainer = context.trainer
@@ -64,8 +64,8 @@ class PolicyGradientLearner(Learner):
         self._reference = context.reference
 
     def score(self, request: ScoreRequest) -> None:
-        """Write the reference policy's log-probabilities."""
-        assert self._reference is not None, "no reference policy was built"
+        """Write the reference policy's log-probabilities into the records."""
+        assert self._reference is not None, "there is no reference policy"
         size = self._cfg.micro_batch_size
         for part in self._ranks.rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
@@ -76,21 +76,21 @@ class PolicyGradientLearner(Learner):
             self._arena[Record.ref_logprob][records] = scores.logprob.float().cpu().numpy()
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Train on the batch, pausing after each micro-batch.
+        """Train on the batch, yielding after each micro-batch.
 
-        Returns metrics averaged over optimizer steps (maxima for names ending in _max).
+        Returns metrics averaged over optimizer steps (maxima for names that end in _max).
         """
         records = self._arena.read(request.tickets)
         batch = self._batch(records, np.asarray(request.episode, dtype=np.int64))
         if self._algorithm.recomputes_logprob:
-            # The batch is scored first, with whole weights as in a rollout, so that only the weights can differ.
+            # Score the batch first with gathered weights, as in the rollout, so that only the weights differ.
             self._ranks.act()
         proximal = yield from self._proximal(batch)
         self._ranks.train()
         result = yield from self._train(batch, proximal, request.step)
-        # Gradients are as large as the weights, and nobody needs them until the next update.
+        # Gradients are as large as the weights, and unused until the next update.
         self._trainer.optimization.zero_grad()
-        # Only now: during the update the ratio compares with what these statistics' predecessors have drawn.
+        # After the update: its ratios are relative to the statistics that the rollout used.
         self._trainer.take_statistics(self._arena, records)
         interval = self._rules.reference_interval
         if self._reference is not None and interval and (request.step + 1) % interval == 0:
@@ -103,13 +103,13 @@ class PolicyGradientLearner(Learner):
         return result
 
     def save(self, folder: Path) -> None:
-        """Write a reference that follows the policy below a checkpoint's folder."""
+        """Save a reference that follows the policy, below a checkpoint's folder."""
         if self._reference is not None and self._rules.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, where it did."""
+        """Load what `save` wrote, if anything."""
         if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
 
@@ -124,7 +124,7 @@ class PolicyGradientLearner(Learner):
         planned: Iterator[list[tuple[_Part, bool]]] = iter(())
         for number in range(total := self._rules.update_epoch * len(sizes)):
             if number % len(sizes) == 0:
-                # The same order on all ranks and after a resume: it depends on nothing but seed, step and epoch.
+                # The same order on all ranks and after a resume: it depends only on seed, step and epoch.
                 order = _shuffle(len(batch.records), self._seed, step, number // len(sizes))
                 planned = self._plan(batch, proximal, np.split(order, np.cumsum(sizes[:-1])))
             parts = next(planned)
@@ -137,12 +137,12 @@ class PolicyGradientLearner(Learner):
             if taken is None:
                 continue
             waiting.append(taken)
-            # Not what this rank has scored: all must come to the exchange of metrics after the same steps.
+            # A fixed count, not this rank's: all ranks must exchange metrics after the same steps.
             held += sizes[number % len(sizes)] * self._arena[Record.tokens].shape[1]
             if watched or held >= AT_ONCE:
                 steps += self._measured(waiting)
                 waiting, held = [], 0
-                # After the step that went too far, not before it: what it did shows only now.
+                # Stop after the step that exceeded the limit: its metrics are known only now.
                 if steps[-1]["ratio"] > limit or steps[-1]["kl"] > kl_limit:
                     stopped = 1.0
                     break
@@ -154,17 +154,17 @@ class PolicyGradientLearner(Learner):
         result["optimizer_steps"] = float(len(steps))
         result["skipped_nonfinite"] = float(skipped)
         if steps:
-            # Before the first step of an update the weights are those that acted: any gap is numerical.
+            # Before the first step of an update the weights equal those that acted: any gap is numerical.
             result["logprob_gap"] = steps[0]["logprob_gap"]
         return result
 
     def _measured(self, taken: list[_Taken]) -> list[dict[str, float]]:
-        """Metrics of optimizer steps."""
+        """Return the metrics of optimizer steps."""
         parts = iter(metrics_of([one for _, said in taken for one in said]))
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Score the batch with the present weights if the algorithm asks for it; else take the rollout's numbers."""
+        """Recompute the batch's log-probabilities if the algorithm needs it; else use those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})
@@ -175,7 +175,7 @@ class PolicyGradientLearner(Learner):
                 scores = self._policy.score(read_observation(self._arena, records), self._arena[Record.tokens][records])
             logprob[part] = scores.logprob.float().cpu()
             yield
-        logprob = self._ranks.total(logprob)  # each sample's is there on one rank
+        logprob = self._ranks.total(logprob)  # only one rank has each sample's value
         correction, metrics = self._algorithm.correct(logprob, behaviour, torch.from_numpy(batch.valid))
         return _Proximal(logprob=logprob, correction=correction, metrics=metrics)
 
@@ -193,10 +193,10 @@ class PolicyGradientLearner(Learner):
     def _plan(
         self, batch: PreparedBatch, proximal: _Proximal, planned: list[IntArray]
     ) -> Iterator[list[tuple[_Part, bool]]]:
-        """Micro-batches of each optimizer step of an epoch; none where no sample can contribute a gradient.
+        """Yield the micro-batches of each optimizer step of an epoch; none for steps without a gradient.
 
-        Samples that cannot are left out of the forward pass, but not out of the weights of the others. What small
-        networks read is gathered once an epoch: of a micro-batch each operation costs more than its numbers.
+        Samples without a gradient are skipped in the forward pass, but count in the weights of the others. Inputs of
+        small networks are gathered once per epoch, because gathering each micro-batch would dominate.
         """
         inert, same = self._algorithm.inert(batch), self._algorithm.weighs_evenly(batch)
         weights: list[LossWeights] = []
@@ -204,7 +204,7 @@ class PolicyGradientLearner(Learner):
         counts: list[list[bool]] = []
         by_size: dict[int, LossWeights] = {}
         for samples in planned:
-            # Of all samples of the optimizer step, before the inert ones are left out: they count in the denominators.
+            # Of all samples of the optimizer step, including inert ones: they count in the denominators.
             own = by_size.get(len(samples)) or self._algorithm.weights(batch, samples)
             if same:
                 by_size[len(samples)] = own
@@ -224,7 +224,7 @@ class PolicyGradientLearner(Learner):
     def _gather(
         self, batch: PreparedBatch, proximal: _Proximal, chosen: list[IntArray], weights: list[LossWeights]
     ) -> Iterator[_Part]:
-        """The micro-batches of some samples with their weights."""
+        """Yield the micro-batches of some samples with their weights."""
         if not chosen:
             return
         samples, sizes = np.concatenate(chosen), [len(rows) for rows in chosen]
@@ -279,7 +279,7 @@ def _shuffle(count: int, seed: int, step: int, epoch: int) -> IntArray:
 
 
 def even_parts(total: int, largest: int, number: int | None = None) -> list[int]:
-    """Split `total` into the fewest parts of at most `largest`, or into `number`, as equal as possible.
+    """Split `total` into the fewest parts of at most `largest`, or into `number` parts, as equal as possible.
 
     >>> even_parts(10, 4), even_parts(10, 4, 2)
     ([4, 3, 3], [5, 5])

@@ -1,4 +1,4 @@
-"""Weights in half precision where that changes nothing, and the parts of a model that sharding goes by."""
+"""Storage of weights in half precision where results do not change, and the units of sharding."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ VALUE_HEAD = "value_head"
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
-    """Keep in bfloat16 what actors of fp32 weights bring to it wherever it is used; their function stays, bit for bit.
+    """Store weights in bfloat16 if they are only used in bfloat16; results do not change.
 
     Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`extensions/sharded`).
     Embeddings, other norms and the value head stay as they are.
@@ -14,7 +14,7 @@ def halve(module: nn.Module, *, sharded: bool) -> None:
     products = (nn.Linear, nn.modules.conv._ConvNd)
     whole = [*layers(module)] if sharded else []
     parts = [m for n, m in module.named_modules() if isinstance(m, products) and VALUE_HEAD not in n]
-    # A tied weight that is also used outside of a product (an embedding) stays as it is.
+    # A tied weight that is also used outside of a product (an embedding) keeps its dtype.
     elsewhere = {p for m in module.modules() if not isinstance(m, products) for p in m.parameters(recurse=False)}
     chosen = {p for m in parts for p in m.parameters()} - elsewhere | {p for m in whole for p in m.parameters()}
     for parameter in chosen:
@@ -22,7 +22,7 @@ def halve(module: nn.Module, *, sharded: bool) -> None:
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the elements of its outermost module lists."""
+    """Return the repeated blocks of a model: the elements of its outermost module lists."""
     if isinstance(module, nn.ModuleList):
         return list(module)
     return [unit for child in module.children() for unit in layers(child)]

@@ -1,4 +1,4 @@
-"""The seam between the policy host and what carries out an algorithm's updates."""
+"""Interface between the policy host and the learner of an algorithm."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,10 @@ from embodyrl.types import EnvSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerContext:
-    """What a learner is built of."""
+    """Arguments of a learner."""
 
     trainer: Trainer
-    """Of the policy, which acts in the same process or in others."""
+    """Trainer of the policy, which acts in this process or in others."""
     arena: Arena
     algorithm: Algorithm | None
     """None: SFT."""
@@ -29,9 +29,9 @@ class LearnerContext:
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
-    """The environment that says what other goals would have earned, where the algorithm asks."""
+    """Environment that computes the rewards of other goals, if the algorithm needs it."""
     reference: Policy | None = None
-    """Where the algorithm asks for one."""
+    """Reference policy, if the algorithm needs it."""
 
 
 class Learner(Protocol):
@@ -42,17 +42,17 @@ class Learner(Protocol):
     """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Learn from the records of one training step, pausing after each micro-batch; returns metrics.
+        """Train on the records of one training step, yielding after each micro-batch; return metrics.
 
-        The records hold what was seen and done, and the credits; they belong to others once this has returned.
+        The records contain observations, actions and credits; they are reused after this method returns.
         """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what a checkpoint needs beside policy and optimizer; all ranks are called, the first one writes."""
+        """Write further state of a checkpoint; all ranks call this, the first one writes."""
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Restore what `save` wrote."""
 
     def close(self) -> None:
-        """Free what does not free itself; idempotent."""
+        """Free resources; idempotent."""

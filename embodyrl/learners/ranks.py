@@ -13,18 +13,18 @@ S = TypeVar("S", PolicyScores, ImitationScores)
 
 
 class Ranks(Protocol):
-    """The processes that train one policy, as each of them sees it. What is collective, all of them must call.
+    """A rank of the processes that train one policy.
 
-    Before each use the weights must be where it needs them: `train` for an update, `act` for acting, `reshard` for
-    whatever request comes next.
+    All ranks must call collective methods. Before each use, move the weights: `train` for an update, `act` for
+    inference, `reshard` for the next request of any kind.
     """
 
     rank_info: RankInfo
     shards: bool
-    """The module holds parts of the weights, but for the time between `act` and `train`."""
+    """The module contains shards of the weights, except between `act` and `train`."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: its backward pass ends the accumulation of gradients. Collective."""
+        """Run a forward pass; `last`: its backward pass ends the gradient accumulation. Collective."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -36,34 +36,34 @@ class Ranks(Protocol):
         ...
 
     def train(self) -> None:
-        """Make ready for an update: shards; collective."""
+        """Prepare for an update: sharded weights; collective."""
 
     def act(self) -> None:
-        """Make ready for acting: whole weights on every rank; collective."""
+        """Prepare for inference: full weights on every rank; collective."""
 
     def reshard(self) -> None:
-        """Make ready for the next request: whole where the process acts, sharded where it only trains; collective."""
+        """Prepare for the next request: full weights if the process acts, shards if it only trains; collective."""
 
     def full_weights(self, *, write: bool) -> AbstractContextManager[None]:
-        """Let the module hold whole, plain parameters; with `write`, what was changed inside is kept; collective."""
+        """Provide full, plain parameters in the block; with `write`, changes are kept; collective."""
         ...
 
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
-        """Whole CPU tensors instead of shards, in any tree of lists and dicts; collective.
+        """Return full CPU tensors in place of shards, in a tree of lists and dicts; collective.
 
         Unless `everywhere` is set, only the first rank gets them.
         """
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return this rank's part of a whole optimizer state."""
+        """Return this rank's shard of a full optimizer state."""
         ...
 
     def close(self) -> None:
-        """Leave the group; idempotent."""
+        """Leave the process group; idempotent."""
 
 
 class OneRank:
-    """One process trains alone: everything is whole, and where it is needed."""
+    """A single training process with full weights."""
 
     shards = False
 

@@ -1,4 +1,4 @@
-"""The learning rate in the course of a run."""
+"""Learning-rate schedule of a run."""
 
 import math
 
@@ -6,16 +6,15 @@ from embodyrl.learners.settings import OptimSettings
 
 
 class Schedule:
-    """Linear warm-up, then constant, or a decay to min_lr_ratio until the run ends.
+    """Linear warm-up, then a constant rate or a decay to min_lr_ratio until the run ends.
 
-    Warm-up counts optimizer steps, or is a share of the run. The decay follows the position in the run, because nobody
-    knows how many optimizer steps a training step will take: episodes end early, groups are filtered, samples without a
-    gradient are left out. wsd (warm-up, stable, decay; arXiv 2404.06395) stays constant but for the last part of the
-    run.
+    Warm-up counts optimizer steps, or is a share of the run. The decay follows the position in the run, because the
+    number of optimizer steps per training step varies: episodes end early, groups are filtered, samples without a
+    gradient are skipped. wsd (warm-up, stable, decay; arXiv 2404.06395) decays only in the last part of the run.
     """
 
     def __init__(self, cfg: OptimSettings, total: int, warmup: int = 0) -> None:
-        """`warmup`: optimizer steps of it where the config leaves them open."""
+        """Set up the schedule; `warmup`: optimizer steps of warm-up if the config has none."""
         self._cfg = cfg
         own = 0 if cfg.warmup_ratio else warmup
         self._warmup = own if cfg.warmup_steps is None else cfg.warmup_steps
@@ -26,11 +25,11 @@ class Schedule:
         """Position at which the warm-up ended."""
 
     def factor(self, position: float) -> float:
-        """Share of the full learning rate for an optimizer step that begins at `position` out of `total` steps."""
+        """Return the factor on the learning rate for an optimizer step at `position` of `total` training steps."""
         cfg, left = self._cfg, self._total - position
         share = cfg.warmup_ratio * self._total
         if position < share:
-            # Plus 1, so that the first step is not one of rate 0.
+            # Plus 1, so that the first step has a rate above 0.
             return min(1.0, (position + 1.0) / share)
         if self.taken < self._warmup:
             return (self.taken + 1) / self._warmup
@@ -39,7 +38,7 @@ class Schedule:
         return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(share, self.warm_until))
 
     def _decay(self, left: float, warm_until: float) -> float:
-        """Share of the way from min_lr_ratio to the full rate, with `left` steps to go."""
+        """Return the decay factor, with `left` training steps to go."""
         progress = 1.0 - left / max(1e-9, self._total - warm_until)
         if self._cfg.schedule == "linear":
             return 1.0 - progress
@@ -50,5 +49,5 @@ class Schedule:
         return 1.0
 
     def count(self) -> None:
-        """An optimizer step was taken."""
+        """Count an optimizer step."""
         self.taken += 1

@@ -1,4 +1,4 @@
-"""What every trainer of a policy shares: seeds, optimizer, schedule, and the state that a checkpoint keeps."""
+"""Common parts of trainers: seeds, optimizer, schedule, and the state of a checkpoint."""
 
 import math
 from collections.abc import Callable, Generator, Sequence
@@ -30,11 +30,11 @@ T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
 InParts = Generator[None, None, T]
-"""Pauses where an inference may come in between."""
+"""Yields between micro-batches so inference can be interleaved."""
 
 
 class Optimization:
-    """AdamW with its own learning rate for the value head, and a schedule over the `total_steps` of a run."""
+    """AdamW with a separate learning rate for the value head, and a schedule over the `total_steps` of a run."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Optimization:
         self._module = module
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         value = [p for name, p in named if VALUE_HEAD in name]
-        # The policy's group is the first: `lr` and `step(values_only=True)` rely on that order.
+        # The policy's group is the first: `lr` and `step(values_only=True)` depend on that order.
         groups = [{"params": [p for name, p in named if VALUE_HEAD not in name], "lr": optim.lr}]
         if value:
             groups.append({"params": value, "lr": optim.value_lr if value_rate else optim.lr})
@@ -75,18 +75,18 @@ class Optimization:
         self.optimizer.zero_grad()
 
     def step(self, position: float, *, values_only: bool = False) -> float:
-        """Clip and step; returns the gradient norm. Where it is not finite, the weights stay as they are.
+        """Clip the gradient and take an optimizer step; return the gradient norm. A non-finite norm changes no weights.
 
         Args:
-            position: steps of the run that are over, with the part of the present one.
-            values_only: change nothing but the value head.
+            position: finished training steps of the run, with the fraction of the current one.
+            values_only: update only the value head.
         """
         if values_only:
             for parameter in self.optimizer.param_groups[0]["params"]:
-                # None and not zero: AdamW would decay weights and age its moments with a gradient of zero.
+                # None instead of zero: AdamW would apply weight decay and update its moments with a zero gradient.
                 parameter.grad = None
         norm = self._clip_gradients()
-        # Otherwise neither weights nor moments nor the schedule have seen this step.
+        # Non-finite: do not update weights, moments or schedule.
         if math.isfinite(norm):
             factor = self._schedule.factor(position)
             for group, full in zip(self.optimizer.param_groups, self._full_rates, strict=True):
@@ -97,36 +97,36 @@ class Optimization:
         return norm
 
     def _clip_gradients(self) -> float:
-        """Bound the gradient of all weights, or those of the policy and of the value head apart; returns its norm."""
+        """Clip the gradient of all weights, or separately those of policy and value head; return its norm."""
         groups = [[p.grad for p in group["params"] if p.grad is not None] for group in self.optimizer.param_groups]
         limits = [self._clip, self._value_clip]
         if self._value_clip is None:
             groups, limits = [[one for group in groups for one in group]], [self._clip]
-        # With a limit each, the norms are of disjoint sets of weights, so their root sum of squares is the whole one.
+        # With separate limits, the norms are of disjoint weights: the root of their sum of squares is the total norm.
         norms: list[float] = []
         for group, limit in zip(groups, limits, strict=False):
             if limit is None:
                 continue
             norms.append(self._norm(group))
-            if limit - 1e-6 < norms[-1] < math.inf:  # below it the factor is 1
+            if limit - 1e-6 < norms[-1] < math.inf:  # below the limit the factor is 1
                 for gradient in group:
                     gradient.mul_(limit / (norms[-1] + 1e-6))
         return math.hypot(*norms)
 
     def _norm(self, gradients: list[Tensor]) -> float:
-        """Return the norm of the whole gradient; collective where it is sharded."""
+        """Return the norm of the full gradient; collective if sharded."""
         if gradients and not self._ranks.shards and sum(one.numel() for one in gradients) < _SMALL:
-            # One vector takes fewer calls. In float32 a sum over half a million numbers is 3e-5 off.
+            # One vector needs fewer calls. A float32 sum over half a million numbers has an error of 3e-5.
             return float(torch.linalg.vector_norm(torch.cat([one.flatten() for one in gradients]), dtype=torch.float64))
         return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
-        """Write the policy, and all that training needs to go on, below `folder`; all ranks, of which the first writes.
+        """Write the policy and the training state below `folder`; all ranks call this, the first one writes.
 
-        Nothing in it depends on the number of ranks.
+        The files are independent of the number of ranks.
 
         Raises:
-            CheckpointError: it could not be written (full disk); this rank has still done its part for the others.
+            CheckpointError: writing failed (full disk); this rank has still taken part in the collectives.
         """
         problems: list[CheckpointError] = []
 
@@ -140,7 +140,7 @@ class Optimization:
                 problems.append(error)
 
         with self._ranks.full_weights(write=False):
-            # Every rank passes through here, and only the first one writes: gathering the weights is collective.
+            # All ranks run this code, because gathering the weights is collective; only the first one writes.
             write(lambda: _save_policy(policy, env, folder / POLICY_FOLDER))
         state = {
             "optimizer": self._ranks.gathered(self.optimizer.state_dict()),
@@ -152,7 +152,7 @@ class Optimization:
             raise problems[0]
 
     def load(self, folder: Path, policy: Policy) -> None:
-        """Load what `save` wrote. Learning rates, weight decay and the like stay those of this run's config."""
+        """Load what `save` wrote. Learning rates, weight decay and similar settings are those of this run's config."""
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)
@@ -164,22 +164,22 @@ class Optimization:
                 "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         schedule = state["schedule"]
-        # Older checkpoints: optimizer steps only.
+        # Older checkpoints contain the number of optimizer steps only.
         self._schedule.taken = int(schedule.get("taken", schedule.get("last_epoch", 0)))
         self._schedule.warm_until = float(schedule.get("warm_until", 0.0))
         set_rng_state(state["rng"])
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load what `state_dict` returned; rates, weight decay and the like stay the optimizer's own."""
+    """Load an optimizer's `state_dict()`, but keep the current rates, weight decay and similar settings."""
     own = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
-    # Before loading: by `fused` of these groups torch decides whether the count of steps goes to the GPU.
+    # Before loading: torch moves the step count to the GPU depending on `fused` of these groups.
     groups = [saved | settings for saved, settings in zip(state["param_groups"], own, strict=True)]
     optimizer.load_state_dict(state | {"param_groups": groups})
 
 
 class Trainer:
-    """One rank that trains a policy, whatever the loss; the gradient is that of all ranks."""
+    """One rank that trains a policy with any loss; gradients are reduced over all ranks."""
 
     def __init__(
         self,
@@ -195,11 +195,11 @@ class Trainer:
         """Prepare the optimizer.
 
         Args:
-            policy: its module is bound to `ranks` already.
+            policy: its module is already wrapped by `ranks`.
             cfg: batch sizes and optimizer.
-            skips_nonfinite: leave an optimizer step out where loss or gradient is not finite, instead of an error.
-            total_steps: of the run, for the schedule.
-            ranks: who trains together.
+            skips_nonfinite: skip an optimizer step with a non-finite loss or gradient instead of raising.
+            total_steps: training steps of the run, for the schedule.
+            ranks: the training processes.
             warmup: see `Schedule`.
             value_rate: the value head has `value_lr` and `value_clip_grad` instead of the policy's rate and limit.
         """
@@ -220,17 +220,17 @@ class Trainer:
         *,
         values_only: bool = False,
     ) -> InParts[tuple[dict[str, float], list[M]] | None]:
-        """Accumulate gradients over micro-batches, pausing after each, and take one optimizer step.
+        """Accumulate gradients over micro-batches, yielding after each, and take one optimizer step.
 
         Args:
-            parts: the micro-batches, and whether they count, as `deal` says.
+            parts: the micro-batches, and whether they count, as returned by `deal`.
             position: see `Schedule.factor`.
             forward: scores of a micro-batch.
-            loss: its share of the loss, which add up, and whatever the caller wants to know of it.
-            values_only: change nothing but the value head.
+            loss: its share of the loss (shares are summed), and measurements for the caller.
+            values_only: update only the value head.
 
         Returns:
-            `loss` and `grad_norm`, and what `loss` said of each micro-batch; None if the step was left out.
+            `loss` and `grad_norm`, and the measurements of each micro-batch; None if the step was skipped.
 
         Raises:
             NonFiniteError: loss or gradient is not finite.
@@ -241,14 +241,14 @@ class Trainer:
         for number, (part, counts) in enumerate(parts, start=1):
             scores = self.ranks.score(partial(forward, part), last=number == len(parts))
             share, own = loss(scores, part)
-            # FSDP averages gradients over the ranks; the weights of the samples already add up over all of them.
+            # FSDP averages gradients over the ranks, but the sample weights sum to 1 over all ranks.
             factor = self.ranks.rank_info.world if counts else 0
             (share if factor == 1 else share * factor).backward()
             if counts:
                 losses.append(share.detach())
                 said.append(own)
             yield
-        # Before the step, so that all ranks agree whether the loss was finite: one that stepped alone would go astray.
+        # Before the step, so that all ranks agree on a non-finite loss; otherwise their weights would diverge.
         shares = self.ranks.exchange([{"loss": share} for share in _on_host(losses)])
         if broken := [one["loss"] for one in shares if not math.isfinite(one["loss"])]:
             return self.refuse(f"loss {broken[0]}")
@@ -258,27 +258,27 @@ class Trainer:
         return merge_metrics(shares) | {"grad_norm": grad_norm}, said
 
     def take_statistics(self, arena: Arena, records: IntArray) -> None:
-        """Let a policy that normalises what it sees look at observations."""
+        """Update the observation statistics of a policy that normalises observations."""
         if isinstance(self.policy, LearnsStatistics):
             self.policy.take_statistics(read_observation(arena, records))
             weights_changed(self.policy.module)
 
-    def refuse(self, what: str, *, kept: str = "the weights were not touched") -> None:
-        """Drop the gradients when something is not finite; `kept` says what has changed already."""
+    def refuse(self, what: str, *, kept: str = "the weights are unchanged") -> None:
+        """Drop the gradients and raise for a non-finite value; `kept` describes the state of the weights."""
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
             raise NonFiniteError(
-                f"Non-finite {what} in the actor; {kept}. Likely cause: learning rate too high "
-                "or broken rewards or data. Try actor.optim.lr lower, or faults.on_nonfinite=skip."
+                f"Non-finite {what} in the actor; {kept}. Likely cause: learning rate too high, or wrong rewards or "
+                f"data. Lower actor.optim.lr, or set faults.on_nonfinite=skip."
             )
 
 
 _SMALL = 2**20
-"""Numbers of a gradient up to which a copy costs less than a call for each weight."""
+"""Number of gradient elements up to which one copy is cheaper than a call per weight."""
 
 
 def _on_host(scalars: list[Tensor]) -> list[float]:
-    """Numbers instead of scalars on the device, which the host waits for once."""
+    """Copy scalars from the device with a single synchronisation."""
     return torch.stack(scalars).cpu().tolist() if len(scalars) > 1 else [float(one) for one in scalars]
 
 
@@ -289,19 +289,19 @@ def _save_policy(policy: Policy, env: EnvSpec, folder: Path) -> None:
 
 
 def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArray]:
-    """Positions of the samples of each forward: `size` at a time, or, with a budget, what fits into it padded.
+    """Return the sample positions of each forward pass: `size` each, or limited by a budget of padded tokens.
 
     Args:
         cost: [n] tokens of each sample.
-        size: samples per forward without a budget.
-        budget: tokens per forward; samples are sorted by length, and one that is longer alone goes alone.
+        size: samples per forward pass without a budget.
+        budget: tokens per forward pass; samples are sorted by length. A sample above the budget is a batch of its own.
     """
     if budget is None:
         return [np.arange(start, min(start + size, len(cost))) for start in range(0, len(cost), size)]
     order = np.argsort(-cost, kind="stable")
     batches: list[IntArray] = []
     while order.size:
-        # Sorted by length, so the first one says how long all of the batch are padded to.
+        # Sorted by length, so the first sample determines the padded length of the batch.
         count = max(1, budget // max(1, int(cost[order[0]])))
         batches.append(order[:count])
         order = order[count:]
@@ -309,19 +309,19 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
 
 
 def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -> list[tuple[IntArray, bool]]:
-    """Deal the samples of an optimizer step into micro-batches, the same number on every rank.
+    """Distribute the samples of an optimizer step over micro-batches, with the same number on every rank.
 
     Args:
-        cost: [n] of each sample, as `micro_batches` takes it.
+        cost: [n] tokens of each sample.
         rank_info: this rank.
-        size: samples of a micro-batch, at most.
+        size: maximum samples of a micro-batch.
         max_cost: see `micro_batches`.
 
     Returns:
-        (positions, whether they count) of each micro-batch: ranks with nothing left run the first sample again, because
+        (positions, whether they count) of each micro-batch. Ranks without samples run the first sample again, because
         all ranks must take part in every collective.
     """
-    # Neighbours in length go to different ranks, so that the micro-batches which run side by side are alike.
+    # Samples of similar length go to different ranks, so that concurrent micro-batches have similar cost.
     order = np.arange(len(cost)) if max_cost is None else np.argsort(-cost, kind="stable")
     shares = [order[rank :: rank_info.world] for rank in range(rank_info.world)]
     ranks = [[rows[part] for part in micro_batches(cost[rows], size, max_cost)] for rows in shares]
@@ -330,6 +330,6 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
 
 
 def mean_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Means over the optimizer steps that have a metric; of names that end in _max the largest."""
+    """Return the mean of each metric over the optimizer steps that have it; the maximum for names that end in _max."""
     values = {name: [s[name] for s in steps if name in s] for name in dict.fromkeys(n for s in steps for n in s)}
     return {n: max(v) if n.endswith("_max") else math.fsum(v) / len(v) for n, v in values.items()}

@@ -1,4 +1,4 @@
-"""Monitors: where metrics, messages and videos go. Each is one class and one registry line."""
+"""Loggers of metrics, messages and videos. Each is one class and one registry line."""
 
 from embodyrl.monitor.protocol import MONITORS, Monitor
 

@@ -21,12 +21,12 @@ DASHBOARDS: Registry[Callable[[RunInfo], Any]] = Registry(
     "dashboard", group="embodyrl.dashboards", wants="a class that is created with a RunInfo", fits=callable
 )
 PROGRESS_PERIOD_S = 30.0
-"""Least time between two progress lines where there is no TTY."""
+"""Minimum time between two progress lines without a TTY."""
 
 _READER_S = 1.0
-"""Longest wait for a reader of standard output who has stopped; what does not fit then is not shown."""
+"""Longest wait for a blocked reader of standard output; text that does not fit is dropped."""
 _PIECE = 1024
-"""Characters that fit into any pipe with room."""
+"""Number of characters that fit into any pipe with room."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -50,7 +50,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Return the line of one step; metrics that are absent are left out.
+    """Return the line of one step; absent metrics are skipped.
 
     >>> step_line(3, 100, {"time/step": 12.41, "train/success_once": 0.25})
     'step 3/100 | 12.4 s | success 0.250'
@@ -65,14 +65,14 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
-    """The return of a validation is told where success is not."""
+    """Return True for the validation return if there is a success rate."""
     return name == "eval/return" and "eval/success_once" in metrics
 
 
 def _time_shares(metrics: Mapping[str, float]) -> str:
     """Return the three longest phases, `time/*`, as shares of the step with its validation."""
     whole = step_seconds(metrics)
-    # Parts that do not contain each other; they run side by side, so their shares may add up to more than 100 %.
+    # Disjoint parts; they run in parallel, so their shares may add up to more than 100 %.
     names = [part for name, parts in PHASES.items() for part in parts or (name,)]
     phases = {name: metrics[f"time/{name}"] for name in names if f"time/{name}" in metrics}
     if not whole:
@@ -82,7 +82,7 @@ def _time_shares(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleMonitor(Monitor):
-    """Writes to a text stream, standard output by default; colours follow NO_COLOR."""
+    """Logger that writes to a text stream, standard output by default; colours follow NO_COLOR."""
 
     prompt = True
 
@@ -96,7 +96,7 @@ class ConsoleMonitor(Monitor):
         self._picture: Live | None = None
         self._quiet_since = clock()
         self._unread = 0
-        """Lines that were not shown because nobody read."""
+        """Dropped lines."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """See `Monitor.open`."""
@@ -107,7 +107,7 @@ class ConsoleMonitor(Monitor):
             for row in read_rows(run_dir / METRICS_FILE) if info.resume_step else ():
                 if row.get("step", 0) < info.resume_step:
                     self._board.log(row.get("step", 0), row)
-            # Without training steps there is only a progress bar, and nothing of it is worth keeping.
+            # Without training steps, the display is a progress bar, which is not kept.
             self._picture = Live(
                 self._board, console=self._console, refresh_per_second=4, transient=not info.total_steps
             )
@@ -165,7 +165,7 @@ class ConsoleMonitor(Monitor):
         self._picture = self._board = None
 
     def _broken(self, text: str) -> str:
-        """Break lines, a name of ten characters and a text, between the words for a terminal; paths stay whole."""
+        """Wrap lines (a name of ten characters and a text) for a terminal between words; paths stay whole."""
         if not self._live:
             return text
         how: Any = {"subsequent_indent": " " * 13, "break_long_words": False, "break_on_hyphens": False}
@@ -177,12 +177,12 @@ class ConsoleMonitor(Monitor):
             self._unread += 1
             return
         if self._unread:
-            line = f"({self._unread} lines are not shown: nobody read them)\n{line}"
+            line = f"({self._unread} lines were dropped: the output was blocked)\n{line}"
             self._unread = 0
         if self._live:
             self._console.print(line, markup=False, soft_wrap=True)
             return
-        # A pipe or a log file wants the line as it is, whatever the width of a terminal.
+        # Pipes and log files get the line unwrapped, for any terminal width.
         line += "\n"
         for start in range(0, len(line), _PIECE):
             if has_room(self._stream, _READER_S):

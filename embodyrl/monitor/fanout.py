@@ -1,4 +1,4 @@
-"""Several monitors behind one face: a backend that fails on start is fatal, later it is dropped with one warning."""
+"""Fan-out to multiple loggers. An error at the start ends the run; a later error drops the logger with one warning."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.protocol import MONITORS, Monitor, RunInfo
 
 _BACKLOG = 1000
-"""Calls that may wait."""
+"""Maximum number of queued calls."""
 
 
 class BackgroundMonitor(Monitor):
-    """Hands calls on to a monitor, in order. A failure there is raised at the next call here."""
+    """Runs the calls of a logger in order in a thread; an error there is raised by the next call."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
-        """Wrap `monitor`; one call may take `patience_s`, and the end of all `close_s`."""
+        """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
         self._monitor = monitor
         self._patience_s, self._close_s = patience_s, close_s
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(_BACKLOG)
         self._failure: Exception | None = None
         self._since = float("inf")
-        """Start of the call that is under way."""
+        """Start time of the running call."""
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start the thread and let it open the logger; return as soon as that is done or given up."""
+        """Start the thread and open the logger in it; return when that is done or timed out."""
         opened = threading.Event()
         self._calls.put(partial(self._monitor.open, run_dir, info))
         self._calls.put(opened.set)
@@ -71,7 +71,7 @@ class BackgroundMonitor(Monitor):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise TimeoutError(f"{_BACKLOG} calls wait for it") from None
+            raise TimeoutError(f"{_BACKLOG} calls are queued") from None
 
     def _check(self) -> None:
         if self._failure is not None:
@@ -110,7 +110,7 @@ def missing_loggers(backends: Sequence[str]) -> list[str]:
 
 
 def build_monitor(backends: Sequence[str]) -> Fanout:
-    """Build the named backends (`runner.logger.backends`); nothing is opened yet.
+    """Build the named backends (`runner.logger.backends`) without opening them.
 
     Raises:
         UnknownNameError: no such backend.
@@ -120,27 +120,27 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
 
 
 class Fanout(Monitor):
-    """A monitor made of monitors, by backend name."""
+    """Logger that forwards to several loggers, by backend name."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:
         self._monitors = dict(monitors)
 
     def names(self) -> list[str]:
-        """Backends that still work."""
+        """Names of the active backends."""
         return list(self._monitors)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open all backends.
 
         Raises:
-            ConfigError: a backend failed to start; those opened before it are closed again.
+            ConfigError: a backend failed to start; those opened before it are closed.
         """
         opened: dict[str, Monitor] = {}
         for name, monitor in self._monitors.items():
             try:
                 monitor.open(run_dir, info)
             except Exception as error:
-                # So that those which did start are closed, and nobody else.
+                # Close only the backends that were opened.
                 self._monitors = opened
                 self.close()
                 raise ConfigError(
@@ -150,31 +150,31 @@ class Fanout(Monitor):
             opened[name] = monitor
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass the metrics of a step on to every logger."""
+        """Pass the metrics of a step to all loggers."""
         self._each(lambda monitor: monitor.log(step, metrics))
 
     def video(self, step: int, path: Path) -> None:
-        """Pass a recording on to every logger."""
+        """Pass a video to all loggers."""
         self._each(lambda monitor: monitor.video(step, path))
 
     def text(self, line: str) -> None:
-        """Pass a line on to every logger."""
+        """Pass a line to all loggers."""
         self._each(lambda monitor: monitor.text(masked(line)))
 
     def banner(self, lines: Sequence[str]) -> None:
-        """Pass the banner on to every screen."""
+        """Pass the banner to all loggers."""
         self._each(lambda monitor: monitor.banner([masked(line) for line in lines]))
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Pass progress on to every screen."""
+        """Pass progress to all loggers."""
         self._each(lambda monitor: monitor.progress(done, total, what))
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
-        """Pass a table of results on to every screen."""
+        """Pass a table of results to all loggers."""
         self._each(lambda monitor: monitor.results(rows))
 
     def close(self) -> None:
-        """Close every logger."""
+        """Close all loggers."""
         self._each(lambda monitor: monitor.close())
 
     def _each(self, call: Callable[[Monitor], None]) -> None:
@@ -184,10 +184,10 @@ class Fanout(Monitor):
                 call(monitor)
             except Exception as error:
                 del self._monitors[name]
-                failed.append(f"logger '{name}' failed and was dropped, training goes on: {_one_line(error)}")
+                failed.append(f"logger '{name}' failed and was dropped; training continues: {_one_line(error)}")
         for message in failed:
             _log.warning(message)
-            # The people at the screen should learn of it too; what fails now is dropped in turn.
+            # The warning goes to the other loggers, too; those that fail now are also dropped.
             self.text(f"warning: {message}")
 
 

@@ -1,4 +1,4 @@
-"""What a run tells about itself, read back from the files of its folder."""
+"""Results of a run, read from the files of its folder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ EPISODES_FILE = "episodes.jsonl"
 TABLE_FILE = "eval.json"
 METRICS_FILE = "metrics.jsonl"
 COSTS_FILE = "costs.jsonl"
-"""Wall and processor seconds of each attempt at a run."""
+"""Wall-clock and CPU seconds of each attempt of a run."""
 VIDEO_FOLDER = "videos"
-"""Of a run, unless `video_cfg.base_dir` names another place."""
+"""Video folder of a run, unless `video_cfg.base_dir` is set."""
 
 
 _DOUBTS = 5
-"""Tokens of a reply that are shown beside the most probable ones."""
+"""Number of a reply's least probable tokens to show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRow:
-    """One episode of an evaluation, as `episodes.jsonl` keeps it."""
+    """One episode of an evaluation, a row of `episodes.jsonl`."""
 
     episode: int
     task_id: int
@@ -41,7 +41,7 @@ class EpisodeRow:
     reset_id: int
     seed: int
     success_once: bool | None
-    """None: the environment says nothing of success."""
+    """None: the environment reports no success."""
     success_at_end: bool | None
     episode_return: float
     steps: int
@@ -50,19 +50,19 @@ class EpisodeRow:
     seconds: float
     video: str | None
     suite: str = ""
-    """Suite of the task, where an evaluation covers several."""
+    """Suite of the task, if an evaluation has several."""
     state: int | None = None
-    """Number of the initial state among those of its suite; earlier versions did not say it."""
+    """Index of the initial state in its suite; missing in files of earlier versions."""
     conversation: tuple[tuple[str, str], ...] = ()
-    """(role, text) of every turn, the last reply included, of a task in words."""
+    """(role, text) of every turn of a text task, including the last reply."""
     solved_at_reset: bool = False
-    """The goal held before the first action."""
+    """The goal was already reached before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
-    """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable ones."""
+    """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable tokens."""
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> EpisodeRow:
-        """Read one row; fields of other versions are left aside."""
+        """Parse one row; unknown fields are ignored."""
         values = {name: raw[name] for name in _KINDS}
         if wrong := [name for name, kind in _KINDS.items() if not isinstance(values[name], kind)]:
             raise TypeError(*wrong)
@@ -74,19 +74,19 @@ class EpisodeRow:
 
     @property
     def outcome(self) -> str:
-        """success, failure, or played where the environment does not say."""
+        """success, failure, or played if the environment reports no success."""
         known = self.success_once
         return "played" if known is None else "success" if known else "failure"
 
     @property
     def doubts(self) -> list[str]:
-        """The least probable tokens that were said, in their order, and the most probable ones (`rollout.logprobs`)."""
+        """Least probable tokens of the replies, in order, with the most probable alternatives (`rollout.logprobs`)."""
         least = sorted(sorted(range(len(self.logprobs)), key=lambda i: self.logprobs[i][0][1])[:_DOUBTS])
         told = [(i, *(f"{json.dumps(t, ensure_ascii=False)} {p:.2f}" for t, p in self.logprobs[i])) for i in least]
         return [f"token {i + 1}: {said}; most probable {', '.join(top)}" for i, said, *top in told]
 
     def to_json(self) -> dict[str, object]:
-        """Inverse of `from_json`."""
+        """Return the JSON object of the row."""
         names = ("return" if f.name == "episode_return" else f.name for f in fields(self))
         return {name: getattr(self, f.name) for name, f in zip(names, fields(self), strict=True)}
 
@@ -96,21 +96,24 @@ _KINDS: Mapping[str, Any] = {
     for name, kind in get_type_hints(EpisodeRow).items()
     if name not in ("episode_return", "suite", "state", "conversation", "logprobs", "solved_at_reset")
 }
-"""What is stored as it is."""
+"""Fields that are stored unchanged."""
 
 
 _SUCCESS = {"train/success_once", "eval/success_once"}
 
 
 def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
-    """Success of episodes, or their return where success is not known (`known`: others say it is)."""
+    """Return the success rate of episodes, or their mean return if no success is known.
+
+    `known`: other episodes of the evaluation have a known success.
+    """
     if episodes and not known and all(e.success_once is None for e in episodes):
         return Mean.of((e.reset_id, e.episode_return) for e in episodes)
     return Rate.of((e.reset_id, bool(e.success_once)) for e in episodes)
 
 
 def own_suite(episodes: Sequence[EpisodeRow]) -> str:
-    """The suite that the others were evaluated beside: it has the first tasks."""
+    """Return the environment's own suite, which has the first tasks."""
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
@@ -123,19 +126,21 @@ class Evaluation:
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
-        """Those of the environment's own suite: all, unless others were evaluated beside it."""
+        """Episodes of the environment's own suite; all, unless further suites were evaluated."""
         suite = own_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
 
     @property
     def suites(self) -> dict[str, Score]:
-        """Score of each suite, the own one first; empty: there is one."""
+        """Score of each suite, the environment's own first; empty if there is one."""
         names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
         scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Success of the own suite's episodes of one task, or of all; their return where success is not known."""
+        """Return the success rate of the own suite's episodes of one task, or of all; the mean return if success is
+        unknown.
+        """
         return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 
@@ -148,10 +153,10 @@ class History:
     rows: tuple[dict[str, float | None], ...]
     """Rows of metrics.jsonl."""
     evaluations: tuple[Evaluation, ...]
-    """By step; those of `embodyrl eval` without metrics included."""
+    """By step, including those of `embodyrl eval` without metrics."""
     unfinished: Evaluation | None = None
-    """The newest one that is under way or was interrupted. It is none of the others: the shortest episodes end first,
-    and of those that end with success they are the successful ones."""
+    """The newest evaluation if it is running or was interrupted. It is not in `evaluations`, because the shortest
+    episodes, often the successful ones, end first."""
 
     @property
     def name(self) -> str:
@@ -159,22 +164,22 @@ class History:
         return self.folder.name
 
     def text(self, name: str | Path) -> str:
-        """Content of a text file of the run; empty if there is none, or it is a link to one elsewhere."""
+        """Return the content of a text file of the run; empty if it is missing or a link to a file outside."""
         path = self.folder / name
         return path.read_text(encoding="utf-8", errors="replace") if _is_within(path, self.folder) else ""
 
     def has(self, name: str) -> bool:
-        """Whether a metric has a finite value anywhere."""
+        """Return True if a metric has a finite value in any row."""
         return any(row.get(name) is not None for row in self.rows)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """(step, value) of one metric where it has a finite value."""
+        """Return (step, value) of one metric for its finite values."""
         return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
 
     def find_video(self, stored: str) -> Path | None:
-        """Where a recording lies, also after the folders were moved together; None if it is gone.
+        """Return the path of a video, also after the folders were moved together; None if it is missing.
 
-        The run's files may be somebody else's: only MP4 files in a folder of the run's name are taken.
+        The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
         """
         base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
         elsewhere = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
@@ -183,8 +188,8 @@ class History:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Whether it is a file that lies there; the run may be somebody else's, and its links lead to any file."""
-    # A run folder may be somebody else's: a link in it must not show a file of this machine.
+    """Return True for a file inside the folder. The run is untrusted, and its links may lead to any file."""
+    # Untrusted run folder: a link must not expose a file of this machine.
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
@@ -197,11 +202,11 @@ def _is_video(path: Path) -> bool:
 
 _NUMBERS = {int, float, NoneType}
 _LONGEST_LINE = 1 << 24
-"""Bytes: more of a line is read as another one. As much of the end of a file is searched for the newest values."""
+"""Maximum bytes of a line, and of the end of a file that is searched for the newest values."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON lines file; empty if there is none. What a kill or a bad disk left of a line is left out."""
+    """Read the objects of a JSON lines file; empty if it is missing. Truncated lines are skipped."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -219,11 +224,11 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
-    """The last value of each metric in a JSON lines file, None where there is none; parses the rows that hold them."""
+    """Return the last value of each metric in a JSON lines file, or None; only rows with the metrics are parsed."""
     lines: list[bytes] = []
     if path.is_file():
         with path.open("rb") as file:
-            # From the end: a listing of runs looks at many files of which it wants the last values.
+            # From the end: listing runs needs only the last values of many files.
             file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
             lines = file.read(_LONGEST_LINE).splitlines()[::-1]
     found = []
@@ -234,10 +239,10 @@ def newest_values(path: Path, names: Sequence[str]) -> list[Any]:
 
 
 def read_episodes(path: Path) -> list[EpisodeRow]:
-    """Rows of an `episodes.jsonl` by episode number.
+    """Read the rows of an `episodes.jsonl`, sorted by episode number.
 
     Raises:
-        ConfigError: a row lacks something.
+        ConfigError: a row lacks a field.
     """
     try:
         return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
@@ -246,10 +251,10 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
 
 
 def read_table(folder: Path) -> dict[str, Any]:
-    """Sums of an evaluation from the `eval.json` of its folder; empty if there is none.
+    """Read the totals of an evaluation from the `eval.json` of its folder; empty if it is missing.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is damaged.
     """
     path = folder / TABLE_FILE
     if not path.is_file():
@@ -261,7 +266,7 @@ def read_table(folder: Path) -> dict[str, Any]:
     except (TypeError, ValueError):
         good = False
     if not good:
-        raise ConfigError(f"{path}: no table of an evaluation; the file is damaged, move it away.")
+        raise ConfigError(f"{path}: not an evaluation table; the file is damaged, move it away.")
     return found
 
 
@@ -269,11 +274,13 @@ def read_history(folder: Path) -> History:
     """Read a run.
 
     Raises:
-        ConfigError: the folder is no run.
+        ConfigError: the folder is not a run.
     """
     file = folder / "config.yaml"
     if not _is_within(file, folder):
-        raise ConfigError(f"{folder}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs.")
+        raise ConfigError(
+            f"{folder}: there is no config.yaml, so this is not a run; `embodyrl list runs` shows the runs."
+        )
     evaluations, unfinished = [], None
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
         step = int(path.parent.name.removeprefix("step_"))
@@ -285,7 +292,7 @@ def read_history(folder: Path) -> History:
     rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
     every = [*evaluations, *([unfinished] if unfinished else [])]
     if any(e.success_once is not None for one in every for e in one.episodes) or any(_SUCCESS & {*r} for r in rows):
-        # Some environments speak of success only where it comes: what they say nothing of was none.
+        # Some environments report success only when it occurs: a missing value means no success.
         evaluations = [_judged(one) for one in evaluations]
         unfinished = unfinished and _judged(unfinished)
         for row in rows:

@@ -1,4 +1,4 @@
-"""Estimates with their 95 % intervals, and tests of their difference; what repeats a state is no new evidence."""
+"""Estimates with 95 % intervals, and tests of differences; episodes of one initial state are clustered."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Outcomes = Iterable[tuple[Hashable, float]]
 
 
 def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
-    """Wilson score interval of a proportion (Wilson 1927); z = 1.96 gives 95 %.
+    """Return the Wilson score interval of a proportion (Wilson 1927); z = 1.96 gives 95 %.
 
     Centre (p + z^2 / 2n) / (1 + z^2 / n), half width z / (1 + z^2 / n) sqrt(p (1 - p) / n + z^2 / 4n^2).
-    Without any trial nothing is known: (0, 1).
+    Without trials: (0, 1).
 
     >>> [round(x, 4) for x in wilson(8, 10)]
     [0.4902, 0.9433]
@@ -31,7 +31,7 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
 
 
 def student_t(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t, within 1 % (Fisher and Cornish 1960).
+    """Return the two-sided 95 % quantile of Student's t, within 1 % (Fisher and Cornish 1960).
 
     >>> [round(student_t(n), 2) for n in (1, 2, 4, 9, 99)]
     [12.71, 4.3, 2.77, 2.26, 1.98]
@@ -44,16 +44,16 @@ def student_t(freedom: int) -> float:
 
 
 def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
-    """How many independent episodes say as much as these, grouped by initial state.
+    """Return the effective number of independent episodes, grouped by initial state.
 
     Episodes over the design effect (Kish 1965), with the variance of a ratio over clusters and Student's t (Korn and
-    Graubard 1998); at most all episodes, at least the number of states, also where nothing differs.
+    Graubard 1998); at most all episodes, at least the number of states, also for equal outcomes.
 
     >>> effective_episodes([[1, 1, 1, 1], [0, 0, 0, 0]]), effective_episodes([[1], [0], [0]])
     (2, 3)
     """
     n, states = sum(map(len, groups)), len(groups)
-    if n == states or states == 1:  # nobody knows how states differ of which there is one
+    if n == states or states == 1:  # with one state there is no variance between states
         return states
     outcomes = [outcome for group in groups for outcome in group]
     if min(outcomes) == max(outcomes):
@@ -62,17 +62,17 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
     spread = sum((sum(group) - mean * len(group)) ** 2 for group in groups)
     if not spread:
         return n
-    squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # of successes n p (1 - p)
+    squares = sum((outcome - mean) ** 2 for outcome in outcomes)  # for successes: n p (1 - p)
     found = squares * n * (states - 1) / (states * spread) * (1.96 / student_t(states - 1)) ** 2
     return max(states, min(n, found))
 
 
 def mcnemar(differences: Sequence[int]) -> float:
-    """Two-sided p value of a comparison in pairs: exact McNemar test, by initial state.
+    """Return the two-sided p value of a paired comparison: exact McNemar test, by initial state.
 
-    `differences` has one number per initial state: pairs that only the second won, less those that only the first won.
-    If nothing differs, each could as well have the other sign, so states and not pairs are drawn; with one pair per
-    state that is the binomial with 1/2.
+    `differences` has one number per initial state: pairs that only the second policy won, minus those that only the
+    first won. Under the null hypothesis each could have the opposite sign, so signs are randomised per state, not per
+    pair; with one pair per state this is the binomial test with 1/2.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
     (0.021484375, 0.5)
@@ -89,7 +89,7 @@ def mcnemar(differences: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Successes of some episodes; `episodes` may be 0.
+    """Success rate of some episodes; `episodes` may be 0.
 
     >>> str(Rate(8, 20)), str(Rate.of([("a", 1)] * 10 + [("b", 0)] * 10))
     ('40.0 % [21.9, 61.3] (8/20)', '50.0 % [9.5, 90.5] (10/20, 2 states)')
@@ -98,9 +98,9 @@ class Rate:
     successes: int
     episodes: int
     states: int | None = None
-    """Different initial states; None: one for each episode."""
+    """Number of different initial states; None: one for each episode."""
     effective: float | None = None
-    """Independent episodes that say as much; None: all of them."""
+    """Effective number of independent episodes; None: all of them."""
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Rate:
@@ -111,18 +111,18 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Share of successes; 0 of no episodes."""
+        """Share of successes; 0 without episodes."""
         return self.successes / self.episodes if self.episodes else 0.0
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Wilson, 95 %, over states where episodes repeat them."""
+        """Wilson 95 % interval, over states if episodes repeat them."""
         n = self.episodes if self.effective is None else self.effective
         return wilson(self.value * n, n)
 
     @property
     def counts(self) -> str:
-        """Successes and episodes, with the number of states where some are repeated."""
+        """Successes and episodes, with the number of states if some are repeated."""
         repeated = self.states is not None and self.states < self.episodes
         return f"{self.successes}/{self.episodes}" + (f", {self.states} states" if repeated else "")
 
@@ -134,7 +134,7 @@ class Rate:
 
     @property
     def short(self) -> str:
-        """The rate alone."""
+        """The rate without its interval."""
         return f"{100 * self.value:.0f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
@@ -144,7 +144,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """Mean of a number per episode, the return for example, where no success is known.
+    """Mean of a number per episode, for example the return if success is unknown.
 
     >>> str(Mean.of([("a", 1.0), ("b", 2.0), ("c", 3.0)]))
     '2 [-0.4843, 4.484] (3 episodes)'
@@ -159,7 +159,7 @@ class Mean:
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Mean:
-        """Student's t over the sums of initial states, as for a ratio."""
+        """Compute the mean with Student's t over the sums of initial states, as for a ratio."""
         groups = _by_state(outcomes)
         n, states = sum(map(len, groups)), len(groups)
         value, effective = sum(map(sum, groups)) / n if n else 0.0, effective_episodes(groups)
@@ -171,7 +171,7 @@ class Mean:
 
     @property
     def counts(self) -> str:
-        """Episodes, with the number of states where some are repeated."""
+        """Number of episodes, with the number of states if some are repeated."""
         return f"{self.episodes} episodes" + (f", {self.states} states" if self.states < self.episodes else "")
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ class Mean:
 
     @property
     def short(self) -> str:
-        """The mean alone."""
+        """The mean without its interval."""
         return f"{self.value:.4g}" if self.episodes else "-"
 
     def change(self, later: Score) -> str:
@@ -191,7 +191,7 @@ class Mean:
 
 
 Score = Rate | Mean
-"""What an evaluation is judged by: success, or the return where the environment knows no success."""
+"""Score of an evaluation: success rate, or mean return if the environment reports no success."""
 
 
 def _by_state(outcomes: Outcomes) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one flat row per step, written line by line; and what happened, in `logs/events.log`."""
+"""`metrics.jsonl` with one flat row per step, and `logs/events.log` with events."""
 
 import json
 import logging
@@ -16,9 +16,10 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlMonitor(Monitor):
-    """Rows `{"step": 3, "train/return": 0.25, ...}`; a value that is not finite is written as null and named once.
+    """Logger of rows such as `{"step": 3, "train/return": 0.25, ...}`.
 
-    The newest step may be logged again: the row is replaced.
+    A value that is not finite is written as null and reported once. The newest step may be logged again: the row is
+    replaced.
     """
 
     prompt = True
@@ -45,7 +46,7 @@ class JsonlMonitor(Monitor):
             self._file = self._path.open("x", buffering=1, encoding="utf-8")
 
     def _keep_before(self, step: int) -> None:
-        """Rows of this and later steps are void, and a crash may have torn the last line."""
+        """Delete rows of this and later steps, and a truncated last line after a crash."""
         kept = [row for row in read_rows(self._path) if row.get("step", step) < step]
         write_atomically(self._path, "".join(json.dumps(row) + "\n" for row in kept))
         self._newest = max((row["step"] for row in kept), default=-1)

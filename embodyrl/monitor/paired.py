@@ -1,4 +1,4 @@
-"""Two evaluations of the same episodes, compared in pairs."""
+"""Paired comparison of two evaluations of the same episodes."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from embodyrl.monitor.history import EpisodeRow, own_suite
 from embodyrl.monitor.intervals import Mean, mcnemar
 
 SIGNIFICANT = 0.05
-"""p value below which two evaluations are said to differ."""
+"""Significance level of a difference between two evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
-    """What the pairs of two evaluations say."""
+    """Result of a paired comparison."""
 
     suite: str
-    """Empty: the environment has one."""
+    """Empty: the environment has one suite."""
     pairs: int
     states: int
-    """Different initial states among them."""
+    """Number of different initial states of the pairs."""
     only_first: int = 0
     """Pairs in which only the first succeeded."""
     only_second: int = 0
     p_value: float | None = None
-    """Exact McNemar test over states; None: the environment says nothing of success."""
+    """Exact McNemar test over states; None: the environment reports no success."""
     gain: Mean | None = None
-    """Return of the second less that of the first, where nothing is known of success."""
+    """Mean difference of returns (second minus first), if success is unknown."""
 
     @property
     def differ(self) -> bool:
-        """Whether the difference is more than chance, at 5 %."""
+        """True if the difference is significant at 5 %."""
         if self.gain is not None:
             return not self.gain.interval[0] <= 0.0 <= self.gain.interval[1]
         return self.p_value is not None and self.p_value < SIGNIFICANT
 
     def line(self, names: tuple[str, str]) -> str:
-        """The comparison behind the name of its suite, where there are several."""
+        """Return the comparison, preceded by the name of its suite if there are several."""
         return f"{self.suite}: " * bool(self.suite) + self.sentence(names)
 
     def sentence(self, names: tuple[str, str]) -> str:
-        """The comparison in a line."""
+        """Return the comparison in one line."""
         if not self.pairs:
             return "no episodes with the same task, initial state and seed: no paired test"
         line = f"paired on {self.pairs} episodes with the same initial state and seed"
@@ -59,8 +59,8 @@ class Paired:
 
 
 def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str = "") -> Paired:
-    """Compare episodes where task, initial state and seed agree; of several samples (`eval.samples`) the n-th ones."""
-    # A reset id counts through all suites that are evaluated, a state in its own alone.
+    """Compare episodes with the same task, initial state, seed and sample number (`eval.samples`)."""
+    # Reset ids count through all evaluated suites; state numbers start at 0 in each suite.
     told = all(e.state is not None for e in (*first, *second))
     before, after = (_by_start(episodes, lambda e: e.state if told else e.reset_id) for episodes in (first, second))
     pairs = [(before[start], e) for start, e in after.items() if start in before]
@@ -83,7 +83,7 @@ def pair(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow], suite: str =
 def _by_start(
     episodes: Sequence[EpisodeRow], state: Callable[[EpisodeRow], int | None]
 ) -> dict[tuple[object, ...], EpisodeRow]:
-    """By task, initial state, seed, and the number of earlier episodes that began alike."""
+    """Index episodes by task, initial state, seed, and the number of earlier episodes with the same three."""
     found: dict[tuple[object, ...], EpisodeRow] = {}
     seen: Counter[tuple[object, ...]] = Counter()
     for e in sorted(episodes, key=lambda e: e.episode):
@@ -94,7 +94,7 @@ def _by_start(
 
 
 def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
-    """One comparison per suite of the second evaluation, the own one first; both are of one environment."""
+    """Compare two evaluations of one environment, suite by suite; the own suite is first."""
     own = own_suite(first), own_suite(second)
     found = []
     for suite in dict.fromkeys([own[1], *(e.suite for e in second)]):
@@ -105,9 +105,9 @@ def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> li
 
 
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """What says that two runs, by their configs, gave equal numbers to other initial states; None: nothing does.
+    """Return a config difference of two runs that assigns initial states differently; None: there is none.
 
-    `keys`, and those below them, decide it.
+    `keys`, and those below them, are compared.
     """
     one, other = (
         {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}

@@ -1,4 +1,4 @@
-"""The monitor seam: what a backend implements, and one registry."""
+"""Interface and registry of loggers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from embodyrl.registry import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a monitor learns about the run when it opens."""
+    """Information about the run for loggers."""
 
     run_id: str
     project: str = "embodyrl"
     offline: bool = False
-    """Write files only, contact no server."""
+    """Write files only, connect to no server."""
     total_steps: int = 0
     """Training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
-    """First step that this process will log; rows of this and later steps of an earlier process are void."""
+    """First step that this process will log; rows of this and later steps of an earlier process are discarded."""
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
@@ -30,34 +30,37 @@ class RunInfo:
 
 
 class Monitor:
-    """One backend: a subclass implements what it serves. Methods may raise: the caller drops the backend."""
+    """Base class of loggers: subclasses implement the methods that they need.
+
+    Methods may raise: the caller then drops the logger.
+    """
 
     prompt: ClassVar[bool] = False
-    """The caller waits for each call; others get theirs, but for what only people at a screen want, in a thread."""
+    """Call the logger in the training thread. False: a background thread calls it, without output for a screen."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start; an error here is fatal for the run."""
+        """Open the logger; an error here ends the run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the flat metrics of one step."""
 
     def video(self, step: int, path: Path) -> None:
-        """A recording was written."""
+        """Handle a new video file."""
 
     def text(self, line: str) -> None:
-        """One human-readable line."""
+        """Handle one human-readable line."""
 
     def banner(self, lines: Sequence[str]) -> None:
-        """Lines before the first step."""
+        """Show the lines before the first step."""
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """`done` of `total` parts of a long phase are finished; called often."""
+        """Show that `done` of `total` parts of a long phase are finished; called often."""
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
-        """Success, or return, in the first and the last validation by task, at the end."""
+        """Show success rate or return by task in the first and the last validation, at the end."""
 
     def close(self) -> None:
-        """Flush and end; idempotent."""
+        """Flush and close; idempotent."""
 
 
 MONITORS: Registry[type[Monitor]] = Registry(

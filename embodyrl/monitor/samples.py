@@ -1,4 +1,4 @@
-"""What a language model said in evaluations, a few episodes of each: for people who want to read and not to count."""
+"""Samples of a language model's conversations in evaluations."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LINE = 160
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One episode in the last evaluation, and in the first where that had it."""
+    """One episode in the last evaluation and, if present, in the first."""
 
     before: EpisodeRow | None
     after: EpisodeRow
 
     @property
     def asked(self) -> tuple[tuple[str, str], ...]:
-        """The turns before the last reply."""
+        """Turns before the last reply."""
         return self.after.conversation[:-1]
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Choose conversations: what was learned, what still fails, and the rest, in turn."""
+    """Select conversations: newly solved ones, failures and others, in turn."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:
@@ -38,7 +38,7 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
 
 
 def samples_of(history: History, count: int) -> list[Sample]:
-    """Some conversations of the newest evaluation, beside those of the first one."""
+    """Select conversations of the newest evaluation, with those of the first one."""
     if not history.evaluations:
         return []
     first, last = history.evaluations[0], history.evaluations[-1]
@@ -46,7 +46,7 @@ def samples_of(history: History, count: int) -> list[Sample]:
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:
-    """The samples as lines for a terminal."""
+    """Yield the samples as lines for a terminal."""
     for sample in samples:
         for role, text in sample.asked:
             yield f"  {role:<10} {_one_line(text)}"

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer: torch's would import torch here."""
+"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer: torch's writer would import torch."""
 
 import time
 from collections.abc import Mapping
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class TensorboardMonitor(Monitor):
-    """Scalars under the names of `metrics.jsonl`. Videos stay files: event files would hold every frame twice."""
+    """Logger of scalars under the names of `metrics.jsonl`.
+
+    Videos stay files: event files would duplicate their frames.
+    """
 
     def __init__(self) -> None:
         self._writer: EventFileWriter | None = None
@@ -23,7 +26,7 @@ class TensorboardMonitor(Monitor):
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(run_dir / "tensorboard"))
-        if info.resume_step is not None:  # readers then drop what an earlier file holds of this step and later ones
+        if info.resume_step is not None:  # readers then ignore earlier rows of this and later steps
             self._add(info.resume_step, session_log=SessionLog(status=SessionLog.START))
         elif info.summary:
             table = "\n".join(f"| {name} | {value} |" for name, value in info.summary.items())
@@ -34,7 +37,7 @@ class TensorboardMonitor(Monitor):
         assert self._writer is not None, "log before open"
         values = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
         self._add(step, summary={"value": values})
-        # A killed run should keep its last step.
+        # Flush, so that a killed run keeps its last step.
         self._writer.flush()
 
     def close(self) -> None:
@@ -51,6 +54,6 @@ class TensorboardMonitor(Monitor):
 
 
 def _text(tag: str, markdown: str) -> dict[str, Any]:
-    """A value that the text dashboard shows."""
+    """Return a value that the text dashboard shows."""
     tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [markdown.encode()]}
     return {"tag": tag, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}

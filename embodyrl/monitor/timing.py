@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: `time/*` metrics as a tree of phases."""
+"""Time of a training step: `time/*` metrics as a tree of phases."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (),
     "validate": (),
 }
-"""Phases that follow each other, with parts. Parts run side by side (env workers and policy): they may overlap."""
+"""Sequential phases with their parts. Parts run in parallel (env workers and policy) and may overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,17 @@ class Phase:
     depth: int
     seconds: float
     share: float
-    """Of the whole step."""
+    """Share of the whole step."""
 
 
 def step_seconds(metrics: Mapping[str, float | None]) -> float:
-    """Seconds of a step, its validation included; 0 if the row is no training step."""
+    """Return the seconds of a step including its validation; 0 if the row is not a training step."""
     whole = metrics.get("time/step") or 0.0
     return whole + (metrics.get("time/validate") or 0.0) if whole else 0.0
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Seconds of a run by its rows; one that stands for several steps holds the time of one of them."""
+    """Return the seconds of a run from its rows; a row for several steps contains the time of one of them."""
     seconds, before = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0
@@ -43,7 +43,7 @@ def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
 
 
 def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
-    """The phases of a step in order, and what none of them explains as `other`."""
+    """Return the phases of a step in order, and the remaining time as `other`."""
     whole = step_seconds(metrics)
     if not whole:
         return []
@@ -58,13 +58,13 @@ def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
 
 
 def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Seconds of each `time/*` metric over several rows."""
+    """Sum the seconds of each `time/*` metric over several rows."""
     names = [name for name in set().union(*rows) if name.startswith("time/")]
     return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}
 
 
 def duration(seconds: float) -> str:
-    """Spell a time: 8 s, 3 min 20 s, 5 h 12 min."""
+    """Format a duration: 8 s, 3 min 20 s, 5 h 12 min."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -151,7 +151,7 @@ class ActingConfig(RunConfig):
         if cluster is not None:
             try:
                 apart = self.acting_processes > 0
-                parse_placement(cluster.component_placement, cluster.num_nodes, apart=apart)
+                parse_placement(cluster.component_placement, cluster.num_nodes, separate=apart)
             except ConfigError as error:
                 yield str(error)
 

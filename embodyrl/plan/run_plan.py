@@ -328,7 +328,7 @@ def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) 
 def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
     """Return the GPU that each process of the run will see; one process for everything sees them all.
 
-    Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`cluster/ray_launcher.py`).
+    Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`extensions/ray_cluster`).
     """
     acting = cfg.acting_processes if training and isinstance(cfg, ActingConfig) else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()

@@ -1,4 +1,4 @@
-"""Policies. Each lives in its own folder and is found through the registry."""
+"""Policies. Each has its own folder and is found through the registry."""
 
 from embodyrl.policies.protocol import POLICIES, export_policy, fitting_models
 

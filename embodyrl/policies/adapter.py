@@ -1,4 +1,4 @@
-"""The JSON side of low-rank adapter folders (peft's layout); imports nothing heavy."""
+"""Configuration of low-rank adapter folders (peft's layout); imports neither torch nor peft."""
 
 import json
 import math
@@ -24,12 +24,12 @@ _ONLY = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields that change what an adapter means, with the values that are understood here."""
+"""Fields that change the meaning of an adapter, with the supported values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterSpec:
-    """Size and place of low-rank adapters."""
+    """Size and targets of low-rank adapters."""
 
     r: int
     lora_alpha: int
@@ -44,12 +44,12 @@ class AdapterSpec:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """The adapter folder that `folder` is or holds."""
+    """Return `folder` or its subfolder if it contains an adapter."""
     return next((f for f in (folder, folder / ADAPTER_FOLDER) if (f / ADAPTER_CONFIG).exists()), None)
 
 
 def given_adapter(cfg: AdapterSettings) -> Path | None:
-    """The adapter folder of `model.lora.path`."""
+    """Return the adapter folder of `model.lora.path`."""
     return None if cfg.lora.path is None else find_adapter(resolve_asset(cfg.lora.path))
 
 
@@ -57,7 +57,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     """Read `adapter_config.json`.
 
     Raises:
-        CheckpointError: there is none, it is malformed, or of a kind that is not supported.
+        CheckpointError: the file is missing, malformed, or of an unsupported kind.
     """
     where = folder / ADAPTER_CONFIG
     try:
@@ -76,12 +76,12 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     if strange:
-        raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters of one rank are.")
+        raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters with one rank are.")
     return spec
 
 
 def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
-    """Rank, scale and targets: those of the adapter to start from, or else those of the config.
+    """Return rank, scale and targets of the initial adapter, or else those of the config.
 
     Raises:
         CheckpointError: see `read_adapter_spec`.
@@ -95,7 +95,7 @@ def lora_spec(cfg: AdapterSettings) -> AdapterSpec:
 
 
 def adapter_problems(cfg: AdapterSettings) -> list[str]:
-    """Keys of adapters that nothing would read, and adapters that do not exist."""
+    """Return errors of adapter keys: keys without effect, and missing adapters."""
     problems = []
     lora = cfg.lora
     untouched = {**plain(lora), "path": None} == plain(LoraSettings())
@@ -110,13 +110,14 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
         folder = resolve_asset(lora.path)
         adapter = find_adapter(folder)
         if adapter is None:
-            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; it wants a folder of peft.")
+            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; use a folder written by peft.")
         else:
             try:
                 read_adapter_spec(adapter)
             except CheckpointError as error:
                 problems.append(f"model.lora.path: {error}")
-            # Written by a run that trained them in full beside its adapters; a value head is not needed to act.
+            # Written by a run that trained these modules in full in addition to its adapters; a value head is not
+            # needed to act.
             beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
             if beside:
                 problems.append(

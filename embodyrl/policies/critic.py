@@ -1,4 +1,4 @@
-"""A critic apart: a second language model that only values what the first one writes."""
+"""Separate critic: a second language model that computes values only."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,29 +14,28 @@ CRITIC_FOLDER = "critic"
 
 
 class WithCritic:
-    """Implements `TextPolicy` and `HasEngine`: actions and probabilities of one, values of the other.
+    """Implements `TextPolicy` and `HasEngine`: actions and probabilities of one model, values of another.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
     and the warm-up of value heads.
     """
 
     def __init__(self, policy: Policy, critic: Policy, path: str) -> None:
-        """Join both.
+        """Join both models.
 
         Raises:
-            ConfigError: the critic of `path` reads other tokens.
+            ConfigError: the critic of `path` has other tokens.
         """
         own, other = (getattr(one, "vocabulary", None) for one in (policy, critic))
         if own is None or own != other:
             raise ConfigError(
-                f"critic.path={path}: its tokenizer is not the policy's, so it cannot value the same tokens. Use a "
-                "model of the same family."
+                f"critic.path={path}: its tokenizer differs from the policy's. Use a model of the same family."
             )
         self.vocabulary = own
         self.alone = policy
-        """What a reference needs of it."""
+        """The policy without critic, for a reference."""
         self._policy, self._critic = policy, critic
-        assert isinstance(policy, TextPolicy), "only words have a vocabulary in common"
+        assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate
         self.encode_replies, self.prompt_lengths = policy.encode_replies, policy.prompt_lengths
         self.served_by, self.rest = policy.served_by, getattr(policy, "rest", lambda: None)
@@ -47,7 +46,7 @@ class WithCritic:
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """See `Policy.act`."""
         if (version := weights_version(self.module)) != self._version:
-            weights_changed(self._policy.module)  # an engine takes its weights from there
+            weights_changed(self._policy.module)  # an engine loads its weights from there
             self._version = version
         out = self._policy.act(obs, noise=noise, temperature=temperature)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Small files that the checkpoint folders of several policies have. No torch."""
+"""Small files in the checkpoint folders of several policies. Imports no torch."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping
@@ -14,13 +14,13 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 WEIGHTS_FILE = "model.safetensors"
 STATISTICS_FILE = "dataset_statistics.json"
-"""Statistics of the training data; the public OpenVLA-OFT layout has it, and `embodyrl sft` writes it."""
+"""Statistics of the training data, as in the public OpenVLA-OFT layout; written by `embodyrl sft`."""
 RANDOM_INIT_KEY = "embodyrl_init"
-"""config.json of a folder without weights says {"embodyrl_init": "random"}."""
+"""config.json of a folder without weights contains {"embodyrl_init": "random"}."""
 
 
 def starts_random(folder: Path) -> bool:
-    """Whether the folder asks for random initial weights instead of holding some."""
+    """Return True if the folder requests random initial weights instead of containing weights."""
     try:
         return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get(RANDOM_INIT_KEY) == "random"
     except (OSError, ValueError, AttributeError):
@@ -28,24 +28,24 @@ def starts_random(folder: Path) -> bool:
 
 
 def saved_config(config: bytes) -> bytes:
-    """A config.json to be written beside weights: losing them must be an error, so nothing asks for random ones."""
+    """Return a config.json to save with weights, without the request for random weights."""
     content = json.loads(config)
     return config if content.pop(RANDOM_INIT_KEY, None) is None else (json.dumps(content, indent=2) + "\n").encode()
 
 
 def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
-    """Yield problems of a folder whose config.json is fine: what else `model.path` wants, and adapters on nothing.
+    """Yield further problems of a `model.path` with a valid config.json.
 
     Args:
         folder: the checkpoint.
-        tokenizer: where the tokenizer comes from, the end of a sentence.
+        tokenizer: source of the tokenizer, the end of a sentence.
         adapted: adapters are trained or merged.
     """
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
     if not starts_random(folder):
         if not any(folder.glob("model*.safetensors*")):
-            yield f"model.path: {folder} holds no model*.safetensors; fetch the weights too."
+            yield f"model.path: {folder} contains no model*.safetensors; download the weights, too."
     elif adapted:
         yield (
             f"model.is_lora=true or model.lora.path: {folder} has no trained weights, and adapters on random ones "
@@ -54,11 +54,11 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
 
 
 _SUFFIX = "_no_noops"
-"""What names of data sets end in whose steps without motion were removed; statistics are named with or without it."""
+"""Suffix of data sets without idle steps; statistics are named with or without it."""
 
 
 def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
-    """Return the data set of a name, which may have or lack the suffix `_no_noops`.
+    """Return the data set of a name, with or without the suffix `_no_noops`.
 
     Raises:
         CheckpointError: there is none.
@@ -69,23 +69,23 @@ def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
             return key
     raise CheckpointError(
         f"No statistics '{wanted}' (with or without '{_SUFFIX}') in {where}.{closest(wanted, known)} "
-        f"Known: {', '.join(sorted(known))}. Set model.unnorm_key to the data set that the checkpoint was trained on, "
-        "or choose another model.path."
+        f"Known: {', '.join(sorted(known))}. Set model.unnorm_key to the data set of the checkpoint's training, or "
+        f"use another model.path."
     )
 
 
 def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = True) -> None:
-    """Check statistics of vectors: name of a number (mean, std, min, max, q01, q99, ...) to one value a dimension.
+    """Check statistics of vectors: a name (mean, std, min, max, q01, q99, ...) to one value per dimension.
 
     Args:
-        numbers: as read.
+        numbers: as read from the file.
         where: file and part, the beginning of the message.
         varies: at least one dimension must vary, as actions do, unless min and max are equal.
 
     Raises:
-        CheckpointError: a number is not finite, lengths differ, a spread is negative, or nothing varies.
+        CheckpointError: a number is not finite, lengths differ, a spread is negative, or no dimension varies.
     """
-    cure = "The file is damaged, or was made of damaged data; fetch or compute it again."
+    cure = "The file, or its data, is damaged; download or compute it again."
     rows = {name: np.asarray(row, np.float64).reshape(-1) for name, row in numbers.items()}
     for name, row in rows.items():
         if not np.isfinite(row).all():
@@ -94,7 +94,7 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     lengths = {name: len(row) for name, row in rows.items() if name != "count"}
     if len(set(lengths.values())) > 1:
         raise CheckpointError(f"{where} has numbers of different length: {lengths}. {cure}")
-    # Equal ends state that the data are constant; without them, or with others, nothing could be scaled.
+    # Equal min and max mean constant data; otherwise scaling would be impossible.
     ends = [rows[name] for name in ("min", "max") if name in rows]
     varies = varies and not (len(ends) == 2 and np.array_equal(ends[0], ends[1]))
     pairs = [(low, high) for low, high in (("min", "max"), ("q01", "q99")) if low in rows and high in rows]

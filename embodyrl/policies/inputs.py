@@ -1,4 +1,4 @@
-"""What a trained policy was shown, stored with its weights: camera names, gripper convention, orientation. No torch."""
+"""Inputs of a trained policy, saved with its weights: camera names, gripper convention, image orientation."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ INPUTS_FILE = "embodyrl_inputs.json"
 
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
-    """Write what a policy is trained on next to its weights; policies of text have no such file."""
+    """Write the inputs of a policy next to its weights; text policies have no such file."""
     if env.action_kind is not ActionKind.text:
         (folder / INPUTS_FILE).write_text(json.dumps(_inputs_of(policy, env), indent=2) + "\n", encoding="utf-8")
 
@@ -23,19 +23,19 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
         "environment": env.name,
         "cameras": list(env.cameras[: policy.num_images]),
         "gripper": None if policy.gripper is None else asdict(policy.gripper),
-        # A policy that turns the frames is always shown upright ones.
+        # A policy that rotates the frames always receives upright ones.
         "image_rotation_deg": 0 if policy.turns_images else env.image_rotation_deg,
     }
 
 
 def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None) -> list[str]:
-    """Compare what a policy was trained on with what an environment shows it, one line per difference.
+    """Compare the inputs of a policy's training with an environment; return one line per difference.
 
     Args:
-        folder: of its weights; without the file nothing is known.
-        policy: as it would act.
-        env: where it would act.
-        renamed: names of the environment's cameras that take the place of those of the training (`model.cameras`).
+        folder: folder of the weights; without the file there is no check.
+        policy: spec of the policy for acting.
+        env: spec of the environment.
+        renamed: names of the environment's cameras that replace those of the training (`model.cameras`).
 
     Raises:
         CheckpointError: the file is damaged.
@@ -44,7 +44,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     problems = []
     if renamed is not None and list(renamed) != cameras:
         problems.append(
-            f"model.cameras=[{','.join(renamed)}]: env '{env.name}' shows [{','.join(cameras)}]; select those cameras "
+            f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]; select those cameras "
             "in that order (env.init_params.camera_names)."
         )
     path = folder / INPUTS_FILE
@@ -58,21 +58,21 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint.") from error
     if renamed is None and seen != cameras:
         problems.append(
-            f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', env '{env.name}' shows "
+            f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "
             f"[{','.join(cameras)}]. Set env.init_params.camera_names=[{','.join(seen)}], or, where other names mean "
             f"the same views, model.cameras=[{','.join(cameras)}]."
         )
     now = _inputs_of(policy, env)["image_rotation_deg"]
     if cameras and turned != now:
         problems.append(
-            f"The policy was trained on frames of '{where}' with image_rotation_deg={turned}, env '{env.name}' shows "
-            f"frames with {now}. Use a model that turns frames (openvla_oft, pi0, ...), or state the orientation of "
-            "the data with data.image_rotation_deg."
+            f"The policy was trained on frames of '{where}' with image_rotation_deg={turned}, but env '{env.name}' "
+            f"has frames with {now}. Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation "
+            f"of the data with data.image_rotation_deg."
         )
     if _ends(gripper, env) != _ends(policy.gripper, env):
         problems.append(
-            f"The policy was trained on '{where}' with {gripper_text(gripper)}, for env '{env.name}' it would need "
-            f"{gripper_text(policy.gripper)}. Train it on data whose gripper is stated by data.gripper=[open,closed]."
+            f"The policy was trained on '{where}' with {gripper_text(gripper)}, but env '{env.name}' needs "
+            f"{gripper_text(policy.gripper)}. Train it on data with data.gripper=[open,closed] set."
         )
     return problems
 
@@ -82,7 +82,7 @@ def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float
 
 
 def gripper_text(gripper: GripperConvention | None) -> str:
-    """Describe a convention."""
+    """Return a text for a convention."""
     if gripper is None:
         return "no gripper convention"
     return f"a gripper that opens at {gripper.open:g} and closes at {gripper.closed:g}"

@@ -1,4 +1,4 @@
-"""The policy seam: one protocol, one factory, one registry. A policy never knows an environment."""
+"""Interface and registry of policies. Policies are independent of environments."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRequest:
-    """What the run asks of a policy when it is built."""
+    """Construction arguments of a policy, from the run."""
 
     env: EnvSpec
     value_dim: int = 0
@@ -43,21 +43,21 @@ class PolicyRequest:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     fresh_heads: bool = False
-    """Heads and projectors that the checkpoint lacks start at random instead of being an error."""
+    """Initialise heads and projectors that the checkpoint lacks randomly instead of raising."""
     backend: str = "hf"
-    """Who writes replies: hf (the policy's module), vllm, or a server."""
+    """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None
-    """Of that server."""
+    """Address of the server."""
     served_model: str | None = None
-    """Its name for the model; None: its first."""
+    """Model name on the server; None: its first model."""
     top: int = 0
-    """How many of the most probable tokens `PolicyOutput.top` names."""
+    """Number of most probable tokens in `PolicyOutput.top`."""
     engine: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine that the run sets."""
     engine_share: float = 0.4
-    """Of the GPU's memory, which vLLM takes for its weights and its cache."""
+    """Share of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """How replies in words are drawn; log-probabilities are those of all tokens at `temperature`."""
+    """Sampling of replies; log-probabilities are those of all tokens at `temperature`."""
 
 
 class Policy(Protocol):
@@ -65,14 +65,14 @@ class Policy(Protocol):
 
     spec: PolicySpec
     module: nn.Module
-    """All parameters, the value head (`value_head`) included."""
+    """All parameters, including the value head (`value_head`)."""
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation, without gradients.
+        """Return a chunk for each observation, without gradients.
 
-        `noise` [B, L] holds one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
-        `temperature` replaces the request's (evaluation).
-        A row's result depends only on that row, its index and the batch shape.
+        `noise` [B, L] contains one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
+        `temperature` replaces the request's (evaluation). A row's result depends only on that row, its index and the
+        batch shape.
         """
         ...
 
@@ -85,121 +85,121 @@ class Policy(Protocol):
         ...
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the supervised loss of actions [B, K, A], in the units `act` returns."""
+        """Return the SFT loss of actions [B, K, A], in the units of `act`."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights and everything needed to load them again in the public layout (safetensors, JSON)."""
+        """Write weights and all files needed to load them in the public layout (safetensors, JSON)."""
         ...
 
     def load_weights(self, folder: Path) -> None:
         """Replace the weights by those of a folder written by `save` or published in the same layout.
 
         Raises:
-            CheckpointError: missing or surplus keys, wrong shapes, truncated files; names file and key.
+            CheckpointError: missing or unexpected keys, wrong shapes, truncated files; the message names file and key.
         """
         ...
 
 
 @runtime_checkable
 class TextPolicy(Policy, Protocol):
-    """A policy whose actions are words."""
+    """A policy whose actions are texts."""
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
-        """Tokens [B, longest] of replies and of their ends, -1 where there is none."""
+        """Return tokens [B, longest] of replies with their end tokens, padded with -1."""
         ...
 
     def prompt_lengths(self, obs: Observation) -> IntArray:
-        """Tokens [B] of each conversation as it stands."""
+        """Return the number of tokens [B] of each conversation."""
         ...
 
     def served_by(self, url: str, model: str | None) -> Any:
-        """A reference with `score` and `module` only: what a server's model says of the same conversations and tokens.
+        """Return a reference with `score` and `module` only, computed by a server's model.
 
         Raises:
-            EmbodyError: nobody answers there, or its tokens are others.
+            EmbodyError: there is no server, or its tokens differ.
         """
         ...
 
 
 @runtime_checkable
 class TokenPolicy(Policy, Protocol):
-    """A policy whose actions are tokens that any action can be written in."""
+    """A policy whose tokens can represent any action."""
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Tokens [B, L] of actions [B, K, A] in the environment's units."""
+        """Return tokens [B, L] of actions [B, K, A] in the environment's units."""
         ...
 
 
 @runtime_checkable
 class LearnsStatistics(Policy, Protocol):
-    """A policy whose weights hold statistics of what it has seen in training."""
+    """A policy whose weights contain statistics of its training observations."""
 
     def take_statistics(self, obs: Observation) -> None:
-        """Take a batch that was just trained on into the statistics; what acts from now on uses them."""
+        """Update the statistics with a batch that was trained on; later inference uses them."""
         ...
 
 
 @runtime_checkable
 class HasEngine(Policy, Protocol):
-    """A policy that another engine acts for, in this process."""
+    """A policy with a separate inference engine in this process."""
 
     def rest(self) -> None:
-        """Give up the memory that only acting needs, until it acts again; where the run asks for that."""
+        """Free the memory that only inference needs, until the next inference, if the run requests it."""
         ...
 
 
 @runtime_checkable
 class SoftActor(Policy, Protocol):
-    """A policy whose drawn actions carry gradients, with critics to match: what soft actor-critic trains."""
+    """A policy for soft actor-critic: reparameterised samples with gradients, and matching critics."""
 
     encoder: Sequence[nn.Parameter]
     """Weights below `features` that the critics train; empty: none."""
     width: int
-    """L: numbers that are drawn for a chunk."""
+    """L: sampled numbers per chunk."""
     frozen: bool
-    """`features` of an observation never change, so they are kept in its place."""
+    """`features` of an observation never change, so they are stored instead of the observation."""
 
     def features(self, obs: Observation) -> torch.Tensor:
-        """What actor and critics see [B, F], with gradients."""
+        """Return the inputs of actor and critics [B, F], with gradients."""
         ...
 
     def draw(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw chunks [B, L], within -1..1, and their log-probability [B], with gradients."""
+        """Sample chunks [B, L], within -1..1, with their log-probability [B], with gradients."""
         ...
 
     def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Chunks [B, L], within -1..1, of tokens that `act` returned; all corrections of one that is repeated."""
+        """Return chunks [B, L], within -1..1, of tokens of `act`; a repeated correction is expanded."""
         ...
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
-        """Chunks like those of `chosen`, of actions [B, K, A] in the units that `act` returns.
+        """Convert actions [B, K, A] in the units of `act` to chunks like those of `chosen`.
 
-        `obs` is what they answered, for a `frozen` policy, whose corrections of far actions lie beyond -1..1.
+        `obs` are their observations, for a `frozen` policy, whose corrections of distant actions are beyond -1..1.
         """
         ...
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Networks of features [B, F] and chunks [B, L]; each says a value: [count, B]."""
+        """Build critics of features [B, F] and chunks [B, L], with values [count, B]."""
         ...
 
 
 class PolicyFactory(Protocol):
-    """What the registry holds."""
+    """Interface of registered policies."""
 
     settings: type[ModelSettings]
-    """Its keys below `model`; the methods get an instance."""
+    """Keys below `model`; the methods get an instance."""
 
     def validate(self, cfg: Any) -> list[str]:
-        """Return config problems, one line each with the fix; imports nothing heavy (no torch)."""
+        """Return config errors with fixes, one line each, without importing torch."""
         ...
 
     def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy without building it (no torch)."""
+        """Describe the policy without building it or importing torch."""
         ...
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return keys of a whole config that the described policy cannot follow, one line each. May be left out."""
+        """Return keys of a whole config that the described policy does not support, one line each. Optional."""
         ...
 
     def build(self, cfg: Any, request: PolicyRequest) -> Policy:
@@ -209,13 +209,13 @@ class PolicyFactory(Protocol):
 
 @runtime_checkable
 class ComparesWeights(Protocol):
-    """A `PolicyFactory` that tells by the small files of a folder whether its weights are those of a config's model."""
+    """A `PolicyFactory` that checks from a folder's small files whether its weights fit a config's model."""
 
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
-        """Compare them; imports nothing heavy (no torch).
+        """Compare them without importing torch.
 
         Raises:
-            CheckpointError: what differs.
+            CheckpointError: the first difference.
         """
         ...
 
@@ -224,12 +224,12 @@ _changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def weights_changed(module: nn.Module) -> None:
-    """Say that the weights of a policy's module are new; to be called by whoever changes them."""
+    """Increase the version of a module's weights; call it after changing weights."""
     _changes[module] = weights_version(module) + 1
 
 
 def weights_version(module: nn.Module) -> int:
-    """How often they changed; fused optimizers and FSDP leave the parameters' own counters as they are."""
+    """Return the version of the weights; fused optimizers and FSDP do not update the parameters' own counters."""
     return _changes.get(module, 0)
 
 
@@ -242,14 +242,14 @@ POLICIES: Registry[PolicyFactory] = Registry(
 
 
 def fitting_models(env: EnvSpec) -> str:
-    """Small models that an environment can be tried with, for messages about one that does not fit."""
+    """Return small models that support an environment, for error messages."""
     if env.action_kind == ActionKind.text:
         return "model=vision_lm_tiny" if env.cameras else "model=causal_lm_tiny"
     return "model=cnn" if env.cameras else "model=mlp"
 
 
 def seen_problems(who: str, env: EnvSpec) -> list[str]:
-    """What a policy that reads camera images and gives box actions misses in an environment, one line each."""
+    """Return the requirements of an image policy with box actions that an environment does not meet, one line each."""
     if not env.cameras or env.action_kind != ActionKind.box:
         has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
         return [
@@ -262,16 +262,16 @@ def seen_problems(who: str, env: EnvSpec) -> list[str]:
 
 
 def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> None:
-    """Write a folder of `Policy.save` as a checkpoint that needs no other: adapters merged, in the compute precision.
+    """Write a folder of `Policy.save` as a self-contained checkpoint: adapters merged, in the compute precision.
 
     Args:
         cfg: the model of the run.
         env: its environment.
-        folder: what was saved; its value head is left out.
+        folder: the saved folder; its value head is skipped.
         out: new folder.
 
     Raises:
-        CheckpointError: the folder, or the base weights that its adapters need, do not fit.
+        CheckpointError: the folder, or the base weights of its adapters, do not fit.
     """
     request = PolicyRequest(env=env, device="cpu", seed=0, trainable=False)
     # A policy without adapters of its own merges those of a folder into its weights.

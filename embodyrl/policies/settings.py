@@ -1,4 +1,4 @@
-"""Keys that policies share; what only one of them reads stands in its own folder."""
+"""Keys shared by policies; keys of a single policy are declared in its folder."""
 
 from typing import Annotated, Literal, Self
 
@@ -16,18 +16,18 @@ class ModelSettings(Settings):
     """What every policy has."""
 
     model_type: str
-    """Which policy: a registered name or package.module:attr."""
+    """Policy: a registered name or package.module:attr."""
     num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """K: actions per policy query."""
+    """K: actions per inference of the policy."""
 
     @property
     def weights(self) -> str | None:
-        """`path`, of a policy that has weights."""
+        """`path`, for a policy with weights."""
         return getattr(self, "path", None)
 
     @property
     def half(self) -> bool:
-        """It computes in bfloat16."""
+        """True if the policy computes in bfloat16."""
         return getattr(self, "precision", Precision.fp32) is Precision.bf16
 
     @property
@@ -37,17 +37,17 @@ class ModelSettings(Settings):
 
     @property
     def compiled(self) -> bool:
-        """torch.compile is asked for, or CUDA graphs: weights must stay where they are."""
+        """True if torch.compile or CUDA graphs are used: weights must keep their memory."""
         return getattr(self, "compile", False) or self.recorded
 
     @property
     def recorded(self) -> bool:
-        """CUDA graphs are asked for."""
+        """True if CUDA graphs are used."""
         return getattr(self, "cuda_graphs", False)
 
     @property
     def adapted(self) -> bool:
-        """Low-rank adapters are trained, not the weights."""
+        """True if low-rank adapters are trained instead of the weights."""
         return getattr(self, "is_lora", False)
 
     def whole(self, path: str | None = None) -> Self:
@@ -61,33 +61,33 @@ class ModelSettings(Settings):
 
 
 class WeightSettings(ModelSettings):
-    """A policy with weights."""
+    """Keys of a policy with weights."""
 
     path: Path | None = None
     """Checkpoint in the model's public layout: a folder, or owner/name[@revision] on the hub."""
     precision: Precision = Precision.bf16
-    """Compute precision; master weights stay fp32 while training."""
+    """Compute precision; master weights stay fp32 in training."""
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters."""
+    """Keys of low-rank adapters."""
 
     r: Count = 32
     """Rank."""
     lora_alpha: Count = 32
-    """Scale numerator."""
+    """Numerator of the scale."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r (arXiv 2312.03732)."""
     target_modules: str = "all-linear"
-    """Which modules get adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
+    """Modules with adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
-    """Start of the first factor: gaussian or kaiming; the second one starts at 0, so that nothing changes at first."""
+    """Initialisation of the first factor: gaussian or kaiming; the second factor starts at 0."""
     path: Path | None = None
-    """Adapter folder to start from; without is_lora it is merged into the weights."""
+    """Initial adapter folder; without is_lora it is merged into the weights."""
 
 
 class AdapterSettings(WeightSettings):
-    """A policy with weights that adapters can be put on."""
+    """Keys of a policy with weights that supports adapters."""
 
     needs = {
         "is_lora": "lora.r lora.lora_alpha lora.use_rslora lora.target_modules lora.init_lora_weights "
@@ -100,7 +100,7 @@ class AdapterSettings(WeightSettings):
 
     @property
     def uses_adapters(self) -> bool:
-        """Adapters are trained, or one is merged."""
+        """True if adapters are trained or merged."""
         return self.is_lora or self.lora.path is not None
 
     def whole(self, path: str | None = None) -> Self:

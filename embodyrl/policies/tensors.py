@@ -1,6 +1,6 @@
-"""What policies do with tensors: drawing, copies to a GPU.
+"""Tensor functions of policies: sampling from given uniform numbers, copies to a GPU.
 
-Distributions are drawn from with given uniform numbers; deterministic on GPUs where that is asked for.
+Sampling is deterministic on GPUs if requested.
 """
 
 import os
@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed the global generators and, where asked, refuse operations whose result may vary."""
+    """Seed the global generators; with `deterministic`, refuse operations with varying results."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -26,7 +26,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def best_device() -> str:
-    """Return the first GPU that this process sees (a worker sees only its own), or the CPU.
+    """Return the first visible GPU (a worker sees only its own), or the CPU.
 
     Raises:
         ConfigError: there are GPUs that torch cannot use.
@@ -43,37 +43,37 @@ def best_device() -> str:
 
 
 def cuda_problem() -> str:
-    """Return torch's own reason for not using CUDA."""
+    """Return torch's reason for not using CUDA."""
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # an assertion where torch is a build for CPUs
+    except (RuntimeError, AssertionError) as error:  # an assertion in CPU builds of torch
         return str(error).split("\n")[0].rstrip(".")
     return "it finds no device"
 
 
 def cumulative(probability: Tensor) -> Tensor:
-    """Running sums of probabilities along the last dimension.
+    """Return cumulative sums of probabilities along the last dimension.
 
-    CUDA adds floats in no fixed order and refuses to in deterministic mode.
+    CUDA adds floats in no fixed order, and raises in deterministic mode.
     """
     exact = probability.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
     return integer_sums(probability) if exact else probability.cumsum(-1)
 
 
 def integer_sums(probability: Tensor) -> Tensor:
-    """The same in units of 2^-53: integers give one sum in any order, and what has no probability adds nothing."""
+    """Return cumulative sums in units of 2^-53: integer sums are independent of their order, and zeros add nothing."""
     return ((probability.double() * 2**53).long().cumsum(-1).double() / 2**53).to(probability.dtype)
 
 
 def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
-    """Draw one category per place: the first whose cumulative probability exceeds the uniform number.
+    """Sample one category per entry: the first whose cumulative probability exceeds the uniform number.
 
     Args:
         scaled: [..., n] logits divided by the temperature.
         noise: [...] uniform in [0, 1).
 
     Returns:
-        [...] int64. The sum runs in float64: in float32 it loses the rare categories.
+        [...] int64. The sum is in float64: float32 would lose rare categories.
     """
     cdf = cumulative(scaled.double().softmax(-1))
     found = torch.searchsorted(cdf, noise.double()[..., None].contiguous(), right=True)[..., 0]
@@ -81,7 +81,7 @@ def sample_inverse_cdf(scaled: Tensor, noise: Tensor) -> Tensor:
 
 
 def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy (nat), both [...], of chosen categories [...].
+    """Return log-probability and entropy (nat), both [...], of categories [...].
 
     Args:
         scaled: [..., n] logits divided by the temperature.
@@ -92,21 +92,21 @@ def categorical_scores(scaled: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def standard_normal(noise: Tensor) -> Tensor:
-    """Draw from the standard normal distribution by its inverse CDF, float32.
+    """Sample from the standard normal distribution by its inverse CDF, float32.
 
     Args:
-        noise: [...] uniform in [0, 1); the ends of the interval would become infinite and are moved by 1e-6.
+        noise: [...] uniform in [0, 1); both ends of the interval would become infinite and are moved by 1e-6.
     """
     return torch.special.ndtri(noise.double().clamp(1e-6, 1 - 1e-6)).float()
 
 
 def on_device(data: Any, device: torch.device | str) -> Tensor:
-    """What an array, a tensor or a list holds, on a device; on the host the memory may be shared.
+    """Copy an array, a tensor or a list to a device; on the host the memory may be shared.
 
-    A plain copy to a GPU ends when the GPU has done all that was asked of it before. From pinned memory it takes its
-    turn there, so that the host prepares the next batch meanwhile; torch keeps the memory until it is copied.
+    A plain copy to a GPU waits for all earlier work on the GPU. A copy from pinned memory is queued, so that the host
+    can prepare the next batch; torch keeps the memory until it is copied.
     """
-    read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch shares none of it
+    read_only = isinstance(data, np.ndarray) and not data.flags.writeable  # torch does not share it
     host = torch.tensor(data) if read_only else torch.as_tensor(data)
     kind = torch.device(device).type
     if kind == host.device.type == "cpu":

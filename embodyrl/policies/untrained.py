@@ -1,4 +1,4 @@
-"""Policies without weights: random actions, and the environment's own scripted expert."""
+"""Policies without weights: random actions, and the environment's scripted expert."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observa
 
 
 class OnlyActs:
-    """What is the same in all policies that only act: no probabilities, no values, no weights in this process."""
+    """Base of inference-only policies: no probabilities, no values, no weights in this process."""
 
     spec: PolicySpec
 
@@ -25,7 +25,7 @@ class OnlyActs:
         self.module: nn.Module = nn.Module()
 
     def output(self, actions: FloatArray) -> PolicyOutput:
-        """Chunks [B, K, A] with tokens and log-probabilities that say nothing."""
+        """Return chunks [B, K, A] with zero tokens and log-probabilities."""
         shape = len(actions), self.spec.tokens_per_chunk
         nothing = np.zeros(shape, np.float32)
         return PolicyOutput(
@@ -36,19 +36,19 @@ class OnlyActs:
         )
 
     def values(self, obs: Observation) -> FloatArray:
-        """[B, 0]: there is no value head."""
+        """Return [B, 0]: there is no value head."""
         return np.zeros((len(obs), 0), np.float32)
 
     def load_weights(self, folder: Path) -> None:
-        """Refuse.
+        """Raise: there are no weights.
 
         Raises:
-            CheckpointError: always, for there are no weights here.
+            CheckpointError: always.
         """
         raise CheckpointError(f"model '{self.spec.name}': {self.spec.untrainable}; remove ckpt={folder}.")
 
     def refuse(self, *_: object) -> NoReturn:
-        """Refuse training.
+        """Raise: the policy cannot be trained.
 
         Raises:
             ConfigError: always.
@@ -59,9 +59,9 @@ class OnlyActs:
 
 
 class UntrainedPolicy(OnlyActs):
-    """Uniform actions from the episode's noise: any category, or a number between the bounds (-1..1 without bounds).
+    """Uniform random actions: any category, or a number between the bounds (-1..1 without bounds).
 
-    Greedy, or scripted, means the middle.
+    Greedy or scripted: the middle of the range.
     """
 
     def __init__(self, spec: PolicySpec, space: ActionSpace | None) -> None:
@@ -71,13 +71,13 @@ class UntrainedPolicy(OnlyActs):
         )
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`)."""
+        """Return a chunk for each observation (see `Policy.act`)."""
         shape = len(obs), self.spec.num_action_chunks, self.spec.action_dim
         uniform = np.full(shape, 0.5, np.float32) if noise is None or self.spec.scripted else noise.reshape(shape)
         return self.output(self._spread(uniform))
 
     def _spread(self, uniform: FloatArray) -> FloatArray:
-        """Actions [B, K, A] of uniforms in [0, 1)."""
+        """Map uniforms in [0, 1) to actions [B, K, A]."""
         if self._space.sizes:
             sizes = np.asarray(self._space.sizes)
             # The product may round up to the size itself.
@@ -89,10 +89,10 @@ class UntrainedPolicy(OnlyActs):
 
 
 class ScriptedSettings(ModelSettings):
-    """The environment's own expert."""
+    """Keys of the environment's scripted expert."""
 
     expert_noise: Weight = 0.0
-    """model=scripted: standard deviation of the noise on executed actions; what is recorded stays clean."""
+    """model=scripted: standard deviation of the noise on executed actions; recorded actions have no noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +104,11 @@ class UntrainedFactory:
     settings: type[ModelSettings] = ModelSettings
 
     def validate(self, cfg: ModelSettings) -> list[str]:
-        """Nothing can be wrong that the schema does not know."""
+        """Return no errors: the schema checks everything."""
         return []
 
     def spec(self, cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: it takes the environment's actions as they are."""
+        """Describe the policy, which has the environment's action space."""
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
@@ -125,7 +125,7 @@ class UntrainedFactory:
         """Build the policy.
 
         Raises:
-            ConfigError: training was asked for.
+            ConfigError: training was requested.
         """
         policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action_space)
         if request.trainable:

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, held against those of a model; nothing is guessed, nothing dropped in silence."""
+"""Comparison of a checkpoint's weights with a model's, without guesses or silent omissions."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -34,20 +34,20 @@ def check_weights(
 
     Args:
         mine: the model's weights by name.
-        found: the checkpoint's, by the same names.
+        found: the checkpoint's weights by the same names.
         where: the checkpoint.
-        may_lack: beginnings of names, of parts that it may lack as a whole; half a part is a damaged file.
-        may_hold: beginnings of names that it may have for nothing.
-        fix: what to do where the two do not fit, a sentence; default: what helps with public checkpoints.
-        fixes: by the beginning of a name what to do where its shape does not fit.
-        shown: how a name stands in the checkpoint, and where.
+        may_lack: prefixes of parts that may be missing as a whole; a partial one is a damaged file.
+        may_hold: prefixes of names that are ignored.
+        fix: a sentence with the fix for other mismatches; default: one for public checkpoints.
+        fixes: fixes of shape mismatches by prefix.
+        shown: the name in the checkpoint, and its file.
 
     Raises:
-        CheckpointError: weights are missing, surplus or of another shape; names them.
+        CheckpointError: weights are missing, unexpected or of another shape; the message names them.
     """
     wrong = []
     if surplus := sorted(shown(key) for key in found if key not in mine and not key.startswith(tuple(may_hold))):
-        wrong.append(f"has {len(surplus)} weights that this model does not know: {_some(surplus)}")
+        wrong.append(f"has {len(surplus)} unexpected weights: {_some(surplus)}")
     absent = tuple(part for part in may_lack if not any(key.startswith(part) and key in mine for key in found))
     if missing := sorted(shown(key) for key in mine if key not in found and not key.startswith(absent)):
         wrong.append(f"lacks {len(missing)} of {len(mine)} weights: {_some(missing)}")
@@ -66,16 +66,16 @@ def _some(names: list[str]) -> str:
 
 
 def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: Collection[str], fix: str) -> None:
-    """Copy the weights of a file into `mine`, in place; nothing is touched where they do not fit.
+    """Copy the weights of a file into `mine`, in place; after an error, all weights are unchanged.
 
     Args:
         mine: weights by name.
         path: the file.
-        optional: beginnings of names, of parts that either side may lack.
-        fix: what to do where the two do not fit, a sentence.
+        optional: prefixes of parts that either side may lack.
+        fix: a sentence with the fix for mismatches.
 
     Raises:
-        CheckpointError: the file is missing or damaged; weights are missing, surplus or of another shape.
+        CheckpointError: the file is missing or damaged; weights are missing, unexpected or of another shape.
     """
     try:
         saved = load_file(path)

@@ -179,7 +179,7 @@ class EventLoop:
         """
         patience = self.advance()
         while not condition():
-            assert self.pending, f"no worker is busy, but the wait is not over:{self!r}"
+            assert self.pending, f"no worker is busy, but the wait is not over: {self!r}"
             self._supervisor.pump(patience)
             # Before `condition` is checked: inferences run between two parts of an update.
             patience = self.advance()

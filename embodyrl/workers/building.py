@@ -1,4 +1,4 @@
-"""Builds what a policy host holds: the policy, its reference, the ranks, and who learns."""
+"""Construction of a policy host's parts: policy, reference, ranks, learner."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit
 
 
 def build_policy(init: PolicyHostInit) -> Policy:
-    """The policy with the weights that the run starts from."""
+    """Build the policy with its initial weights."""
     model, request = init.model, replace(init.request, device=best_device())
     factory = POLICIES.get(model.model_type)
     if init.critic is None:
@@ -41,7 +41,7 @@ RANKS: Registry[Callable[..., Ranks]] = Registry(
 
 
 def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
-    """Bind the policy to the ranks that train it; collective."""
+    """Connect the policy with the ranks that train it; collective."""
     if not init.shards:
         return OneRank(init.rank_info)
     sync = init.gradient_sync or init.actor.fsdp.gradient_sync
@@ -51,9 +51,9 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
 
 
 def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
-    """Whether float32 weights that nobody trains may be kept in the precision they compute in: the same function.
+    """Return True if frozen float32 weights can be stored in the compute precision, for the same results.
 
-    Beside adapters, or steered, they are in half already, and what is trained stays.
+    Models with adapters or steering store them in half precision already; trained weights stay in float32.
     """
     return init.model.half and not init.model.adapted and not policy.spec.steers
 
@@ -80,8 +80,8 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
-    """The policy at the start, or another one, for example a larger teacher, which must speak the same tokens."""
-    own = getattr(policy, "alone", policy)  # values are nobody's reference
+    """Build the reference: the initial policy or another one with the same tokens, such as a larger teacher."""
+    own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
         return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))
     path = (init.objective if init.algorithm is None else init.algorithm).reference_path
@@ -96,7 +96,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
     reference.load_weights(Path(path))
     if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):
         raise ConfigError(
-            f"algorithm.reference_path={path}: its tokenizer, or the statistics whose bins its action tokens are, "
-            "are not the policy's: its probabilities are of other tokens. Use a model of the same family and data."
+            f"algorithm.reference_path={path}: its tokenizer or action statistics differ from the policy's, so token "
+            f"log-probs are not comparable. Use a model of the same family and data."
         )
     return reference

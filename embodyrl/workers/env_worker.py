@@ -1,4 +1,4 @@
-"""The env worker: carries out whole action chunks and writes observations straight into the arena."""
+"""Env worker: runs action chunks and writes observations directly into the arena."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,19 +21,19 @@ from embodyrl.workers.lifecycle import WorkerInit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvWorkerInit(WorkerInit):
-    """What an env worker needs to start."""
+    """Settings of an env worker."""
 
     env: EnvSettings
     context: EnvContext
     video: VideoSettings
     expert_noise: float = 0.0
-    """Standard deviation of the noise on what the scripted expert does."""
+    """Standard deviation of the noise on the scripted expert's actions."""
     scripted: bool = False
-    """The environment's expert acts; the chunk in the record is ignored and overwritten."""
+    """The scripted expert acts; its actions replace the chunk in the record."""
     labelled: bool = False
-    """The chunk in the record is executed, and overwritten with what the environment's expert would have done."""
+    """The chunk in the record is executed, then replaced by the scripted expert's actions."""
     single_step: bool = False
-    """Execute only the first action of each chunk, so that every env step has a record of its own."""
+    """Execute only the first action of each chunk, so that every env step has its own record."""
 
 
 @dataclass
@@ -54,21 +54,21 @@ class EnvWorker:
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
         self._converses = self._arena[Record.reply].shape[1] > 0
-        """The instruction is a conversation that grows with each chunk; otherwise an episode has one."""
+        """The instruction is a conversation that grows with each chunk; otherwise it is fixed per episode."""
         self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
         """[N, bytes] encoded instruction of each slot's episode."""
 
     def ready(self) -> WorkerReady:
-        """Introduce the worker."""
+        """Return the ready message."""
         return WorkerReady(task_limit=self._env.task_limit)
 
     def handle(self, request: EnvRequest) -> Iterator[EnvReport]:
-        """Run the chunks, then the resets, of one stage."""
+        """Run the chunks of one stage, then its resets."""
         self._render_s = 0.0
         started = time.perf_counter()
         recordings = self._step(request) if len(request.slots) else []
         stepped = time.perf_counter()
-        # Frames are drawn in both parts, and simulation is what is left of each.
+        # Both parts render frames; simulation time is the remainder.
         step_render_s = self._render_s
         solved = self._reset(request.resets) if request.resets else ()
         ended = time.perf_counter()
@@ -98,19 +98,19 @@ class EnvWorker:
             if self._converses:
                 replies = [decode_instruction(row) for row in arena[Record.reply][records]]
                 cast(TextEnv, self._env).set_replies(slots, replies, arena[Record.cut_off][records])
-            # Actions are read in place: the policy wrote them beside the observation that they answer.
+            # The policy wrote the actions into the record of the observation.
             result = self._env.step_chunk(slots, arena[Record.action][records, :length], after_step=film)
         rest = arena[Record.valid].shape[1] - length
         for name in STEP_RESULT:
             if rest:
-                # The record may have been another chunk's before: what was not executed must not look like a result.
+                # The record may be reused: clear the results of unexecuted actions.
                 arena[name][records, length:] = 0
                 arena[name][records, :length] = getattr(result, name)
             else:
                 arena[name][records] = getattr(result, name)
         self._reward_errors = result.reward_errors
         arena[Record.components][records] = 0 if result.components is None else result.components
-        # Also of episodes that have just ended: a truncated one is bootstrapped from its last observation.
+        # Also for episodes that have just ended: a truncated one is bootstrapped from its final observation.
         self._observe(slots, request.targets)
         if not self._open_recordings:
             return []
@@ -121,10 +121,10 @@ class EnvWorker:
         ]
 
     def _reset(self, requests: tuple[ResetRequest, ...]) -> Sequence[int]:
-        """Begin episodes; return the slots whose goal holds already."""
+        """Start episodes; return the slots whose goal is already reached."""
         for request in requests:
             if (recording := self._open_recordings.pop(request.slot, None)) is not None:
-                recording.recorder.discard()  # its episode was cut
+                recording.recorder.discard()  # the episode was cut
         slots = [o.slot for o in requests]
         self._env.reset(slots, [o.start for o in requests])
         if not self._converses:
@@ -136,7 +136,7 @@ class EnvWorker:
         return self._env.solved_at_reset(slots) if isinstance(self._env, ReportsSolvedStarts) else ()
 
     def _observe(self, slots: list[int], targets: Tickets) -> None:
-        """Render into the records. They stay unreadable until all observations are complete."""
+        """Render into the records, which become readable when all observations are complete."""
         arena = self._arena
         started = time.perf_counter()
         images, state = arena[Record.images], arena[Record.observed_state]
@@ -214,6 +214,6 @@ class EnvWorker:
 
 def _not_finite(env: Env, slot: int, state: FloatArray) -> str:
     return (
-        f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}, expected finite "
-        "numbers. Likely the physics diverged."
+        f"env '{env.spec.name}', slot {slot} ('{env.instruction(slot)}'): state {state.tolist()}; expected finite "
+        f"numbers. Likely the physics diverged."
     )

@@ -1,4 +1,4 @@
-"""The life of a worker process: set-up, the request loop, and an end that leaves nothing behind."""
+"""Lifecycle of a worker process: setup, request loop, cleanup."""
 
 import ctypes
 import faulthandler
@@ -30,55 +30,55 @@ from embodyrl.policies.settings import ModelSettings
 _PR_SET_NAME = 15
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGE_BYTES = 2**27, 2**25
-_IDLE_LIMIT_S = 24 * 3600.0  # a driver that is silent for a day is hung; its own death is noticed at once
+_IDLE_LIMIT_S = 24 * 3600.0  # longest silence of a driver before it counts as hung; its death is detected immediately
 
 
 class Worker(Protocol):
-    """What runs in a worker process: requests in, replies out."""
+    """Interface of workers: requests in, replies out."""
 
     def ready(self) -> WorkerReady:
-        """Introduce the worker to the driver."""
+        """Return the ready message."""
         ...
 
     def handle(self, request: Request) -> Iterable[Reply]:
-        """Carry out one request; yield its replies."""
+        """Execute one request; yield its replies."""
         ...
 
     def close(self) -> None:
-        """Free everything; idempotent."""
+        """Free all resources; idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInit:
-    """What every worker needs to start: where the records lie that it shares with the others."""
+    """Settings of every worker, with the shared records."""
 
     arena: ArenaHandle
     bucket_arena: ArenaHandle | None = None
-    """Where rollout and actor are apart: buckets for new weights."""
+    """Disaggregated mode: buckets for new weights."""
     shared_arena: Arena | None = None
-    """The arena itself, where the worker lives in the process that has opened it."""
+    """The arena object, for a worker in the driver's process."""
 
     def open_arena(self) -> Arena:
-        """The arena, as this process sees it."""
+        """Return the arena in this process."""
         return self.shared_arena or Arena.attach(self.arena)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHostInit(WorkerInit):
-    """What the process that holds the policy needs to start. The driver, which writes this, loads no torch."""
+    """Settings of a policy process. The driver, which creates them, does not import torch."""
 
     model: ModelSettings
     algorithm: AlgorithmSettings | None = None
-    """None: nothing is trained, or by supervision."""
+    """None: inference only, or SFT."""
     longest_episode: int = 1
-    """Chunks of an episode that its time limit ends."""
+    """Chunks of an episode at its time limit."""
     env: EnvSettings | None = None
-    """The environment that says what other goals would have earned, where the algorithm asks."""
+    """Environment that computes the rewards of other goals, if the algorithm needs it."""
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """Of supervised training."""
+    """Objective of SFT."""
     critic: str | None = None
-    """Folder of a critic apart."""
+    """Folder of a separate critic."""
     actor: ActorSettings = field(default_factory=ActorSettings)
     gradient_sync: str | None = None
     """The choice of the run plan where `actor.fsdp.gradient_sync=auto`."""
@@ -86,29 +86,29 @@ class PolicyHostInit(WorkerInit):
     deterministic: bool = False
     skips_nonfinite: bool = False
     request: PolicyRequest
-    """Its device is chosen where the policy is built."""
+    """The device is selected when the policy is built."""
     total_steps: int
     """Training steps of the whole run."""
     threads: int
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     single_step: bool = False
-    """Every env step is a record, and a chunk takes as many of them as it has actions."""
+    """Every env step is a record; a chunk spans one record per action."""
     trains: bool
     sharded: bool = False
-    """Of a process that only acts: those that train shard the weights."""
+    """Inference-only process: the training processes shard the weights."""
     start_from: str | None = None
-    """Folder of weights in the policy's own layout that replace those of `model.path`."""
+    """Folder with weights in the policy's own layout that replace those of `model.path`."""
 
     @property
     def shards(self) -> bool:
-        """A process that trains holds parts of the weights."""
+        """True for a training process with a part of the weights."""
         return self.rank_info.world > 1 or self.actor.fsdp.cpu_offload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """How to build a worker: `entry` is "module:callable", called with `init`."""
+    """Specification of a worker: `entry` is "module:callable", called with `init`."""
 
     name: str
     entry: str
@@ -117,21 +117,21 @@ class WorkerSpec:
     """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
-    """The one GPU of this host that it sees; an empty string: none; None: as many as the driver sees."""
+    """The visible GPU of this host; an empty string: none; None: those of the driver."""
 
     @property
     def restartable(self) -> bool:
-        """Only simulators start anew."""
+        """True for env workers, the only workers that are restarted."""
         return self.component == "env"
 
     def build(self) -> Worker:
-        """Import and make it, in the process where it is to live."""
+        """Import the entry and build the worker in this process."""
         module, _, attribute = self.entry.partition(":")
         return getattr(importlib.import_module(module), attribute)(self.init)
 
 
 def describe_failure(error: BaseException) -> WorkerFailed:
-    """Turn an exception into the message that reports it."""
+    """Convert an exception to its message."""
     text = str(error) if isinstance(error, EmbodyError) else f"{type(error).__name__}: {error}"
     text += "".join(f" [{note}]" for note in getattr(error, "__notes__", ()) if note not in text)
     code = error.exit_code if isinstance(error, EmbodyError) else 1
@@ -139,7 +139,7 @@ def describe_failure(error: BaseException) -> WorkerFailed:
 
 
 def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) -> None:
-    """Entry of a spawned process."""
+    """Run a worker; entry point of a spawned process."""
     _set_up_process(spec, log_path)
     channel = PipeChannel(connection)
     worker: Worker | None = None
@@ -152,11 +152,11 @@ def worker_main(connection: Connection, spec: WorkerSpec, log_path: str | None) 
             if log_path is not None:
                 cap_log(Path(log_path))
     except ChannelClosed:
-        pass  # the driver is gone: nobody is left to tell
-    except BaseException as error:  # process boundary: everything is reported, then the process ends
+        pass  # the driver is dead: no process to report to
+    except BaseException as error:  # process boundary: report every error, then exit
         traceback.print_exc()
         try:
-            # Before the process ends: its exit code alone says nothing of the cause.
+            # Reported before exiting: an exit code does not contain the cause.
             channel.put(describe_failure(error))
         except ChannelClosed:
             pass
@@ -172,7 +172,7 @@ def _leave(worker: Worker | None, code: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         end_children()
-        # Renderers print errors from destructors at interpreter exit; everything worth saving is saved.
+        # Skip destructors of renderers, which print errors at interpreter exit; everything is saved.
         os._exit(code)
 
 
@@ -185,8 +185,8 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
         os.close(log)
         sys.stdout = open(1, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
         sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
-    # Ctrl-C, a batch system's SIGTERM and a lost terminal reach every process of the run; only the driver decides what
-    # they mean, and it needs the workers to save a checkpoint.
+    # Ctrl-C, SIGTERM of a batch system and SIGHUP reach every process of the run. Only the driver handles them; it
+    # needs the workers to save a checkpoint.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):
         signal.signal(signum, signal.SIG_IGN)
     if spec.restartable:
@@ -200,16 +200,16 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     # The launcher's process ends its daemons when it exits; an environment in this process may start processes as well.
     multiprocessing.current_process().daemon = False
     ctypes.CDLL(None).prctl(_PR_SET_NAME, f"embodyrl:{spec.name}"[:15].encode(), 0, 0, 0)
-    # Two watches on the driver: the kernel's also reaches a worker that is stuck in C with the interpreter lock held.
+    # Two checks for the driver's death: the kernel's also kills a worker that is stuck in C with the interpreter lock.
     signal_at_parents_end(signal.SIGKILL)
     keep_freed_memory()
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
 
 
 def keep_freed_memory() -> None:
-    """Memory that is freed and wanted again in every layer and every frame stays with the process, up to a limit.
+    """Keep freed memory in the process, up to a limit, instead of returning it to the system.
 
-    By default glibc gives it back, and the system clears each page anew: a tenth of an update's time.
+    glibc returns it by default, and the system clears each page again: a tenth of an update's time.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

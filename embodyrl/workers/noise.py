@@ -1,4 +1,4 @@
-"""The noise of actions: a function of episode and chunk, whoever acts and in whatever batch."""
+"""Action noise as a function of episode and chunk, independent of worker and batch composition."""
 
 import threading
 from functools import lru_cache
@@ -13,35 +13,35 @@ from embodyrl.types import FloatArray
 def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: int) -> FloatArray:
     """Return uniforms [B, L] in [0, 1) for noise seeds of episodes [B] and chunk indices [B].
 
-    Philox 4x64-10 is counter-based (Salmon et al. 2011): the episode is the key and the chunk the counter, so any
-    chunk's noise can be drawn without drawing the ones before it. The numbers are those of numpy's float32 generator,
-    which draws from one stream only; here all rows are drawn at once.
+    Philox 4x64-10 is counter-based (Salmon et al. 2011): the episode is the key and the chunk the counter, so the noise
+    of any chunk is computed directly. The numbers equal those of numpy's float32 generator, which has one stream only;
+    here all rows are computed together.
     """
     seeds, chunks = np.asarray(seeds, np.uint64), np.asarray(chunks, np.uint64)
     if len(seeds) < _MANY:
         return _few_rows(seeds, chunks, tokens_per_chunk)
     shape = (len(seeds), -(-tokens_per_chunk // 8))
-    # Words 0 and 2 of the counter, and 3 and 1. The first word counts the blocks of a chunk, from 1 on.
+    # Words 0 and 2 of the counter, and 3 and 1. The first word counts the blocks of a chunk, from 1.
     even, odd = np.zeros((2, 2, *shape), np.uint64)
     even[0], odd[0] = np.arange(1, shape[1] + 1), chunks[:, None]
     key = np.stack([np.zeros(shape, np.uint64), np.broadcast_to(seeds[:, None], shape)])
     for _ in range(10):
-        # The two halves of a round at once: `[::-1]` swaps which product goes to which word.
+        # Both halves of a round in one operation: `[::-1]` swaps the products between the words.
         even, odd = (_high(_FACTORS, even) ^ odd ^ key)[::-1], _FACTORS * even
         key = key + _KEY_STEPS
-    # Each number of 64 bits gives two of 32, the low one first, of which 24 bits are used.
+    # Each 64-bit number gives two 32-bit numbers, the low one first, of which 24 bits are used.
     bits = np.stack([even[0], odd[1], even[1], odd[0]], axis=-1).astype("<u8").view("<u4").reshape(len(seeds), -1)
     return (bits[:, :tokens_per_chunk] >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
 _MANY = 32
-"""Rows from which on arrays are faster."""
+"""Number of rows from which arrays are faster."""
 _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
 _KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None, None]
 
 
 def _high(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The upper half of the 128 bits of a product."""
+    """Return the upper 64 bits of the 128-bit products."""
     half, low = np.uint64(32), np.uint64(2**32 - 1)
     a1, a0, b1, b0 = a >> half, a & low, b >> half, b & low
     across = a1 * b0 + (a0 * b0 >> half)
@@ -61,9 +61,9 @@ def _few_rows(seeds: npt.NDArray[np.uint64], chunks: npt.NDArray[np.uint64], tok
 
 @lru_cache(maxsize=8)
 def _stream(thread: int) -> tuple[np.random.Philox, np.random.Generator, Any]:
-    """A generator for one thread, and the state to set: a new one asks the system for entropy that nobody uses."""
+    """Return a generator for one thread and its state; a new generator would read system entropy."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)
-    # Lists: its setter reads number by number, which takes twice as long of arrays.
+    # Lists: the setter reads single numbers, which takes twice as long with arrays.
     state["state"], state["buffer"] = {"key": [0, 0], "counter": [0, 0, 0, 0]}, [0, 0, 0, 0]
     return philox, np.random.Generator(philox), state

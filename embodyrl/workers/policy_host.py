@@ -1,6 +1,6 @@
-"""One process that holds one copy of the weights: a rollout worker, a learner, or both on the same module.
+"""Policy process with one copy of the weights: rollout worker, learner, or both on one module.
 
-The rollout worker reads observations in place and writes actions, log-probabilities and values beside them.
+The rollout worker reads observations in place and writes actions, log-probabilities and values into the same records.
 """
 
 import time
@@ -49,7 +49,7 @@ from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
-    """Rollout worker and learner, as far as the process has both."""
+    """Rollout worker and learner of a process, if it has them."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -69,7 +69,7 @@ class PolicyHost:
             algorithm = None
             if init.algorithm is not None:
                 algorithm = Algorithm(init.algorithm, init.longest_episode, self.policy.spec.scored)
-            # Before the optimizer is made: it has to hold the shards, not the whole weights.
+            # Before the optimizer is created: it needs the shards, not the full weights.
             self._ranks = open_ranks(init, self.policy)
             self._trainer = Trainer(
                 self.policy,
@@ -83,20 +83,20 @@ class PolicyHost:
             self._learner = build_learner(init, self._trainer, self._arena, algorithm)
             self._ranks.reshard()
         elif self._bucket_arena is not None and halves_weights(init, self.policy):
-            # It only acts, on copies of what the actors keep.
+            # Inference-only process with copies of the actors' weights.
             halve(self.policy.module, sharded=init.sharded)
 
     def ready(self) -> WorkerReady:
-        """Introduce the worker."""
+        """Return the ready message."""
         return WorkerReady(weights=() if self._bucket_arena is None else describe_weights(self.policy.module))
 
     def handle(self, request: Request) -> Iterator[Done]:
-        """Carry out one request and report how long it took."""
+        """Execute one request and report its duration."""
         started = time.perf_counter()
         error = ""
         try:
             metrics = self._carry_out(request)
-        # An answer and not the end of the worker: whoever asked may go on without this checkpoint.
+        # Report the error in the reply: the driver may continue without this checkpoint.
         except CheckpointError as problem:
             metrics, error = {}, str(problem)
         seconds = time.perf_counter() - started
@@ -104,8 +104,8 @@ class PolicyHost:
         yield Done(sequence=request.sequence, seconds=seconds, metrics=metrics or {}, error=error, finished=finished)
 
     def _carry_out(self, request: Request) -> dict[str, float] | None:
-        """Return metrics, or None if this was a part only."""
-        # The engine's memory on the GPU is for scoring and training until somebody acts again.
+        """Return metrics, or None if the update is not finished."""
+        # Free the engine's GPU memory for scoring and training until the next inference.
         if isinstance(request, ScoreRequest | UpdateRequest) and isinstance(self.policy, HasEngine):
             self.policy.rest()
         match request:
@@ -116,7 +116,7 @@ class PolicyHost:
             case ScoreRequest() if isinstance(self._learner, PolicyGradientLearner):
                 self._learner.score(request)
             case UpdateRequest() | ImitateRequest() if self._learner is not None:
-                self._update = self._learner.update(cast(Any, request))  # of the kind that it takes
+                self._update = self._learner.update(cast(Any, request))  # the learner accepts this kind of request
                 return self._go_on(in_parts=isinstance(request, UpdateRequest) and request.in_parts)
             case ContinueRequest():
                 return self._go_on(in_parts=True)
@@ -135,7 +135,7 @@ class PolicyHost:
         return {}
 
     def _go_on(self, *, in_parts: bool) -> dict[str, float] | None:
-        assert self._update is not None, "no update to go on with"
+        assert self._update is not None, "no update to continue"
         while True:
             try:
                 next(self._update)
@@ -146,10 +146,10 @@ class PolicyHost:
                 return None
 
     def _save(self, trainer: Trainer, folder: Path) -> None:
-        """Write policy and optimizer, then what the algorithm keeps, all ranks.
+        """Write policy and optimizer, then the algorithm's state; all ranks.
 
         Raises:
-            CheckpointError: it could not be written (full disk); the other ranks were not kept waiting.
+            CheckpointError: writing failed (full disk); the other ranks do not hang.
         """
         try:
             trainer.optimization.save(folder, self.policy, self._init.request.env)
@@ -159,7 +159,7 @@ class PolicyHost:
                     self._learner.save(folder)
 
     def close(self) -> None:
-        """Leave the ranks and let go of the shared memory; idempotent."""
+        """Leave the process group and close the shared memory; idempotent."""
         self._ranks.close()
         if self._learner is not None:
             self._learner.close()
@@ -176,13 +176,13 @@ class _Plan:
     episode: int
     """Its noise seed."""
     begin: int
-    """The env step that it was chosen at."""
+    """Env step at which the chunk was sampled."""
     actions: FloatArray
     """[K, A]"""
 
 
 class RolloutWorker:
-    """Acts with the policy that it shares with the actor."""
+    """Inference with the policy, which it may share with the actor."""
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class RolloutWorker:
         *,
         single_step: bool = False,
     ) -> None:
-        """Where records are single steps, a chunk is executed in as many of them before the policy is asked again."""
+        """Set up inference; with `single_step`, a chunk spans one record per action."""
         self._policy = policy
         self._rank_info = rank_info
         self._arena = arena
@@ -202,11 +202,11 @@ class RolloutWorker:
         self._plans: dict[int, _Plan] = {}
 
     def infer(self, request: InferRequest) -> None:
-        """Choose one chunk per ticket and write it beside its observation.
+        """Compute one chunk per ticket and write it into the record of its observation.
 
         Raises:
-            NonFiniteError: the policy's outputs are not finite. Tokens drawn from NaN look like any others, so this is
-                the place where diverged weights are noticed even if no later update looks at them.
+            NonFiniteError: the policy's outputs are not finite. Tokens sampled from NaN look valid, so diverged weights
+                are detected here even if no later update uses the tokens.
         """
         arena, policy = self._arena, self._policy
         steps = request.chunks
@@ -215,13 +215,13 @@ class RolloutWorker:
         if not len(request.tickets):
             return
         records = arena.read(request.tickets)
-        # In a deterministic run each slot has its row in every batch: a row's numbers depend on its place too.
+        # In a deterministic run each slot has a fixed row: results of a row depend on its position, too.
         rows = _rows(request.rows, request.padded_size, len(records))
         noise = None
         if not request.greedy:
             noise = token_noise(request.noise_seeds, request.chunks, policy.spec.tokens_per_chunk)
             noise = _pad(noise, rows, request.padded_size)
-        # Filling rows are copies of a real observation: whatever the policy does with them, it is numerically harmless.
+        # Padding rows are copies of a real observation, so they are numerically harmless.
         observation = read_observation(arena, _pad(records, rows, request.padded_size))
         out = policy.act(observation, noise=noise, temperature=request.temperature)
         own = rows if request.padded_size else slice(None)
@@ -229,11 +229,11 @@ class RolloutWorker:
         for what, values in (("action", actions), ("log-probability", logprob), ("value", value)):
             if not np.isfinite(values).all():
                 raise NonFiniteError(
-                    f"The policy produced a non-finite {what}. Likely cause: weights that diverged (lower "
+                    f"The policy produced a non-finite {what}. Likely cause: diverged weights (lower "
                     "actor.optim.lr, actor.optim.value_lr or actor.optim.clip_grad), or broken action statistics. "
                     "Older checkpoints are intact."
                 )
-        # After the check: a NaN would become a closed or an open gripper without a trace.
+        # After the check: the gripper conversion would hide a NaN.
         convert_gripper(actions, policy.spec.gripper, self._gripper)
         arena[Record.action][records] = actions
         if self._steps > 1:
@@ -252,7 +252,7 @@ class RolloutWorker:
             arena[Record.top][records] = np.stack([encode_reply(out.top[row], width) for row in rows])
 
     def _go_on(self, request: InferRequest) -> tuple[InferRequest, IntArray]:
-        """Write the next action where a chunk is under way; returns what is left to ask, and at which env steps."""
+        """Write the next action of running chunks; return the remaining request and its env steps."""
         waiting: list[int] = []
         about = zip(request.rows, request.noise_seeds, request.chunks, strict=True)
         for place, (row, seed, step) in enumerate(about):
@@ -262,7 +262,7 @@ class RolloutWorker:
                 (record,) = self._arena.read(request.tickets[place : place + 1])
                 self._arena[Record.action][record, 0] = plan.actions[done]
                 for name in (Record.tokens, Record.logprob, Record.value):
-                    self._arena[name][record] = 0  # what stood there was said of another record
+                    self._arena[name][record] = 0  # clear values of the record's earlier content
             else:
                 waiting.append(place)
         picked = {name: np.asarray(getattr(request, name))[waiting] for name in ("tickets", "noise_seeds", "rows")}
@@ -271,7 +271,7 @@ class RolloutWorker:
         return replace(request, chunks=steps // self._steps, **picked), steps
 
     def values(self, request: ValueRequest) -> None:
-        """Write value estimates of final observations, for bootstrapping."""
+        """Write the values of final observations, for bootstrapping."""
         size = request.padded_size or ROWS_AT_A_TIME
         for part in self._rank_info.share(len(request.tickets), size):
             records = self._arena.read(request.tickets[part])
@@ -284,7 +284,7 @@ def _rows(wanted: Sequence[int] | IntArray, padded_size: int, count: int) -> Int
     if not padded_size:
         return np.arange(count)
     rows = np.asarray(wanted, dtype=np.int64)
-    assert len(np.unique(rows)) == count, f"two tickets want the same row: {wanted}"
+    assert len(np.unique(rows)) == count, f"two tickets have the same row: {wanted}"
     assert rows.max() < padded_size, f"row {rows.max()} of {padded_size}"
     return rows
 

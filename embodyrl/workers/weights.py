@@ -1,4 +1,4 @@
-"""New weights on their way from ranks that train to processes that only act: a bucket of shared memory at a time."""
+"""Transfer of new weights from training ranks to inference processes, one bucket of shared memory at a time."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from embodyrl.policies.protocol import weights_changed
 
 
 def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
-    """All weights of a module."""
+    """Return the names, types and sizes of all weights of a module."""
     return tuple(
         WeightInfo(name, w.numel(), str(w.dtype).removeprefix("torch."), w.element_size(), w.requires_grad or learned)
         for name, w, learned in _weights(module)
@@ -21,17 +21,17 @@ def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, tensor, and whether training changes it though it has no gradient: statistics among the saved buffers."""
+    """Yield name, tensor, and whether it is a saved buffer that training changes without a gradient."""
     yield from ((name, parameter, False) for name, parameter in module.named_parameters())
     saved = module.state_dict(keep_vars=True)
     yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)
 
 
 def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
-    """Write parts of the weights into a bucket, in the type of those who take them; all ranks, the first writes."""
+    """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first one writes."""
     parameters = {name: weight for name, weight, _ in _weights(module)}
     writes = ranks.rank_info.rank == 0
-    # All ranks gather, for that is collective, also those that do not write.
+    # Gathering is collective: ranks that do not write take part, too.
     whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
     if writes:
         with bucket_arena.write(request.ticket) as record:
@@ -45,9 +45,9 @@ def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) ->
     (record,) = bucket_arena.read([request.ticket])
     with torch.no_grad():
         for part, source in _views(request.parts, bucket_arena, int(record)):
-            # In place: recorded graphs and compiled code hold these very tensors.
+            # In place: CUDA graphs and compiled code reference these tensors.
             parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
-    # An engine (vLLM) and a critic apart look at this before they act.
+    # A vLLM engine and a separate critic check this before inference.
     weights_changed(module)
 
 

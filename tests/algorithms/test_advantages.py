@@ -51,7 +51,7 @@ def test_gpg_scales_by_the_share_of_rewarded_episodes():
     np.testing.assert_array_equal(gpg([0.0, 0.0], [1, 1]), 0.0)
 
 
-def test_pass_at_k_credits_the_lead_of_the_best():
+def test_pass_at_k_credits_the_best_episode_by_its_lead():
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0], normalize=False), [0.5, 0, 0])
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0]), [0.5 / (0.5 + 1e-6), 0, 0])
     np.testing.assert_array_equal(pass_at_k([2.0, -1.0, 2.0], [0, 0, 0], normalize=False), 0.0)  # no lead
@@ -68,12 +68,12 @@ def test_gdpo_sums_normalised_parts_and_whitens_over_the_batch():
     np.testing.assert_allclose(louder, expected, atol=1e-5)
 
 
-def test_gdpo_compares_a_group_of_one_with_nobody():
+def test_gdpo_advantage_of_a_group_of_one_is_zero():
     found = gdpo([[1.0], [0.0], [5.0]], [0, 0, 1], [1.0])
     np.testing.assert_allclose(found, [1.0, -1.0, 0.0], atol=1e-5)
 
 
-def test_return_to_go_skips_a_hole_in_the_mask():
+def test_return_to_go_skips_invalid_steps():
     np.testing.assert_allclose(discounted([1, 9, 2], [True, False, True], gamma=0.5), [2.0, 0, 2.0])
 
 
@@ -89,13 +89,13 @@ def test_grpo_does_not_depend_on_the_order_of_episodes():
 
 
 @pytest.mark.parametrize("estimate", [grpo, rloo, gpg, pass_at_k, lambda r, g: opo(r, g, [1, 2, 3])])
-def test_a_group_of_one_has_nobody_to_be_compared_with(estimate):
+def test_advantage_of_a_group_of_one_is_zero(estimate):
     found = estimate([3.0, 1.0, 0.0], [0, 1, 1])
     assert found[0] == 0
     assert found[1] > 0
 
 
-def test_grpo_constant_group_is_exactly_zero():
+def test_grpo_advantage_of_equal_rewards_is_exactly_zero():
     # the mean of three 0.1 is not 0.1 in floating point: a plain formula would return about 1e-11
     assert np.mean([0.1] * 3) != 0.1
     np.testing.assert_array_equal(grpo([0.1] * 3, [7] * 3), 0.0)
@@ -122,7 +122,7 @@ def test_gae_terminated_and_truncated_differ_by_the_bootstrap(bootstrap: float, 
     np.testing.assert_allclose(returns, [first + 0.3, last + 0.5], rtol=1e-12)
 
 
-def test_gae_skips_a_hole_in_the_mask():
+def test_gae_skips_invalid_steps():
     dense = gae([1.0, 2.0], [0.1, 0.2], 0.7, [True, True], gamma=0.9, lam=0.8)
     holed = gae([1.0, 55.0, 2.0], [0.1, 99.0, 0.2], 0.7, [True, False, True], gamma=0.9, lam=0.8)
     for with_hole, without in zip(holed, dense, strict=True):

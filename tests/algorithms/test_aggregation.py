@@ -24,7 +24,7 @@ VALID = np.array([[True, True], [True, False], [True, True]])
         ("seq-mean-token-sum-norm", TokenLevel.chunk_level, [[1 / 8, 1 / 8], [1 / 4, 0], [1 / 8, 1 / 8]]),
     ],
 )
-def test_weights_by_hand(mode: str, level: TokenLevel, expected: list[list[float]]):
+def test_action_weights_match_hand_computed_values(mode: str, level: TokenLevel, expected: list[list[float]]):
     weight = action_weights(mode, EPISODE, VALID, level=level, longest_episode=2)
     np.testing.assert_allclose(weight, expected, rtol=1e-6)
 
@@ -38,7 +38,7 @@ def test_token_and_action_level_weights_agree(mode: str):
     np.testing.assert_array_equal(*pair)
 
 
-def test_a_sample_that_never_ran_is_our_own_bug():
+def test_sample_without_executed_action_fails_an_assertion():
     with pytest.raises(AssertionError, match="without an executed action"):
         action_weights(
             "token-mean", EPISODE[:1], np.zeros((1, 2), bool), level=TokenLevel.token_level, longest_episode=1

@@ -23,7 +23,7 @@ def test_import_and_settings_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_every_estimator_goes_with_every_loss_and_no_two_mean_different_things_by_a_key():
+def test_estimators_and_losses_combine_and_agree_on_keys():
     meant: dict[str, str] = {}
     for name in ADVANTAGES.names():
         for loss in LOSSES.names():
@@ -34,7 +34,7 @@ def test_every_estimator_goes_with_every_loss_and_no_two_mean_different_things_b
                 assert meant.setdefault(key, one.expectation) == one.expectation
 
 
-def test_keys_follow_the_estimator():
+def test_keys_depend_on_the_estimator():
     only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
     only_gae |= {"normalize_returns", "normalize_per_task"}
     grpo, gae = keys("grpo", "ppo_clip"), keys("gae", "ppo_clip")
@@ -42,7 +42,7 @@ def test_keys_follow_the_estimator():
     assert grpo - gae == {"filter_rewards", "filter_returns", "filter_refills", "std_unbiased"}
 
 
-def test_keys_follow_the_loss():
+def test_keys_depend_on_the_loss():
     assert keys("grpo", "ppo_clip") - keys("grpo", "pg") == {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"}
     assert keys("grpo", "sapo") - keys("grpo", "pg") == {"sapo_tau_pos", "sapo_tau_neg"}
 
@@ -50,7 +50,7 @@ def test_keys_follow_the_loss():
 @pytest.mark.parametrize(
     ("adv_type", "loss_type", "meant"), [("grppo", "ppo_clip", "grpo"), ("grpo", "ppo_clipp", "ppo_clip")]
 )
-def test_keys_of_an_unknown_name(adv_type: str, loss_type: str, meant: str):
+def test_unknown_estimator_or_loss_is_an_error(adv_type: str, loss_type: str, meant: str):
     with pytest.raises(UnknownNameError, match=f"Did you mean '{meant}'"):
         algorithm_settings(adv_type, loss_type)
 
@@ -68,7 +68,7 @@ def test_keys_of_an_unknown_name(adv_type: str, loss_type: str, meant: str):
         ),
     ],
 )
-def test_problems(changes: dict, message: str):
+def test_contradictory_settings_are_reported(changes: dict, message: str):
     found = list(algorithm_of(**changes).problems())
     assert len(found) == 1
     assert message in found[0]
@@ -84,7 +84,7 @@ def test_one_episode_per_group_is_enough_for_a_value_head():
     assert list(algorithm_of(adv_type="gae", group_size=1).problems()) == []
 
 
-def test_grpo_does_not_mind_chunk_level_ratios():
+def test_grpo_accepts_chunk_level_ratios():
     assert list(algorithm_of(logprob_type=TokenLevel.chunk_level).problems()) == []
 
 
@@ -95,7 +95,7 @@ def test_value_dim():
 
 
 @pytest.mark.parametrize("file", ["lonely_part.py", "lonely_part/lonely_part/__init__.py"])
-def test_a_module_that_python_does_not_look_for_is_found_in_the_working_folder(file, tmp_path, monkeypatch):
+def test_module_in_the_working_folder_is_found(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnknownNameError, match=r"No module named 'lonely_part'\.$"):
         ADVANTAGES.get("lonely_part:FACTORY")

@@ -27,7 +27,9 @@ LOG_WEIGHT = torch.from_numpy(np.where(VALID, OLD_LOGPROB - BEHAVIOUR_LOGPROB, 0
         (WeightMode.truncate, 1.1, 0.085160, 0.071928, 0.135539),
     ],
 )
-def test_decoupled_ppo(mode: WeightMode, cap: float, expected: float, grad_sum: float | None, grad_norm: float | None):
+def test_decoupled_ppo_weights_match_reference(
+    mode: WeightMode, cap: float, expected: float, grad_sum: float | None, grad_norm: float | None
+):
     leaf, units = fixed_units()
     factor = importance_weights(LOG_WEIGHT, MASK, cap=cap, mode=mode, level=WeightLevel.token)
     terms = LOSSES.get("ppo_clip").compute(units, config(0.1, 0.1))
@@ -39,7 +41,7 @@ def test_decoupled_ppo(mode: WeightMode, cap: float, expected: float, grad_sum: 
         assert leaf.grad.norm().item() == pytest.approx(grad_norm, abs=2e-6)
 
 
-def test_sequence_weights_by_hand():
+def test_sequence_weights_match_hand_computed_values():
     log_weight = torch.tensor([[0.1, 0.3, 9.0], [-0.2, 0.0, 0.0]]).double()
     valid = torch.tensor([[True, True, False], [True, False, False]])
     for level, expected in ((WeightLevel.sequence, [0.4, -0.2]), (WeightLevel.geometric, [0.2, -0.2])):
@@ -48,7 +50,7 @@ def test_sequence_weights_by_hand():
 
 
 @pytest.mark.parametrize(("threshold", "kept"), [(0.012, 10), (0.0225, None), (1e-9, None)])
-def test_second_moment_mask(threshold: float, kept: int | None):
+def test_second_moment_mask_matches_reference(threshold: float, kept: int | None):
     mask = second_moment_mask(LOG_WEIGHT, MASK, threshold=threshold)
     moment = LOG_WEIGHT.square()
     if kept is not None:
@@ -66,13 +68,13 @@ def test_off_policy_mask_reference():
     assert keep[:, 0, 0].tolist() == [True, True, True, True, False, True]
 
 
-def test_off_policy_mask_in_the_loss():
+def test_off_policy_mask_removes_samples_from_the_loss():
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     loss, _ = algorithm.loss(scores(), inputs(algorithm))
     assert loss.item() == pytest.approx(-0.191975, abs=2e-6)
 
 
-def test_off_policy_mask_reads_what_acted_and_not_what_was_recomputed():
+def test_off_policy_mask_uses_rollout_log_probabilities():
     """The engine gave the fifth sequence the ratio of the test above; recomputed probabilities hide it."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     same = {"old_logprob": torch.from_numpy(LOGPROB)}
@@ -83,14 +85,14 @@ def test_off_policy_mask_reads_what_acted_and_not_what_was_recomputed():
     assert (leaf.grad.abs().sum(dim=1)[[0, 1, 3, 5]] > 0).all()
 
 
-def test_positive_likelihood():
+def test_positive_nll_term_matches_reference():
     total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, positive_nll_coef=2.0))
     loss, _ = algorithm.loss(scores(), inputs(algorithm))
     assert loss.item() - total == pytest.approx(2.0 * 0.53, abs=2e-6)
 
 
-def test_unbiased_kl():
+def test_unbiased_kl_matches_reference():
     beta = 0.5
     total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, kl_beta=beta, kl_penalty_type="k3_unbiased"))
@@ -107,7 +109,7 @@ def test_unbiased_kl():
     assert gradient.norm().item() == pytest.approx(0.031769, abs=2e-6)
 
 
-def test_correct_joins_weights_and_mask():
+def test_correct_multiplies_weights_and_mask():
     recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
     cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
     proximal, behaviour = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)
@@ -123,7 +125,7 @@ def test_correct_joins_weights_and_mask():
 
 @pytest.mark.parametrize("mode", list(WeightMode))
 @pytest.mark.parametrize("level", list(WeightLevel))
-def test_weights_are_those_of_the_chosen_mode_and_level(mode: WeightMode, level: WeightLevel):
+def test_importance_weights_follow_mode_and_level(mode: WeightMode, level: WeightLevel):
     keys = {"behave_weight_threshold": 1.1, "behave_weight_mode": mode, "behave_weight_level": level}
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, old_logprob=OldLogprob.recompute, **keys))
     factors, _ = algorithm.correct(torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB), MASK)
@@ -157,7 +159,7 @@ def inputs(algorithm) -> LossInputs:
     )
 
 
-def test_a_mask_and_weights_of_older_data_hold_both():
+def test_mask_and_importance_weights_combine():
     """Fails where the mask takes the place of the weights: what it keeps is not weighed any more."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     factor = torch.linspace(0.5, 1.5, 30).double().reshape(6, 5, 1)
@@ -169,7 +171,7 @@ def test_a_mask_and_weights_of_older_data_hold_both():
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("k1", -0.023), ("abs", 0.124), ("k2", 0.01046), ("k3", 0.010765)])
-def test_the_chosen_kl_enters_the_loss_unless_rewards_have_paid_for_it(kind: str, expected: float):
+def test_kl_is_in_the_loss_unless_it_is_in_the_reward(kind: str, expected: float):
     total, _, _ = compute("ppo_clip", bounds(0.1, 0.1), "token-mean")
     for paid in (False, True):
         keys = {"kl_beta": 0.5, "kl_penalty_type": kind, "kl_in_reward": paid, "group_size": 3}

@@ -39,13 +39,13 @@ def test_reinforce_pp_reference(level: RewardLevel):
         ("pass_at_k", [0.5 / 0.5, 0, 0, 0, 0, 0]),
     ],
 )
-def test_one_number_per_episode(adv_type: str, expected: list[float]):
+def test_outcome_estimators_assign_one_advantage_per_episode(adv_type: str, expected: list[float]):
     batch = Algorithm(algorithm_of(adv_type=adv_type, group_size=3)).prepare(reference_episodes())
     np.testing.assert_allclose(batch.advantage[:, 0], np.repeat(expected, LENGTHS), atol=2e-6)
 
 
 @pytest.mark.parametrize("adv_type", [n for n in ADVANTAGES.names() if ADVANTAGES.get(n).needs_groups])
-def test_the_last_member_of_a_group_lost_to_crashes_gets_no_advantage(adv_type: str):
+def test_single_survivor_of_a_crashed_group_has_zero_advantage(adv_type: str):
     rewards, groups = (1.0, 0.0, 1.0), (0, 0, 1)
     episodes = [
         make_episode([[reward]], episode_id=i, group=group, first_record=i)
@@ -71,7 +71,7 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
 
 
-def test_gigpo_leaves_out_chunks_without_an_executed_action():
+def test_gigpo_skips_chunks_without_an_executed_action():
     """The third episode was over before its second chunk, whose record shows state 7 too."""
     episodes = [
         make_episode([[0.0], [1.0]], episode_id=0),
@@ -83,7 +83,7 @@ def test_gigpo_leaves_out_chunks_without_an_executed_action():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 0.5, -0.5, -0.5 - 0.5, 0.0])
 
 
-def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
+def test_remax_shapes_the_greedy_reward_too():
     """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
     greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]
     scores = Scores(greedy=(*greedy, None))
@@ -96,13 +96,13 @@ def test_remax_compares_with_the_greedy_episode_under_the_same_shaping():
         np.testing.assert_allclose(batch.advantage[:, 0], expected, atol=1e-6)
 
 
-def test_remax_credits_what_comes_after_a_step():
+def test_remax_uses_the_return_to_go():
     cfg = algorithm_of(adv_type="remax", loss_type="pg", group_size=1)
     batch = Algorithm(cfg).prepare([make_episode([[3.0], [1.0]])], Scores(greedy=(make_episode([[2.0]]),)))
     np.testing.assert_allclose(batch.advantage[:, 0], [4.0 - 2.0, 1.0 - 2.0])
 
 
-def test_remax_baselines_stay_with_their_episodes_where_others_are_masked():
+def test_remax_baselines_stay_aligned_after_masking():
     """The first episode was truncated; its greedy return of 5 is nothing to the second."""
     episodes = [make_episode([[1.0]], terminated=False), make_episode([[4.0]], episode_id=1, first_record=1)]
     greedy = make_episode([[5.0]]), make_episode([[1.0]])
@@ -111,7 +111,7 @@ def test_remax_baselines_stay_with_their_episodes_where_others_are_masked():
     assert batch.advantage.tolist() == [[3.0]]
 
 
-def test_states_of_gigpo_stay_with_their_episodes_where_groups_are_filtered():
+def test_gigpo_states_stay_aligned_after_filtering():
     """Both members of the first group succeed; the second is credited as it would be alone."""
     outcomes = ((0, True), (0, True), (1, True), (1, False))
     episodes = [
@@ -127,7 +127,7 @@ def test_states_of_gigpo_stay_with_their_episodes_where_groups_are_filtered():
     assert len(set(alone.advantage[:, 0].tolist())) > 2
 
 
-def test_gdpo_reads_the_parts_of_the_reward():
+def test_gdpo_uses_the_reward_parts():
     parts = [(1.0, 0.0), (0.0, 0.0), (1.0, 40.0), (1.0, 0.0)]
     episodes = [
         replace(make_episode([[0.0]], episode_id=i, group=i // 2, first_record=i), components=np.array([part]))
@@ -139,14 +139,14 @@ def test_gdpo_reads_the_parts_of_the_reward():
     np.testing.assert_allclose(batch.advantage[:, 0] / batch.advantage[2, 0], [2.0, -2.0, 1.0, -1.0], atol=1e-4)
 
 
-def test_advantages_are_clipped_where_asked():
+def test_advantage_clip_bounds_advantages():
     cfg = algorithm_of(adv_type="rloo", group_size=3, advantage_clip=[-1.0, 0.5])
     batch = Algorithm(cfg).prepare(reference_episodes())
     assert batch.advantage.min() == -1.0
     assert batch.advantage.max() == 0.5
 
 
-def test_tasks_with_small_rewards_count_as_much_as_the_others():
+def test_normalize_per_task_balances_reward_scales():
     """One task earns a hundred times as much as the other; whitened together, that other is left next to nothing."""
     episodes = []
     for i, (task, scale) in enumerate([(3, 1.0), (5, 100.0), (3, 2.0), (5, 300.0)]):
@@ -167,14 +167,14 @@ def test_tasks_with_small_rewards_count_as_much_as_the_others():
     np.testing.assert_array_equal(apart.returns, together.returns)
 
 
-def test_episodes_that_earned_more_are_imitated_whole():
+def test_filtered_bc_credits_all_actions_of_good_episodes():
     """What counts is the return of executed actions."""
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
     told = filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
-def test_opo_weighs_by_executed_actions_and_not_by_chunks():
+def test_opo_weights_by_executed_actions():
     """Lengths 1 and 4, of one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
     episodes = [
         make_episode([[1.0, 0, 0, 0]], valid=[[True, False, False, False]], episode_id=0),
@@ -185,7 +185,7 @@ def test_opo_weighs_by_executed_actions_and_not_by_chunks():
 
 
 @pytest.mark.parametrize(("unbiased", "scale"), [(True, np.sqrt(1 / 2)), (False, 1 / 2)])
-def test_the_kind_of_standard_deviation_is_chosen(unbiased: bool, scale: float):
+def test_std_unbiased_selects_the_denominator(unbiased: bool, scale: float):
     """Returns 1 and 0, half of their difference each; steps of one state are compared by the same kind."""
     episodes = [make_episode([[won]], episode_id=i, first_record=i) for i, won in enumerate((1.0, 0.0))]
     found = Algorithm(algorithm_of(group_size=2, std_unbiased=unbiased)).prepare(episodes)

@@ -39,7 +39,7 @@ def weights(mode: str) -> torch.Tensor:
         ("abs", 0.124, None, None),
     ],
 )
-def test_kl_estimators(kind: str, expected: float, grad_sum: float | None, grad_norm: float | None):
+def test_kl_estimators_match_reference(kind: str, expected: float, grad_sum: float | None, grad_norm: float | None):
     logprob = valid_tokens(LOGPROB).requires_grad_()
     loss = (kl(logprob, valid_tokens(REF_LOGPROB), kind) * weights("token-mean")).sum()
     loss.backward()
@@ -57,7 +57,7 @@ def test_low_var_kl_is_bounded():
 @pytest.mark.parametrize(
     ("clip", "huber", "expected"), [(0.2, None, 0.355186), (None, None, 0.345871), (0.2, 0.5, 0.236506)]
 )
-def test_value_loss(clip: float | None, huber: float | None, expected: float):
+def test_value_loss_matches_reference(clip: float | None, huber: float | None, expected: float):
     rewards = np.zeros((6, 5))
     rewards[np.arange(6), np.array(LENGTHS) - 1] = [1.0, 0.0, 0.5, 2.0, -1.0, 2.0]
     returns = np.stack([gae(rewards[b], VALUE[b], 0.0, VALID[b], gamma=0.9, lam=0.8)[1] for b in range(6)])

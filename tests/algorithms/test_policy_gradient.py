@@ -105,7 +105,7 @@ def run_split(algorithm: Algorithm, batch: PreparedBatch, value_dim: int, parts:
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("level", list(TokenLevel))
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split(mode: str, level: TokenLevel):
+def test_loss_and_metrics_are_micro_batch_independent(mode: str, level: TokenLevel):
     cfg = gae_config(
         loss_agg_func=mode, logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01, huber_delta=0.5
     )
@@ -127,7 +127,7 @@ WHOLE_BATCH_STATISTICS = {"clip_cov", "kl_cov"}
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES.names() if name not in WHOLE_BATCH_STATISTICS])
-def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
+def test_two_ranks_match_the_gradient_of_one(mode: str, loss_type: str):
     """Ranks of unequal numbers of valid tokens; gradients are averaged over ranks, so each multiplies its loss by 2."""
     own = {"ratio_max": 1.1} if loss_type.startswith("aipo") else {}
     cfg = gae_config(
@@ -143,7 +143,7 @@ def test_two_ranks_have_the_gradient_of_one(mode: str, loss_type: str):
 
 
 @pytest.mark.parametrize("level", list(TokenLevel))
-def test_tokens_of_actions_that_never_ran_have_no_influence(level: TokenLevel):
+def test_unexecuted_actions_do_not_affect_the_loss(level: TokenLevel):
     cfg = gae_config(logprob_type=level, entropy_type=level, kl_beta=0.1, entropy_bonus=0.01)
     algorithm = Algorithm(cfg)
     batch = algorithm.prepare(ragged_episodes(1))
@@ -208,12 +208,12 @@ ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
         (TokenLevel.chunk_level, "seq-mean-token-sum-norm", 6.5 / 2),
     ],
 )
-def test_levels_by_hand(level: TokenLevel, mode: str, ratio_sum: float):
+def test_ratio_levels_match_hand_computed_values(level: TokenLevel, mode: str, ratio_sum: float):
     metrics = two_sample_loss(level, mode)
     assert metrics["total"] == pytest.approx(-ADVANTAGE * ratio_sum, rel=1e-6)
 
 
-def test_the_constant_denominator_is_no_property_of_the_batch():
+def test_seq_mean_token_sum_norm_is_batch_independent():
     """Dr.GRPO (arXiv 2503.20783): the time limit's 10 chunks, whichever episodes were kept and drawn."""
     cfg = algorithm_of(loss_agg_func="seq-mean-token-sum-norm", normalize_advantages=False)
     algorithm = Algorithm(cfg, longest_episode=10)
@@ -222,7 +222,7 @@ def test_the_constant_denominator_is_no_property_of_the_batch():
         np.testing.assert_allclose(algorithm.weights(batch, samples).policy, 1 / (sequences * 10), rtol=1e-6)
 
 
-def test_reported_means_do_not_depend_on_the_aggregation_being_a_sum():
+def test_metrics_are_means_for_every_aggregation():
     mean, total = (two_sample_loss(TokenLevel.token_level, mode) for mode in ("token-mean", "token-sum"))
     for name in ("ratio", "kl", "entropy", "logprob_gap", "clip_fraction"):
         assert total[name] == pytest.approx(mean[name], rel=1e-6)
@@ -236,7 +236,7 @@ def test_reported_means_do_not_depend_on_the_aggregation_being_a_sum():
     ("entropy_type", "expected"),
     [(TokenLevel.token_level, 1.0), (TokenLevel.action_level, 2.0), (TokenLevel.chunk_level, 3.0)],
 )
-def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
+def test_entropy_bonus_uses_the_entropy_level(entropy_type: TokenLevel, expected: float):
     """K = D = 2: two chunks of entropy 1 per token, one with both actions executed and one with the first only."""
     episodes = [
         make_episode([[0, 1]], episode_id=0),
@@ -268,7 +268,7 @@ def test_entropy_level_and_bonus(entropy_type: TokenLevel, expected: float):
     assert losses[1] - losses[0] == pytest.approx(-0.5 * expected, abs=1e-6)
 
 
-def test_metrics_leave_out_tokens_that_have_no_logprob():
+def test_metrics_skip_tokens_without_logprob():
     """Records of a flow, or of a correction, take more tokens than an action has log-probabilities."""
     new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0]])).reshape(1, 2, 2)
     found = []
@@ -313,7 +313,7 @@ def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
     np.testing.assert_allclose(batch.returns[:, 0], np.array(GAE_RETURNS)[VALID], atol=1e-5)
 
 
-def test_gae_action_level_values_flow_across_chunks_and_stop_mid_chunk():
+def test_action_level_gae_crosses_chunks_and_stops_at_the_end():
     """T = 2, K = 2, the second chunk stops after one action; the hand computation runs over three steps."""
     for terminated, after in ((True, 0.0), (False, 4.0)):
         episode = make_episode(
@@ -334,7 +334,7 @@ def test_gae_action_level_values_flow_across_chunks_and_stop_mid_chunk():
         np.testing.assert_allclose(weights.value, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
 
 
-def test_gae_chunk_level_sums_rewards_and_shares_one_advantage():
+def test_chunk_level_gae_sums_rewards():
     for terminated, after in ((True, 0.0), (False, 4.0)):
         episode = make_episode(
             [[1, 2], [3, 0]],
@@ -366,7 +366,7 @@ def test_filter_keeps_groups_within_the_bounds():
     assert batch.metrics["train/groups_without_signal"] == pytest.approx(3 / 5)
 
 
-def test_groups_are_filtered_by_what_they_earned_before_it_is_shaped():
+def test_groups_are_filtered_by_unshaped_rewards():
     groups = success_groups(0, 1, 2, 3, 4)
     earned = [float(np.mean([e.reward[e.valid].sum() for e in groups[i : i + 4]])) for i in range(0, 20, 4)]
     assert len(set(earned)) == 5, "or this shows nothing"
@@ -376,7 +376,7 @@ def test_groups_are_filtered_by_what_they_earned_before_it_is_shaped():
     np.testing.assert_array_equal(np.unique(batch.episode // 4), wanted)
 
 
-def test_filter_that_drops_everything_leaves_an_empty_batch_without_signal():
+def test_filtering_all_groups_gives_an_empty_batch():
     cfg = algorithm_of(filter_rewards=[0.3, 0.8], entropy_bonus=0.1)
     batch = Algorithm(cfg).prepare(success_groups(0, 4))
     assert batch.advantage.shape == (0, 1)
@@ -400,14 +400,14 @@ def test_constant_groups_have_signal_only_through_other_terms(changes: dict, sig
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
 
-def test_value_loss_is_a_signal_and_no_value_coefficient_is_none():
+def test_value_coef_decides_whether_values_are_a_signal():
     episode = make_episode([[0.0], [0.0]], value=[[0.0], [0.0]], bootstrap=[0.0])
     for coefficient, signal in ((0.5, True), (0.0, False)):
         assert Algorithm(gae_config(value_coef=coefficient)).prepare([episode]).has_signal is signal
 
 
 @pytest.mark.parametrize("level", list(TokenLevel))
-def test_a_batch_without_signal_really_has_a_zero_gradient(level: TokenLevel):
+def test_batch_without_signal_has_zero_gradient(level: TokenLevel):
     algorithm = Algorithm(algorithm_of(logprob_type=level))
     flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
     batch = algorithm.prepare(flat)
@@ -456,19 +456,19 @@ def test_non_finite_input_names_the_episode(field: str, changes: dict):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_overflowing_advantage_is_caught():
+def test_overflowing_advantage_is_an_error():
     episode = make_episode([[3e38], [3e38]], value=[[0.0], [0.0]], episode_id=7)
     with pytest.raises(NonFiniteError, match="advantage is inf in episode 7"):
         Algorithm(gae_config(normalize_advantages=False)).prepare([episode])
 
 
-def test_rewards_of_actions_that_never_ran_are_ignored():
+def test_rewards_of_unexecuted_actions_are_ignored():
     episode = make_episode([[1.0, float("nan")]], valid=[[True, False]], value=[[0.0]])
     batch = Algorithm(gae_config(normalize_advantages=False)).prepare([episode])
     np.testing.assert_array_equal(batch.advantage, [[1.0, 0.0]])
 
 
-def test_kl_without_reference_is_our_own_bug():
+def test_kl_without_reference_fails_an_assertion():
     algorithm = Algorithm(algorithm_of(kl_beta=0.1))
     assert algorithm.needs_reference
     batch = algorithm.prepare(ragged_episodes(0))
@@ -495,6 +495,6 @@ def test_reference_kl_enters_the_loss_with_its_weight():
     assert losses[1] - losses[0] == pytest.approx(0.3 * expected, rel=1e-5)
 
 
-def test_a_bad_combination_is_refused():
+def test_contradictory_settings_are_refused():
     with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
         Algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))

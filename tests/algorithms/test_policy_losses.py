@@ -36,7 +36,7 @@ def fixed_units(logprob: np.ndarray = LOGPROB) -> tuple[torch.Tensor, Units]:
 GRPO_EXACT = [0.5 / (0.5 + 1e-6), -0.5 / (0.5 + 1e-6), 0.0, *(r / (3**0.5 + 1e-6) for r in (1.0, -2.0, 1.0))]
 
 
-def test_the_fixed_advantage_is_the_reference():
+def test_precomputed_advantages_match_the_reference():
     np.testing.assert_allclose(GRPO_EXACT, GRPO_REFERENCE, atol=1e-6)
 
 
@@ -69,7 +69,7 @@ def compute(name: str, keys: dict[str, Any], mode: str) -> tuple[float, torch.Te
         ("seq-mean-token-sum-norm", 0.050642),
     ],
 )
-def test_aggregations(mode: str, expected: float):
+def test_aggregations_match_reference(mode: str, expected: float):
     value, _, _ = compute("ppo_clip", bounds(0.1, 0.1), mode)
     assert value == pytest.approx(expected, abs=1e-5)
 
@@ -91,14 +91,16 @@ def test_aggregations(mode: str, expected: float):
         ("topr", {}, "token-mean", -0.190467, 0.073565, 0.189981),
     ],
 )
-def test_value_and_gradient(name: str, keys: dict, mode: str, expected: float, grad_sum: float, grad_norm: float):
+def test_loss_and_gradient_match_reference(
+    name: str, keys: dict, mode: str, expected: float, grad_sum: float, grad_norm: float
+):
     value, gradient, _ = compute(name, keys, mode)
     assert value == pytest.approx(expected, abs=2e-6)
     assert gradient.sum().item() == pytest.approx(grad_sum, abs=2e-6)
     assert gradient.norm().item() == pytest.approx(grad_norm, abs=2e-6)
 
 
-def test_gspo_by_token_mean():
+def test_gspo_uses_the_mean_token_ratio():
     value, _, terms = compute("gspo", bounds(0.03, 0.04), "token-mean")
     assert value == pytest.approx(0.095901, abs=2e-6)
     expected = [1.107383, 1.072508, 1.007528, 1.015113, 0.906649, 0.913931]
@@ -173,7 +175,7 @@ def test_kl_cov_penalises_units_of_large_covariance():
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.5, 2)])
-def test_kl_cov_penalises_its_share_where_all_advantages_are_equal(share: float, count: int):
+def test_kl_cov_penalises_its_share_for_equal_advantages(share: float, count: int):
     units = covariance_units()
     tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
     cfg = algorithm_of(loss_type="kl_cov", cov_share=share, log_ratio_coef=10.0)

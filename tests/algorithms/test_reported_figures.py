@@ -15,7 +15,7 @@ from embodyrl.algorithms.protocol import LOSSES, Units
 from embodyrl.types import Episode
 
 
-def test_values_are_judged_by_the_variance_of_their_targets():
+def test_explained_variance_is_relative_to_targets():
     """Lambda = 1 and gamma = 1: targets are returns to go, 3 and 2 of one episode and 1 of the other."""
     first = make_episode([[1.0], [2.0]], value=[[2.0], [2.0]], bootstrap=[0.0])
     second = make_episode([[1.0]], value=[[3.0]], bootstrap=[0.0], episode_id=1, first_record=2)
@@ -35,14 +35,14 @@ def groups(*returns: tuple[float, float]) -> list[Episode]:
     ]
 
 
-def test_advantages_are_those_of_executed_actions():
+def test_advantage_metrics_use_executed_actions():
     batch = Algorithm(algorithm_of(group_size=2, normalize_advantages=False)).prepare(groups((4.0, 0.0)))
     assert batch.metrics["train/advantage_mean"] == pytest.approx((2 + 2 - 2) / 3)
     assert batch.metrics["train/advantage_std"] == pytest.approx(np.std([2, 2, -2]))
     assert batch.metrics["train/advantage_abs_max"] == 2.0
 
 
-def test_a_group_that_was_filtered_has_no_signal_either():
+def test_filtered_groups_count_as_without_signal():
     """Of four groups one differs, two are equal, and one of those is left out: three teach nothing."""
     episodes = [replace(e, success=e.reward > 0) for e in groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))]
     batch = Algorithm(algorithm_of(group_size=2, filter_rewards=[0.5, 1.0])).prepare(episodes)
@@ -58,7 +58,7 @@ def units(ratio: list[float], advantage: list[float]) -> Units:
     return Units(logprob=logprob, old_logprob=torch.zeros_like(logprob), advantage=given, valid=valid)
 
 
-def test_what_the_clip_has_silenced_is_no_choice_of_clip_cov():
+def test_clip_cov_skips_units_that_ppo_clipped():
     """Two units with equal covariances: the first has no gradient already, so the second loses its own."""
     given = units([3.0, 1.0, 1e-3, 1e-3], [4.0, 5.5, -1.0, -1.0])
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.25, cov_bounds=[1.0, 100.0])
@@ -69,7 +69,7 @@ def test_what_the_clip_has_silenced_is_no_choice_of_clip_cov():
         assert clipped[1:].sum() == 1 + (LOSSES.get("ppo_clip").compute(given, cfg).clipped.flatten()[1:].sum())
 
 
-def test_a_batch_whose_actions_did_not_all_run_is_weighed_step_by_step():
+def test_partly_executed_batch_is_weighted_per_optimizer_step():
     """Equal numbers of samples have equal weights only where all actions were executed."""
     algorithm = Algorithm(algorithm_of(group_size=2))
     whole = algorithm.prepare([make_episode([[1.0, 0.0]]), make_episode([[0.0, 0.0]], episode_id=1, first_record=1)])

@@ -28,7 +28,7 @@ def outcomes(cfg: AlgorithmSettings) -> list[float]:
     return [episode.episode_return for episode in shape_rewards(reference_episodes(), cfg)]
 
 
-def test_nothing_changes_by_default():
+def test_default_shaping_keeps_the_rewards():
     episodes = reference_episodes()
     assert shape_rewards(episodes, algorithm_of()) == episodes
 
@@ -39,21 +39,21 @@ def test_bias_scale_and_clip():
     np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
 
 
-def test_an_outcome_is_that_of_an_episode_that_ended():
+def test_shaping_skips_outcomes_of_cut_episodes():
     """Fails where each part of an episode that goes on in the next step gets the bias of the whole."""
     first, last = make_episode([[1.0], [2.0]]), make_episode([[4.0]])
     shaped = shape_rewards([replace(first, cut=True, truncated=True), last], algorithm_of(reward_bias=10.0))
     assert [episode.episode_return for episode in shaped] == [3.0, 14.0]
 
 
-def test_nothing_but_the_kl_is_left_at_a_scale_of_zero():
+def test_reward_scale_zero_leaves_only_the_kl():
     cfg = algorithm_of(reward_scale=0.0, kl_beta=1.0, group_size=3)
     batch = Algorithm(cfg).prepare(reference_episodes())
     assert not batch.advantage.any()
     assert batch.has_signal
 
 
-def test_a_curriculum_learns_nothing_from_episodes_that_were_cut():
+def test_curriculum_ignores_cut_episodes():
     won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
     seen: Outcomes = {}
     note_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
@@ -62,7 +62,7 @@ def test_a_curriculum_learns_nothing_from_episodes_that_were_cut():
     assert seen == {"3": [0.5 * 1.0 + 1.0, 0.5 * 2.0 + 1.0]}, "what was found earlier counts less"
 
 
-def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
+def test_outcome_shaping_changes_the_last_action_only():
     episode = make_episode([[1.0, 2.0], [3.0, 9.0]], valid=[[True, True], [True, False]])
     (shaped,) = shape_rewards([episode], algorithm_of(reward_scale=2.0, reward_bias=1.0))
     np.testing.assert_allclose(shaped.reward, [[2, 4], [6 + 2, 0]])
@@ -75,11 +75,11 @@ def test_a_dense_reward_keeps_its_shape_and_the_last_action_carries_the_rest():
         (RewardNorm.batch, (np.array(REWARDS) - np.mean(REWARDS)) / (np.std(REWARDS, ddof=1) + 1e-6)),
     ],
 )
-def test_reward_norm(norm: RewardNorm, expected):
+def test_reward_norm_standardises_outcomes(norm: RewardNorm, expected):
     np.testing.assert_allclose(outcomes(algorithm_of(reward_norm=norm)), expected, atol=1e-5)
 
 
-def test_truncated_episodes_are_masked_or_cost_their_reward():
+def test_truncated_episodes_are_masked_or_get_zero_reward():
     episodes = [
         make_episode([[reward]], episode_id=i, terminated=i != 2, first_record=i)
         for i, reward in enumerate((1.0, 0.0, 1.0))
@@ -94,7 +94,7 @@ def test_truncated_episodes_are_masked_or_cost_their_reward():
     np.testing.assert_allclose(kept[TruncatedEpisodes.mask].advantage[:, 0], [1 / 3, -2 / 3], atol=1e-6)
 
 
-def test_masked_failures_leave_the_successes_of_their_group_a_signal_and_a_place_behind_the_filter():
+def test_masked_failures_still_count_in_their_group():
     """Failures mostly end at the time limit: without them a group would know nothing but success."""
     cfg = algorithm_of(
         group_size=3, truncated_episodes=TruncatedEpisodes.mask, filter_rewards=[0.1, 0.9], normalize_advantages=False
@@ -111,7 +111,7 @@ def test_masked_failures_leave_the_successes_of_their_group_a_signal_and_a_place
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl"])
-def test_kl_is_taken_from_the_rewards(kind: str):
+def test_kl_is_subtracted_from_the_rewards(kind: str):
     """GAE with lambda = gamma = 1 and zero values: the advantage is the return-to-go of r - beta KL."""
     beta = 0.5
     cfg = algorithm_of(
@@ -133,7 +133,7 @@ def test_adaptive_controller_reference():
     assert adapted_beta(0.2, 0.3, target=0.1, samples=64, horizon=10000) == pytest.approx(0.200256)
 
 
-def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
+def test_adaptive_kl_coefficient_is_saved_in_the_state():
     cfg = algorithm_of(group_size=3, kl_beta=0.2, kl_in_reward=True, kl_target=1e-4, kl_horizon=100)
     algorithm = Algorithm(cfg)
     first = algorithm.prepare(reference_episodes(), REFERENCE).metrics["train/kl_beta"]
@@ -144,7 +144,7 @@ def test_adaptive_kl_moves_the_coefficient_and_travels_through_its_state():
     assert resumed.state() == algorithm.state() != Algorithm(cfg).state()
 
 
-def test_rewards_are_divided_by_the_spread_of_all_discounted_returns_so_far():
+def test_normalize_returns_uses_the_running_deviation():
     draw = np.random.default_rng(0)
     parts = [[make_episode(draw.normal(50, 20, (n, 1)).tolist()) for n in (7, 12)] for _ in range(3)]
     scale, sums = ReturnScale(0.9), []
@@ -162,7 +162,7 @@ def test_rewards_are_divided_by_the_spread_of_all_discounted_returns_so_far():
             np.testing.assert_allclose(after.reward, before.reward / np.std(sums), rtol=1e-5)
 
 
-def test_an_episode_that_goes_on_counts_as_one():
+def test_continued_episode_counts_once():
     """Its parts came each in a training step of its own, two in the last."""
     rewards = np.random.default_rng(0).normal(3, 1, (12, 1)).tolist()
     whole, parts = ReturnScale(0.9), ReturnScale(0.9)
@@ -175,7 +175,7 @@ def test_an_episode_that_goes_on_counts_as_one():
     assert ours == pytest.approx(theirs)
 
 
-def test_an_episode_that_a_quota_cut_is_not_truncated():
+def test_cut_episode_is_not_truncated():
     """It is neither masked nor without a reward: a value stands for what follows."""
     one = [[0.0]]
     cut = replace(make_episode([[1.0], [2.0]], value=one * 2, bootstrap=[0.5], terminated=False), cut=True)
@@ -186,7 +186,7 @@ def test_an_episode_that_a_quota_cut_is_not_truncated():
     assert [episode.episode_return for episode in shaped] == [3.0, 0.0]
 
 
-def test_returns_of_cut_episodes_travel_through_the_state():
+def test_returns_of_cut_episodes_are_saved_in_the_state():
     """A step that is repeated after a resume continues them like the step that was lost."""
     first, other = ReturnScale(0.9), ReturnScale(0.9)
     cut = replace(make_episode([[5.0], [7.0]], terminated=False), cut=True)
@@ -197,14 +197,14 @@ def test_returns_of_cut_episodes_travel_through_the_state():
     np.testing.assert_array_equal(mine, theirs)
 
 
-def test_outcomes_of_a_curriculum_travel_through_the_state():
+def test_curriculum_outcomes_are_saved_in_the_state():
     algorithm, other = (Algorithm(algorithm_of(curriculum=1.0)) for _ in range(2))
     note_outcomes(algorithm.seen, [make_episode([[1.0]], success=True)], by_task=True)
     other.load_state(json.loads(json.dumps(algorithm.state())))
     assert other.seen == algorithm.seen == {"3": [1.0, 1.0]}
 
 
-def test_the_kl_of_each_action_is_taken_from_its_own_reward():
+def test_kl_is_subtracted_per_action():
     """Two actions of two tokens; the last one was not executed."""
     episode = make_episode([[1.0, 1.0], [1.0, 1.0]], valid=[[True, True], [True, False]])
     own = np.array([[0.1, 0.2, 0.3, 0.4], [0.5, 0.6, 9.0, 9.0]], np.float32)
@@ -215,7 +215,7 @@ def test_the_kl_of_each_action_is_taken_from_its_own_reward():
     assert kl == pytest.approx(2.1 / 6)
 
 
-def test_a_reward_far_beyond_the_spread_is_bounded():
+def test_normalized_rewards_are_clipped():
     """One reward among a thousand zeros would be 31 deviations."""
     episodes = [make_episode([[0.0]] * 999), make_episode([[-50.0]], episode_id=1)]
     first, last = ReturnScale(0.9).apply(episodes)

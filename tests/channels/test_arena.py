@@ -22,7 +22,7 @@ def arena():
     arena.close()
 
 
-def test_a_record_is_readable_only_after_a_complete_write(arena):
+def test_record_is_readable_only_after_a_complete_write(arena):
     ticket = arena.allocate()
     with pytest.raises(StaleTicketError, match="ALLOCATED"):
         arena.read([ticket])
@@ -35,7 +35,7 @@ def test_a_record_is_readable_only_after_a_complete_write(arena):
     assert arena["image"][arena.read([ticket])].sum() == 7 * 8 * 8 * 3
 
 
-def test_a_ticket_is_stale_once_its_record_was_freed(arena):
+def test_ticket_of_a_freed_record_is_stale(arena):
     old = arena.allocate()
     with arena.write(old):
         pass
@@ -50,7 +50,7 @@ def test_a_ticket_is_stale_once_its_record_was_freed(arena):
         arena.read([Ticket(int(old))])
 
 
-def test_an_old_ticket_is_refused_once_its_record_was_written_again(arena):
+def test_ticket_of_a_reused_record_is_stale(arena):
     """The record is readable, for another holder: only the numbers of the ticket tell them apart."""
     old = arena.allocate()
     with arena.write(old):
@@ -65,14 +65,14 @@ def test_an_old_ticket_is_refused_once_its_record_was_written_again(arena):
             use()
 
 
-def test_more_records_than_planned_is_an_error(arena):
+def test_allocating_beyond_capacity_is_an_error(arena):
     for _ in range(3):
         arena.allocate()
     with pytest.raises(ArenaFullError, match="All 3 records"):
         arena.allocate()
 
 
-def test_too_little_memory_is_an_error_before_anything_is_reserved():
+def test_missing_memory_is_an_error_before_allocation():
     huge = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(2**40,)),))
     with pytest.raises(EmbodyError, match=r"needs 1024\.00 GiB"):
         Arena.create(huge, 1)
@@ -109,13 +109,13 @@ def _run(target, *args) -> int | None:
     return process.exitcode
 
 
-def test_another_process_writes_in_place(arena):
+def test_attached_process_writes_in_place(arena):
     ticket = arena.allocate()
     assert _run(_fill, arena.handle, ticket) == 0
     assert arena["image"][arena.read([ticket])[0]].min() == 42
 
 
-def test_a_writer_killed_in_the_middle_leaves_an_unreadable_record_that_can_be_reused(arena):
+def test_record_of_a_killed_writer_can_be_reused(arena):
     ticket = arena.allocate()
     assert _run(_die_while_writing, arena.handle, ticket) == -signal.SIGKILL
     with pytest.raises(StaleTicketError, match="WRITING"):
@@ -139,6 +139,6 @@ def test_nothing_appears_in_dev_shm():
         Arena.attach(arena.handle)
 
 
-def test_a_column_travels_as_its_name():
+def test_column_is_pickled_as_its_name():
     assert pickle.loads(pickle.dumps(Record.images)) == "images"
     assert type(pickle.loads(pickle.dumps(Record.images))) is str

@@ -16,7 +16,7 @@ def ends():
         channel.close()
 
 
-def test_messages_arrive_in_order_and_both_ways(ends):
+def test_messages_arrive_in_order_in_both_directions(ends):
     a, b = ends
     a.put("one")
     a.put("two")
@@ -24,7 +24,7 @@ def test_messages_arrive_in_order_and_both_ways(ends):
     assert [b.get(1.0), b.get(1.0), a.get(1.0)] == ["one", "two", "back"]
 
 
-def test_silence_is_a_timeout_and_a_closed_end_is_named(ends):
+def test_timeout_and_closed_end_raise_their_errors(ends):
     a, b = ends
     with pytest.raises(ChannelTimeout):
         a.get(0.01)
@@ -35,10 +35,10 @@ def test_silence_is_a_timeout_and_a_closed_end_is_named(ends):
         a.put("anyone there?")
 
 
-def test_a_message_without_room_has_a_deadline(ends):
+def test_sending_to_a_full_pipe_times_out(ends):
     a, b = ends
     a.put(b"x" * 2**13, timeout_s=0.01)
-    with pytest.raises(ChannelTimeout, match=r"took nothing for 0.01 s"):
+    with pytest.raises(ChannelTimeout, match=r"read nothing for 0.01 s"):
         a.put(b"x" * 2**22, timeout_s=0.01)
     assert b.get(1.0) == b"x" * 2**13
 
@@ -47,7 +47,7 @@ def _write(connection):
     PipeChannel(connection).put(b"x" * 2**22)
 
 
-def test_a_writer_that_is_stopped_in_the_middle_of_a_message_has_a_deadline():
+def test_partial_message_times_out():
     """`Connection.recv` would wait for the rest for ever; and what had come must not be lost."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -11,7 +11,7 @@ from embodyrl.channels.channel import forward_to_proxy
 from embodyrl.scheduler.start import rendezvous
 
 
-def test_a_store_behind_a_gate_serves_who_knows_the_secret():
+def test_proxy_connects_clients_with_the_secret():
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
     way = forward_to_proxy("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
@@ -26,7 +26,7 @@ def test_a_store_behind_a_gate_serves_who_knows_the_secret():
 
 
 @pytest.mark.parametrize("said", [b"\0" * 32, b"x" * 100_000, b"short"])
-def test_a_stranger_is_cut_off(said: bytes):
+def test_client_without_the_secret_is_disconnected(said: bytes):
     meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
     with socket.create_connection(("127.0.0.2", meeting.rank_info.port), 10) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32

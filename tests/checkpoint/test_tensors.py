@@ -39,7 +39,7 @@ def train(model, optimizer, scheduler, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_training_continues_bit_for_bit(kind: str, tmp_path: Path):
+def test_restored_training_is_bit_identical(kind: str, tmp_path: Path):
     model, optimizer, scheduler = build(kind)
     train(model, optimizer, scheduler, 3)
     save_tensors(tmp_path / "model.safetensors", model.state_dict())
@@ -59,7 +59,7 @@ def test_training_continues_bit_for_bit(kind: str, tmp_path: Path):
         assert torch.equal(ours, theirs)
 
 
-def test_random_generators_continue(tmp_path: Path):
+def test_restored_generators_continue(tmp_path: Path):
     generator = np.random.default_rng(5)
     generator.normal(size=3)
     random.gauss(0, 1)
@@ -76,7 +76,7 @@ def test_random_generators_continue(tmp_path: Path):
     assert again == golden
 
 
-def test_trees_keep_types_values_and_bits(tmp_path: Path):
+def test_state_trees_round_trip_exactly(tmp_path: Path):
     base = torch.arange(12, dtype=torch.float32)
     tree = {
         "none": None,
@@ -121,7 +121,7 @@ def test_keys_with_slashes_do_not_collide(tmp_path: Path):
     assert (back["a/b"].item(), back["a"]["b"].item()) == (0.0, 1.0)
 
 
-def test_a_state_without_tensors(tmp_path: Path):
+def test_state_without_tensors_round_trips(tmp_path: Path):
     save_state(tmp_path, "loop", {"step": 3, "cursor": [1, 2]})
     assert load_state(tmp_path, "loop") == {"step": 3, "cursor": [1, 2]}
 
@@ -146,7 +146,7 @@ def test_truncated_and_missing_files_are_named(tmp_path: Path):
         load_state(tmp_path, "rng")
 
 
-def test_halves_that_do_not_belong_together(tmp_path: Path):
+def test_mismatched_json_and_tensors_are_an_error(tmp_path: Path):
     save_state(tmp_path, "optimizer", {"m": torch.ones(2)})
     save_tensors(tmp_path / "optimizer.safetensors", {"other": torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"optimizer\.json is damaged or does not fit"):
@@ -162,7 +162,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("place", ["json", "safetensors"])
-def test_a_pickle_bomb_is_refused_and_never_runs(place: str, tmp_path: Path):
+def test_pickle_file_is_refused_and_not_executed(place: str, tmp_path: Path):
     canary = tmp_path / "canary"
     bomb = pickle.dumps(Bomb(canary))
     pickle.loads(bomb)
@@ -187,13 +187,13 @@ def test_a_pickle_bomb_is_refused_and_never_runs(place: str, tmp_path: Path):
     ],
     ids=["10 GiB header", "overflowing header", "empty", "shape beyond the data"],
 )
-def test_hostile_safetensors_headers(raw: bytes, tmp_path: Path):
+def test_malicious_safetensors_headers_are_refused(raw: bytes, tmp_path: Path):
     (tmp_path / "w.safetensors").write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"w\.safetensors is not a readable"):
         load_tensors(tmp_path / "w.safetensors")
 
 
-def test_names_that_share_memory_are_written_separately(tmp_path: Path):
+def test_shared_tensors_are_written_separately(tmp_path: Path):
     weight = torch.arange(4.0)
     save_tensors(tmp_path / "tied.safetensors", {"a": weight, "b": weight, "c": weight.view(2, 2)})
     back = load_tensors(tmp_path / "tied.safetensors")

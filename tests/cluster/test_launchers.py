@@ -74,7 +74,7 @@ def next_event(launcher, timeout_s=60.0):
     raise AssertionError("no event")
 
 
-def test_a_worker_reports_ready_and_answers_in_order(launcher):
+def test_worker_reports_ready_and_replies_in_order(launcher):
     launcher.start(spec(), timeout_s=60)
     ready = next_event(launcher)
     assert ready.worker == "echo"
@@ -85,7 +85,7 @@ def test_a_worker_reports_ready_and_answers_in_order(launcher):
     assert answers(launcher, 2) == ["a!", "b!"]
 
 
-def test_an_exception_arrives_with_its_text_and_traceback(launcher):
+def test_worker_exception_keeps_text_and_traceback(launcher):
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)
     launcher.send("echo", "raise", timeout_s=10)
@@ -95,7 +95,7 @@ def test_an_exception_arrives_with_its_text_and_traceback(launcher):
     assert "in handle" in died.traceback
 
 
-def test_a_long_request_and_a_long_reply_pass_each_other(launcher):
+def test_long_request_and_long_reply_do_not_deadlock(launcher):
     """Fails where each end of a full pipe waits for the other to read, which then looks like a hung worker."""
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)
@@ -113,14 +113,14 @@ def answers(launcher, count):
     return replies
 
 
-def test_a_failure_to_build_is_reported_like_a_death(launcher):
+def test_failed_construction_is_reported_as_a_death(launcher):
     launcher.start(spec(init="fail"), timeout_s=60)
     died = next_event(launcher).message
     assert isinstance(died, WorkerDied)
     assert "no simulator here" in died.reason
 
 
-def test_a_killed_worker_is_named_with_its_signal(local):
+def test_death_reports_the_signal(local):
     local.start(spec("first"), timeout_s=60)
     next_event(local)
     local.start(spec("second"), timeout_s=60)
@@ -135,7 +135,7 @@ def test_a_killed_worker_is_named_with_its_signal(local):
     assert isinstance(next_event(local).message, WorkerReady)
 
 
-def test_an_exit_is_named_with_its_code(local):
+def test_death_reports_the_exit_code(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "exit", timeout_s=10)
@@ -143,27 +143,27 @@ def test_an_exit_is_named_with_its_code(local):
 
 
 @pytest.mark.integration
-def test_a_hung_worker_is_killed_after_its_deadline_with_a_stack_dump(local):
+def test_hung_worker_is_killed_with_a_stack_dump(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
     pid = workers_of(os.getpid())["echo"]
     local.send("echo", "hang", timeout_s=1.0)
     died = next_event(local).message
-    assert "no answer for 1 s" in died.reason
+    assert "not respond for 1 s" in died.reason
     assert "in handle" in died.traceback, died.traceback
     assert not os.path.exists(f"/proc/{pid}")
 
 
-def test_a_request_that_a_hung_worker_does_not_read_waits_no_longer_than_its_deadline(local):
+def test_sending_to_a_hung_worker_times_out(local):
     """Fails where a long request is written to a full pipe until somebody reads it."""
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "hang", timeout_s=1.0)
     local.send("echo", "long" * 2**20, timeout_s=100.0)
-    assert "no answer for 1 s" in next_event(local).message.reason
+    assert "not respond for 1 s" in next_event(local).message.reason
 
 
-def test_a_worker_that_is_stopped_in_the_middle_of_its_answer_waits_no_longer_than_its_deadline(local):
+def test_partial_reply_of_a_stopped_worker_times_out(local):
     """Fails where the rest of a message that has begun is read without a deadline."""
     local.start(spec(), timeout_s=60)
     next_event(local)
@@ -172,16 +172,16 @@ def test_a_worker_that_is_stopped_in_the_middle_of_its_answer_waits_no_longer_th
     assert worker.channel.connection.poll(60)  # no pipe holds all of it
     os.kill(worker.process.pid, signal.SIGSTOP)
     os.waitpid(worker.process.pid, os.WUNTRACED)
-    assert "gave no answer for 2 s" in next_event(local).message.reason
+    assert "did not respond for 2 s" in next_event(local).message.reason
 
 
-def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp_path):
+def test_hung_inline_worker_is_interrupted_and_restarts(tmp_path):
     launcher = InlineLauncher(tmp_path)
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)
     launcher.send("echo", "hang", timeout_s=1.0)
     died = next_event(launcher).message
-    assert died.reason == "gave no answer for 1 s"
+    assert died.reason == "did not respond for 1 s"
     assert "in handle" in died.traceback
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)
@@ -190,7 +190,7 @@ def test_a_hung_inline_worker_is_cut_off_at_its_deadline_and_can_start_again(tmp
     launcher.stop()
 
 
-def test_stop_leaves_no_process(local):
+def test_stop_ends_all_processes(local):
     for name in ("a", "b"):
         local.start(spec(name), timeout_s=60)
         next_event(local)
@@ -201,7 +201,7 @@ def test_stop_leaves_no_process(local):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_stop_leaves_no_semaphore_that_a_library_made(local):
+def test_stop_removes_semaphores_of_libraries(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "lock", timeout_s=60)
@@ -212,7 +212,7 @@ def test_stop_leaves_no_semaphore_that_a_library_made(local):
     assert not os.path.exists(file)
 
 
-def test_an_inline_worker_that_failed_leaves_no_order_to_its_successor(tmp_path):
+def test_restarted_inline_worker_gets_no_old_requests(tmp_path):
     launcher = InlineLauncher(tmp_path)
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)

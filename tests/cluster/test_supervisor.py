@@ -15,7 +15,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 @pytest.mark.parametrize(("code", "shown"), [(1, True), (6, False)], ids=["bug", "error with a cause"])
-def test_only_an_error_without_a_cause_shows_its_traceback(code: int, shown: bool):
+def test_traceback_is_shown_only_without_a_known_cause(code: int, shown: bool):
     died = WorkerDied(reason="raised x", log="policy.log", traceback="Traceback ...", exit_code=code)
     error = _worker_error("worker policy raised x. Log: policy.log", died)
     assert ("Traceback" in str(error)) == shown
@@ -23,7 +23,7 @@ def test_only_an_error_without_a_cause_shows_its_traceback(code: int, shown: boo
     assert error.exit_code == (4 if shown else code)
 
 
-def test_a_worker_is_restarted_at_once_and_then_later_and_later(monkeypatch: pytest.MonkeyPatch):
+def test_restart_delay_grows(monkeypatch: pytest.MonkeyPatch):
     """0.5, 1, 2 ... s, at most 8; after as many restarts as were granted the run ends."""
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 100.0))
     said: list[str] = []
@@ -43,7 +43,7 @@ def test_a_worker_is_restarted_at_once_and_then_later_and_later(monkeypatch: pyt
     launcher.stop()
 
 
-def test_the_same_error_after_a_restart_ends_the_run():
+def test_repeated_error_after_restart_ends_the_run():
     unused: Any = None
     said: list[str] = []
     launcher = InlineLauncher(Path())

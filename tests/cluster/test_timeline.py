@@ -41,7 +41,7 @@ REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)
 DONE = Done(sequence=1, seconds=1.0, metrics={})
 
 
-def test_shares_of_a_step(arena):
+def test_utilisation_of_a_step(arena):
     """Seconds 0 to 10; slots: two on each of two workers.
 
     env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two slots) and 4-6 (four slots).
@@ -95,7 +95,7 @@ def test_staleness_is_counted_when_chunks_are_trained_on(arena):
     }
 
 
-def test_a_run_shows_its_shares_and_leaves_a_trace(tmp_path):
+def test_run_logs_utilisation_and_writes_a_trace(tmp_path):
     run = train_toy(tmp_path, "runner.trace=true", "env.kwargs.goal=0.7")
     for row in rows(run):
         assert all(0 <= row[name] <= 1 for name in CLOCK_METRICS)
@@ -112,7 +112,7 @@ def test_a_run_shows_its_shares_and_leaves_a_trace(tmp_path):
         assert all(a + length <= b for (a, length), (b, _) in pairwise(own)), "a worker does one thing at a time"
 
 
-def test_shares_depend_on_the_clock_and_deterministic_runs_keep_them_apart(tmp_path):
+def test_deterministic_runs_separate_clock_dependent_metrics(tmp_path):
     run = train_toy(tmp_path, "runner.deterministic=true", "runner.max_steps=1")
     (row,) = rows(run)
     assert not CLOCK_METRICS & set(row)

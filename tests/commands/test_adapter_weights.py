@@ -95,5 +95,5 @@ def test_adapter_of_weights_of_another_size_is_rejected(base: Path, tmp_path: Pa
         k: v[:, :-2] if "lora_A" in k else v for k, v in load_file(adapter / "adapter_model.safetensors").items()
     }
     save_file({k: v.contiguous() for k, v in tensors.items()}, adapter / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match="the adapter is of another model"):
+    with pytest.raises(CheckpointError, match="the adapter is from another model"):
         load_policy(base, *WORDS, f"model.path={base}", f"model.lora.path={adapter}")

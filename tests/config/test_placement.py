@@ -54,4 +54,4 @@ def test_neighbouring_ranks_share_a_node(world, nodes, placed):
 )
 def test_nonsense_is_refused_by_name(placement, fragment):
     with pytest.raises(ConfigError, match=fragment):
-        parse_placement(placement, 2, apart=False)
+        parse_placement(placement, 2, separate=False)

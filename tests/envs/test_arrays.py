@@ -91,7 +91,7 @@ def begin(env: ChunkedEnv, ids: list[int], limit: int = 100) -> None:
     env.reset(range(len(ids)), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=limit) for i in ids])
 
 
-def test_every_slot_is_gymnasiums_cartpole():
+def test_array_cartpole_matches_gymnasium():
     import gymnasium
 
     env, ids = make(3), [7, 120, 3]
@@ -114,16 +114,16 @@ def test_every_slot_is_gymnasiums_cartpole():
         np.testing.assert_allclose(state[slot], seen, rtol=1e-5)
 
 
-def test_the_time_limit_truncates_and_nothing_follows():
+def test_time_limit_truncates_the_episode():
     env = make(2)
     begin(env, [1, 2], limit=3)
     result = env.step_chunk([0, 1], np.zeros((2, 5, 1), np.float32))
     assert result.truncated.tolist() == [[False, False, True, False, False]] * 2
-    with pytest.raises(EnvError, match="the episode is over"):
+    with pytest.raises(EnvError, match="the episode has ended"):
         env.step_chunk([1], np.zeros((1, 1, 1), np.float32))
 
 
-def test_a_reward_of_the_users_takes_its_place():
+def test_user_reward_replaces_the_simulators_reward():
     env = make(2, reward_coef=2.0, reward=StepRewardSettings(path="test_arrays:lean"))
     begin(env, [1, 2])
     result = env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
@@ -134,7 +134,7 @@ def broken(step: RewardStep) -> float:
     raise ValueError("no idea")
 
 
-def test_a_reward_that_fails_in_every_step_of_an_episode_is_said_once():
+def test_failing_reward_is_reported_once_per_episode():
     """As many complaints as episodes would end the run."""
     env = make(2, reward=StepRewardSettings(path="test_arrays:broken"))
     begin(env, [1, 2])
@@ -158,7 +158,7 @@ def test_flags_of_another_shape_are_refused(monkeypatch):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
-def test_the_contract_holds():
+def test_array_environment_passes_check_env():
     found = list(check_env(env_of(env_type="test_arrays:FACTORY", use_rel_reward=False)))
     assert {finding.level for finding in found} == {"ok"}, found
 
@@ -179,14 +179,14 @@ def as_told(step: RewardStep) -> float:
 STILL = np.zeros((2, 5, 1), np.float32)
 
 
-def test_relative_rewards_begin_anew_with_each_episode():
+def test_relative_rewards_restart_with_each_episode():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=2.0)
     for _ in range(2):
         begin(env, [1, 2])
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
-def test_what_is_told_after_each_step_is_the_slots_own():
+def test_after_step_gets_the_slots_own_success():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     begin(env, [1, 2])
     env.step_chunk([1], STILL[:1, :1])
@@ -195,7 +195,7 @@ def test_what_is_told_after_each_step_is_the_slots_own():
     assert told == [(1, False), (0, False), (1, True), (0, False), (0, True)]
 
 
-def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
+def test_goal_at_the_time_limit_terminates_unless_ignored():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     starts = [EpisodeStart(reset_id=1, seed=0, max_episode_steps=n, ignore_terminations=n > 3) for n in (3, 4)]
     env.reset([0, 1], starts)
@@ -206,7 +206,7 @@ def test_a_goal_at_the_time_limit_terminates_and_one_that_is_ignored_does_not():
     assert result.success.tolist() == [[False, False, True, False, False], [False, False, True, True, False]]
 
 
-def test_a_function_is_told_the_simulators_own_reward_and_added_to_what_it_earns():
+def test_user_reward_gets_and_adds_to_the_simulators_reward():
     """Absolute 1, 4, 9 are told, relative 1, 3, 5 are earned."""
     reward = StepRewardSettings(path="test_arrays:as_told", mode=RewardMode.add)
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)
@@ -221,7 +221,7 @@ def acted(step: RewardStep) -> float:
     return float(step.action[0]) + 10 * step.truncated
 
 
-def test_a_function_is_told_what_its_own_slot_did_also_where_others_are_over():
+def test_user_reward_gets_its_own_slot():
     reward = StepRewardSettings(path="test_arrays:acted")
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
     env.reset([0, 1], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=limit) for limit in (1, 2)])
@@ -231,7 +231,7 @@ def test_a_function_is_told_what_its_own_slot_did_also_where_others_are_over():
     assert result.components.tolist() == [[15, 0], [13, 0]]
 
 
-def test_every_slot_is_told_its_own_task(tmp_path):
+def test_slots_have_their_own_instructions(tmp_path):
     """In the records of a rollout as by the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])

@@ -59,7 +59,7 @@ def test_success_at_the_last_allowed_step_is_terminated_not_truncated():
     assert not result.truncated.any()
 
 
-def test_ignored_terminations_only_truncate_and_keep_success_flags():
+def test_ignored_terminations_truncate_and_keep_success():
     _, env = make(steps_of([0, 1, 0, 1, 1], success=[1, 3, 4], terminated=[1, 3, 4]))
     env.reset([0], [start(limit=5, ignore=True)])
     result = env.step_chunk([0], chunk(1, 8))
@@ -70,7 +70,7 @@ def test_ignored_terminations_only_truncate_and_keep_success_flags():
     assert result.reward.tolist()[0][:5] == [0, 1, -1, 1, 0]
 
 
-def test_slots_that_are_reset_together_end_by_their_own_rules():
+def test_slots_end_independently():
     """One ignores terminations, the other does not, whichever comes first."""
     for ignoring in ((True, False), (False, True)):
         _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), slots=2)
@@ -98,7 +98,7 @@ def test_plain_rewards_are_scaled_only():
     assert env.step_chunk([0], chunk(1, 3)).reward.tolist() == [[2.0, 2.0, 4.0]]
 
 
-def test_slots_are_independent_and_after_step_follows_executed_steps_only():
+def test_after_step_is_called_for_executed_steps_only():
     _, env = make(steps_of([1.0], terminated=[0]), steps_of([0.0, 2.0], success=[0]), slots=3)
     env.reset([2, 0], [start(0), start(1, limit=2)])
     seen = []
@@ -149,14 +149,14 @@ def test_non_finite_action_is_refused_before_anything_runs():
     assert len(sims.log) == 2
 
 
-def test_misuse_is_an_error_and_never_silence():
+def test_misuse_raises_errors():
     sims, env = make(steps_of([1.0], terminated=[0]), slots=2)
     for call in (lambda: env.step_chunk([0], chunk(1, 1)), lambda: env.render(0), lambda: env.instruction(0)):
-        with pytest.raises(EnvError, match="slot 0: no episode; call reset"):
+        with pytest.raises(EnvError, match="slot 0: there is no episode; call reset"):
             call()
     env.reset([0, 1], [start(), start()])
     env.step_chunk([0], chunk(1, 1))
-    with pytest.raises(EnvError, match=r"slot 0.*the episode is over"):
+    with pytest.raises(EnvError, match=r"slot 0.*the episode has ended"):
         env.step_chunk([1, 0], chunk(2, 1))
     assert [entry for entry in sims.log if entry[:2] == ("step", 1)] == []
     env.reset([0], [start()])
@@ -184,7 +184,7 @@ def sight(env, slot):
     return out.state.tolist()
 
 
-def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_its_end():
+def test_lockstep_truncation_keeps_the_final_observation():
     sims = ScriptedBatch([steps_of([0.0] * 9, success=[0])] * 4)
     env = ChunkedEnv(sims, 3, use_rel_reward=False, reward_coef=1.0)
     env.reset([0, 1], [start(0, limit=2), start(1)])
@@ -201,7 +201,7 @@ def test_a_batch_begins_in_one_go_and_an_episode_cut_inside_a_chunk_is_seen_at_i
     assert [entry[1] for entry in sims.log if entry[0] == "begin"] == [{0: 0, 1: 1}, {0: 2, 2: 3}, {0: 2, 2: 3}]
 
 
-def test_an_episode_that_terminates_inside_a_chunk_costs_a_batch_no_picture():
+def test_lockstep_termination_renders_no_final_observation():
     sims = ScriptedBatch([steps_of([0.0, 1.0], terminated=[1]), steps_of([0.0])])
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
     looked, observe = [], sims.observe
@@ -218,7 +218,7 @@ class Still(ScriptedSims):
         return np.zeros(2, np.float32)
 
 
-def test_the_noise_of_an_expert_is_that_of_its_episode_and_step():
+def test_expert_noise_depends_on_episode_and_step():
     """Fails where all steps of an episode are shaken alike, or where slots and chunks decide."""
     sims = Still([steps_of([0.0] * 9)] * 2)
     sims.spec = replace(sims.spec, expert_tasks=(0, 1))
@@ -237,7 +237,7 @@ def test_the_noise_of_an_expert_is_that_of_its_episode_and_step():
     assert not set(shaken(0, 6, [4])) & set(once)
 
 
-def test_what_others_do_is_executed_and_the_expert_only_asked():
+def test_expert_labels_without_acting():
     sims = Still([steps_of([0.0] * 9)])
     sims.spec = replace(sims.spec, expert_tasks=(0,))
     env = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)

@@ -35,15 +35,15 @@ def described(name: str, **values: Any) -> EnvSpec:
         ("make_env", {}, "go to 7"),
     ],
 )
-def test_the_text_of_an_environment_is_the_instruction(name, values, said):
+def test_text_observation_is_the_instruction(name, values, said):
     env = begin(config(place(name), **values), slots=2)
     assert (env.instruction(0), env.instruction(1)) == (said, said)
     assert env.spec.instructed
     assert env.spec.state_dim == 2
 
 
-def test_an_instruction_key_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(EnvError, match=r"instruction_key=say is not there.*goal"):
+def test_missing_instruction_key_error_lists_keys():
+    with pytest.raises(EnvError, match=r"instruction_key=say does not exist.*goal"):
         described("InfoWords", instruction_key="say")
     assert not described("InfoWords").instructed
 
@@ -59,14 +59,14 @@ def test_an_instruction_key_that_is_not_there_is_named_with_those_that_are():
         ("Plain", {}, False, ""),
     ],
 )
-def test_success_is_found_in_whole_episodes_and_under_other_names(name, values, reports, doubt):
+def test_success_keys_are_found_in_whole_episodes(name, values, reports, doubt):
     spec = described(name, **values)
     assert spec.reports_success == reports
     assert doubt in " ".join(spec.doubts)
     assert bool(doubt) == bool(spec.doubts)
 
 
-def test_a_nested_success_key_counts():
+def test_nested_success_key_is_read():
     env = begin(config("foreign_envs:SimilarKey", success_key="metrics.task_success"))
     assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).success[0, 0]
 
@@ -78,18 +78,18 @@ def test_a_nested_success_key_counts():
         ("Rgba", "one RGBA image;"),
         ("RgbaFirst", "one RGBA image with its colours first"),
         ("TrueStack", ""),
-        ("ColourStack", "6 grey cameras and looks like 2 RGB pictures"),
+        ("ColourStack", "6 grey cameras and looks like 2 RGB images"),
         ("InfoTask", "fix: env.instruction_key=task"),
         ("EmptyWords", "'mission' is empty"),
         ("GreyStack", ""),
         ("Stamp", "1073741824, and observations are float32"),
         ("FarAway", "float32"),
-        ("Depth", "uint16 picture"),
+        ("Depth", "uint16 image"),
         ("TupleObs", ""),
-        ("make_suites", "of which near/0 is played; fix: env.suite=NAME"),
+        ("make_suites", "of which near/0 is used; fix: env.suite=NAME"),
     ],
 )
-def test_what_a_policy_would_misread_is_doubted(name, doubt):
+def test_unintended_observations_give_warnings(name, doubt):
     found = described(name).doubts
     assert doubt in " ".join(found)
     assert len(found) == bool(doubt)
@@ -116,17 +116,17 @@ def test_a_share_of_the_goal_is_no_success(name):
 
 def test_a_suite_is_chosen_by_name():
     assert "float32" in " ".join(described("make_suites", suite="far").doubts)
-    with pytest.raises(ConfigError, match=r"env.suite=deep is none of .*: near/0, far/0"):
+    with pytest.raises(ConfigError, match=r"env.suite=deep is not in .*: near/0, far/0"):
         described("make_suites", suite="deep")
 
 
-def test_frames_of_several_cameras_stand_side_by_side():
+def test_frames_of_several_cameras_are_concatenated():
     frame = begin(config("foreign_envs:TwoCameras")).render(0)
     assert frame.shape == (8, 20, 3)
     assert (frame[0, 9, 0], frame[0, 10, 0]) == (10, 200)
 
 
-def test_a_repository_of_the_hub_is_named_with_what_to_do():
+def test_hub_repository_error_contains_the_fix():
     with pytest.raises(UnknownNameError, match=r"hf download .*env.id=env:make_env"):
         described_id("lerobot/some-env")
 
@@ -135,7 +135,7 @@ def described_id(env_id: str) -> EnvSpec:
     return ENVS.get("gym").spec(config(env_id), EnvContext())
 
 
-def test_an_id_as_lerobot_spells_it_imports_its_package(tmp_path, monkeypatch):
+def test_lerobot_style_id_imports_its_package(tmp_path, monkeypatch):
     source = "import gymnasium\ngymnasium.register('gym_little/Plain-v0', 'odd_envs:Plain', max_episode_steps=7)\n"
     (tmp_path / "gym_little.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)

@@ -112,17 +112,17 @@ VECTORS = [f"test_gym_vector:{name}" for name in ("CartPoles", "NextStep", "Same
 
 
 @pytest.mark.parametrize("env_id", [*VECTORS, "test/CartPoles-v0"])
-def test_a_batch_gives_what_single_environments_give(env_id):
+def test_vector_environment_matches_single_environments(env_id):
     for ours, single in zip(play(env_id), play("CartPole-v1"), strict=True):
         np.testing.assert_array_equal(ours, single)
 
 
-def test_what_an_episode_saw_last_is_not_overwritten():
+def test_final_observation_is_not_overwritten():
     for ours, single in zip(play("test_gym_vector:Sharing"), play("test_gym_vector:shorter"), strict=True):
         np.testing.assert_array_equal(ours, single)
 
 
-def test_success_of_an_episode_that_ended_is_its_own():
+def test_success_of_an_ended_episode_is_kept():
     batch = play("test_gym_vector:TellingBatch")
     for ours, single in zip(batch, play("test_gym_vector:telling"), strict=True):
         np.testing.assert_array_equal(ours, single)
@@ -131,7 +131,7 @@ def test_success_of_an_episode_that_ended_is_its_own():
     assert len(np.unique(success[terminated])) == 2, "both outcomes, or this shows little"
 
 
-def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others():
+def test_waiting_episode_restarts_after_lockstep_steps():
     env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
     state = np.zeros((2, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
@@ -144,7 +144,7 @@ def test_an_episode_that_waits_for_its_first_action_is_not_moved_by_the_others()
     np.testing.assert_array_equal(state[1], before[1])
 
 
-def test_an_episode_that_ended_shows_its_end_though_the_batch_plays_on_in_its_place():
+def test_ended_episode_keeps_its_final_observation():
     """Pushed to one side, a pole falls four times while the chunk of its neighbour goes on."""
     env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_slots=2))
     state, images = np.zeros((2, 4), np.float32), np.zeros((2, 0, 0, 0, 3), np.uint8)
@@ -164,18 +164,18 @@ def test_an_episode_that_ended_shows_its_end_though_the_batch_plays_on_in_its_pl
     np.testing.assert_array_equal(state[0], seen)
 
 
-def test_the_contract_holds():
+def test_vector_environment_passes_check_env():
     findings = list(check_env(config("test_gym_vector:CartPoles")))
     assert {finding.level for finding in findings} == {"ok"}, findings
 
 
-def test_a_batch_of_a_fixed_size_is_refused():
-    with pytest.raises(ConfigError, match="of 3 environments where 1 were asked for"):
+def test_vector_environment_of_another_size_is_refused():
+    with pytest.raises(ConfigError, match="of 3 environments where 1 are required"):
         ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_slots=2))
 
 
-def test_a_batch_that_starts_as_a_whole_is_refused():
-    with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*cannot be started one by one.*Fix: "):
+def test_vector_environment_without_partial_reset_is_refused():
+    with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*cannot be reset separately.*Fix: "):
         ENVS.get("gym").spec(config("gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"), EnvContext())
 
 
@@ -194,7 +194,7 @@ def rows(folder, *words):
 
 
 @pytest.mark.integration
-def test_training_on_a_batch_gives_the_numbers_of_training_on_single_environments(tmp_path):
+def test_training_on_vector_and_single_environments_agrees(tmp_path):
     words = ("runner.deterministic=true", "env.train.max_steps_per_rollout_epoch=64", "rollout.pipeline_stage_num=1")
     one, other = (
         rows(tmp_path / name, *words, f"env.id={env_id}")
@@ -204,13 +204,13 @@ def test_training_on_a_batch_gives_the_numbers_of_training_on_single_environment
     assert one[-1]["eval/episodes"] == 12
 
 
-def test_stages_are_refused():
+def test_pipeline_stages_are_refused():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
         build_run_plan(cfg, training=True)
 
 
-def test_what_a_batch_says_of_a_slot_is_its_own():
+def test_info_is_split_by_slot():
     """Pushed to the left and to the right, their poles lean apart."""
     env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_slots=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])
@@ -245,7 +245,7 @@ def numbered(num_envs: int, mode: str = "DISABLED") -> SyncVectorEnv:
 
 
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
-def test_the_last_step_of_an_episode_is_told_and_filmed_as_it_was(mode):
+def test_final_step_is_reported_and_recorded(mode):
     """And not as the beginning of what the batch goes on with; a batch that resets at once cannot draw it any more."""
     cfg = config("test_gym_vector:numbered").updated({"kwargs": {"mode": mode}})
     env = ENVS.get("gym").make(cfg, EnvContext(num_slots=2))

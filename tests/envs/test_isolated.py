@@ -80,7 +80,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_children_of_the_process_end_with_it(crash, tmp_path):
+def test_child_processes_end_with_the_process(crash, tmp_path):
     file = tmp_path / "pid"
     if crash:
         with pytest.raises(NoAnswerError, match="killed by SIGKILL"):
@@ -91,15 +91,15 @@ def test_children_of_the_process_end_with_it(crash, tmp_path):
         time.sleep(0.01)
 
 
-def test_an_error_keeps_its_class_and_text():
+def test_isolated_error_keeps_class_and_text():
     with pytest.raises(MissingDependencyError, match="pip install it") as found:
         call_isolated(f"{__name__}:fail", "pip install it", kind=Answer)
     assert str(found.value) == "pip install it"
     assert "in fail" in "".join(found.value.__notes__)
 
 
-def test_a_process_that_hangs_is_ended():
-    with pytest.raises(NoAnswerError, match="no answer within"):
+def test_hanging_process_is_killed():
+    with pytest.raises(NoAnswerError, match="no response within"):
         call_isolated(f"{__name__}:hang", kind=Answer, timeout_s=0.5)
 
 
@@ -122,7 +122,7 @@ def test_gymnasium_environments_are_described_outside_of_the_driver(tmp_path, mo
     assert found.action_space.high == (1.0, float("inf"))
 
 
-def test_an_environment_that_the_caller_imported_is_described_there(tmp_path, monkeypatch):
+def test_imported_environment_is_described_in_process(tmp_path, monkeypatch):
     found = described(tmp_path, "Plain", monkeypatch, "loaded_env")
     loaded = importlib.import_module("loaded_env")
     monkeypatch.setattr(loaded.Plain, "observation_space", gymnasium.spaces.Box(-1, 1, (4,)))
@@ -131,12 +131,12 @@ def test_an_environment_that_the_caller_imported_is_described_there(tmp_path, mo
 
 
 @pytest.mark.parametrize(("name", "reason"), [("Crash", "killed by SIGSEGV"), ("Leaves", "SystemExit: no display")])
-def test_a_crash_of_an_environment_is_an_error_of_the_driver(name, reason, tmp_path, monkeypatch):
+def test_environment_crash_becomes_an_error(name, reason, tmp_path, monkeypatch):
     with pytest.raises(EnvError, match=f"env.id=isolated_env:{name}: .*{reason}"):
         described(tmp_path, name, monkeypatch)
 
 
-def test_workers_do_not_try_a_described_environment_out(tmp_path, monkeypatch):
+def test_workers_do_not_probe_again(tmp_path, monkeypatch):
     (tmp_path / "counted_env.py").write_text(
         ENV.replace("super().reset", "open('resets', 'a').write('.'); super().reset")
     )

@@ -18,17 +18,17 @@ pytest.importorskip("mujoco")
 @pytest.mark.parametrize(
     ("frame", "backend", "words"),
     [
-        (Frame("NVIDIA H100/PCIe/SSE2"), "egl", "a GPU draws"),
-        (Frame("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "reaches no GPU, llvmpipe"),
-        (Frame(problem="SIGSEGV"), "osmesa", "does not draw on the GPU: SIGSEGV"),
+        (Frame("NVIDIA H100/PCIe/SSE2"), "egl", "a GPU renders"),
+        (Frame("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "finds no GPU, llvmpipe"),
+        (Frame(problem="SIGSEGV"), "osmesa", "does not render on the GPU: SIGSEGV"),
     ],
 )
-def test_egl_is_preferred_where_a_gpu_draws(frame, backend, words):
+def test_egl_is_preferred_if_a_gpu_renders(frame, backend, words):
     chosen = check_egl(frame)
     assert (chosen.backend, words in chosen.why, bool(chosen.fix)) == (backend, True, backend == "osmesa")
 
 
-def test_the_users_word_counts_and_without_a_gpu_nothing_is_probed(monkeypatch):
+def test_user_setting_wins_and_no_gpu_means_no_probe(monkeypatch):
     probes = draw_frame.cache_info().misses
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
@@ -40,7 +40,7 @@ def test_the_users_word_counts_and_without_a_gpu_nothing_is_probed(monkeypatch):
     assert draw_frame.cache_info().misses == probes
 
 
-def test_a_gpu_that_is_none_is_found_out_by_drawing(monkeypatch):
+def test_missing_gpu_is_detected_by_rendering(monkeypatch):
     """The host claims a GPU that is not there: EGL draws in software, or not at all."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
@@ -49,13 +49,13 @@ def test_a_gpu_that_is_none_is_found_out_by_drawing(monkeypatch):
     assert "NVIDIA_DRIVER_CAPABILITIES" in chosen.fix
 
 
-def test_a_probe_is_free_of_the_platform_that_another_import_chose(monkeypatch):
+def test_probe_ignores_the_imported_opengl_platform(monkeypatch):
     monkeypatch.setenv("PYOPENGL_PLATFORM", "egl")
     draw_frame.cache_clear()
     assert draw_frame("osmesa").driver
 
 
-def test_every_gpu_must_draw(monkeypatch):
+def test_every_gpu_must_render(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
@@ -73,7 +73,7 @@ def test_every_gpu_must_draw(monkeypatch):
     assert choose_renderer().backend == "egl"
 
 
-def test_numbers_are_asked_of_egl_once_and_handed_to_the_processes_that_are_started(monkeypatch):
+def test_egl_devices_are_queried_once_for_child_processes(monkeypatch):
     monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_numbers_are_asked_of_egl_once_and_handed_to_the_processes_that_are_star
     assert renderer.egl_device("1") == "1", "a host without EGL"
 
 
-def test_egl_itself_can_be_asked(monkeypatch):
+def test_egl_devices_can_be_queried(monkeypatch):
     """Of this host's EGL, if there is any; software devices have no number of CUDA."""
     monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
     assert set(renderer.egl_table()) <= set(range(64))
@@ -93,14 +93,14 @@ def test_egl_itself_can_be_asked(monkeypatch):
     assert done.returncode == 0 or "libEGL.so.1" in done.stderr
 
 
-def test_the_missing_vendor_file_is_named(tmp_path, monkeypatch):
+def test_missing_vendor_file_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_DIRS", str(tmp_path))
     assert f"10_nvidia.json is missing in {tmp_path}" in check_egl(Frame(problem="no display")).fix
     (tmp_path / "10_nvidia.json").touch()
     assert "10_nvidia" not in check_egl(Frame(problem="no display")).fix
 
 
-def test_robosuite_is_imported_beside_numbers_of_egl(monkeypatch):
+def test_robosuite_imports_with_egl_device_set(monkeypatch):
     """Its import refuses a number that CUDA_VISIBLE_DEVICES does not contain."""
     pytest.importorskip("robosuite")
     code = (
@@ -114,7 +114,7 @@ def test_robosuite_is_imported_beside_numbers_of_egl(monkeypatch):
     assert done.stdout.split()[-1:] == ["3"], done.stderr
 
 
-def test_a_probe_that_hangs_or_crashes_is_a_reason(monkeypatch):
+def test_hanging_or_crashing_probe_is_reported(monkeypatch):
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 0.01)
     assert "no frame within" in draw_frame("hangs").problem
     monkeypatch.setattr(renderer, "_TIMEOUT_S", 60.0)
@@ -134,7 +134,7 @@ def test_a_probe_that_hangs_or_crashes_is_a_reason(monkeypatch):
         ("MIG-1", "7", "7"),
     ],
 )
-def test_a_worker_draws_on_the_gpu_that_it_sees(visible, wanted, device, monkeypatch, tmp_path):
+def test_worker_renders_on_its_visible_gpu(visible, wanted, device, monkeypatch, tmp_path):
     """EGL lists seven GPUs in an order of its own (mujoco issue 3245), and one not at all."""
     stub_nvidia_smi(tmp_path, monkeypatch, H100, ("1", "GPU-b", *H100[2:]))
     monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")

@@ -75,7 +75,7 @@ def run(reward: StepRewardSettings, rewards=(0, 2, 5), *, coef=1.0, relative=Tru
     return env, actions, env.step_chunk([0], actions)
 
 
-def test_the_function_is_told_everything_about_the_executed_steps():
+def test_reward_function_gets_executed_steps():
     SEEN.clear()
     _, actions, result = run(own("watched"), success=[2], terminated=[2])
     assert result.reward.tolist() == [[1, 2, 13, 0]]  # executed steps, 10 for success; not relative
@@ -90,7 +90,7 @@ def test_the_function_is_told_everything_about_the_executed_steps():
     assert result.components.tolist() == [[16.0, 0.0]]
 
 
-def test_what_is_returned_replaces_the_simulators_reward_or_is_added_to_it():
+def test_reward_mode_replaces_or_adds():
     _, actions, replaced = run(own("parts", weights={"effort": 0.5}), coef=2.0)
     effort = -np.abs(actions[0, :3]).sum(-1)
     assert replaced.reward[0, :3] == pytest.approx(2 * (1 + 0.5 * effort))
@@ -102,13 +102,13 @@ def test_what_is_returned_replaces_the_simulators_reward_or_is_added_to_it():
     assert added.components[0] == pytest.approx([3, effort.sum(), 5, 0])
 
 
-def test_success_may_earn_a_bonus():
+def test_success_bonus_is_added():
     bonus = {"path": "embodyrl.envs.reward:success", "mode": RewardMode.add, "weights": {"success": 5.0}}
     _, _, result = run(StepRewardSettings.model_validate(bonus), success=[2], terminated=[2])
     assert result.reward.tolist() == [[0, 2, 8, 0]]
 
 
-def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
+def test_failed_reward_is_zero_and_reported_once():
     env, actions, result = run(own("moody"), rewards=(1, 1, 1, 1))
     assert result.reward.tolist() == [[1, 0, 0, 1, 0]]
     assert result.components.tolist() == [[2.0, 2.0]]
@@ -121,7 +121,7 @@ def test_a_failed_step_earns_nothing_and_says_where_once_in_an_episode():
     assert "its parts are near; its `components` are near, far" in wrong.reward_errors[0]
 
 
-def test_slots_in_lockstep_see_their_own_step():
+def test_reward_gets_its_slot_in_lockstep():
     SEEN.clear()
     sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))
@@ -134,7 +134,7 @@ def test_slots_in_lockstep_see_their_own_step():
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "test_gym_vector:CartPoles"])
-def test_gymnasium_tells_its_info(env_id):
+def test_reward_gets_gymnasium_info(env_id):
     single = ":" not in env_id
     cfg = env_of(env_type="gym", id=env_id, wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"] * single)
     factory, context = ENVS.get("gym"), EnvContext(num_slots=2, reward=own("watched"))
@@ -159,19 +159,19 @@ def test_gymnasium_tells_its_info(env_id):
         (["reward.path=os:system"], "reward.path: step reward 'os:system' is"),
         (["reward.path=test_reward:two_arguments"], "not a function of a RewardStep"),
         (["reward.path=test_reward:nothing"], "has no 'nothing'"),
-        (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "no part of the reward. It has: near, effort."),
+        (["reward.path=test_reward:parts", "reward.weights={far: 1}"], "not a part of the reward. Its parts are: near"),
         (["reward.weights={near: 1}"], "reward.path is not set"),
         (["reward.path=test_reward:parts", "reward.mode=instead"], "must be one of replace, add"),
         (["reward.timeout_s=3"], "env_type 'tabletop' does not read reward.timeout_s"),
     ],
 )
-def test_nothing_typed_is_ignored(words, said):
+def test_reward_keys_without_effect_warn(words, said):
     with pytest.raises(ConfigError) as caught:
         check_components(load_config("train", ["env=tabletop", *words]))
     assert said in str(caught.value)
 
 
-def test_commands_without_a_reward_do_not_take_its_path(caplog):
+def test_reward_path_is_refused_without_rewards(caplog):
     load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
     lines = [record.getMessage() for record in caplog.records]
@@ -181,7 +181,7 @@ def test_commands_without_a_reward_do_not_take_its_path(caplog):
 
 
 @pytest.mark.integration
-def test_a_toy_run_learns_from_it_and_logs_its_parts(tmp_path):
+def test_training_uses_the_reward_and_logs_its_parts(tmp_path):
     words = ("reward.path=test_reward:told", "reward.mode=add", "algorithm.rollout_epoch=2")
     cfg = toy_config(tmp_path, *words)
     train(cfg)
@@ -194,13 +194,13 @@ def test_a_toy_run_learns_from_it_and_logs_its_parts(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_reward_that_always_fails_ends_the_run_in_words(tmp_path):
+def test_always_failing_reward_ends_the_run(tmp_path):
     with pytest.raises(EmbodyError, match=r"None of 4 episodes has a reward: .*step 1: RuntimeError: no reward"):
         train(toy_config(tmp_path, "reward.path=test_reward:never"))
 
 
 @pytest.mark.integration
-def test_the_tabletop_trains_on_it(tmp_path):
+def test_tabletop_trains_on_a_user_reward(tmp_path):
     words = ("env=tabletop", "model=openvla_oft_tiny", "algorithm=grpo", "algorithm.group_size=2", "launcher=inline")
     small = ("env.train.total_num_envs=4", "env.train.max_episode_steps=8", "runner.max_steps=1")
     more = (
@@ -219,7 +219,7 @@ def test_the_tabletop_trains_on_it(tmp_path):
     assert row["actor/grad_norm"] > 0
 
 
-def test_a_learned_reward_is_what_success_has_become_likelier_in_this_episode(tmp_path):
+def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     """A network of one weight: the state is the log-odds. Another slot's and the next episode begin at 0."""
     shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}
     (tmp_path / "config.json").write_text(json.dumps(shape))

@@ -18,7 +18,7 @@ def record(stem, values, *, info, instruction="do it", success_from=None):
     return video
 
 
-def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
+def test_video_plays_and_is_named_by_outcome_and_steps(tmp_path):
     stem = tmp_path / "new" / "task0.ep3"
     path = record(stem, [40, 120, 200, 120, 40], info=True, success_from=4).finish()
     assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
@@ -34,7 +34,7 @@ def test_file_plays_and_its_name_tells_outcome_and_steps(tmp_path):
     np.testing.assert_allclose(middle, [40, 120, 200, 120, 40] + [40] * 20, atol=6)
 
 
-def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
+def test_video_text_is_outside_the_image(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
     width = 160 * 4
     bands = frames[:, -40:]
@@ -46,7 +46,7 @@ def test_text_stands_beside_the_picture_and_success_is_green(tmp_path):
 
 
 @pytest.mark.parametrize(("judged", "success_from", "color"), [(True, 2, 1), (True, None, 0), (False, None, None)])
-def test_the_outcome_stands_in_colour_at_the_end_where_it_is_known(tmp_path, judged, success_from, color):
+def test_video_ends_with_the_coloured_outcome(tmp_path, judged, success_from, color):
     video = VideoRecorder(tmp_path / "end", 20, "do it", True, judged=judged)
     for step in (1, 2):
         video.add(gray(90), success_from == step)
@@ -64,7 +64,7 @@ def test_short_episodes_are_slowed_by_one_factor(tmp_path):
         assert len(iio.imread(video.finish())) == 20 * steps + 20
 
 
-def test_nothing_is_drawn_over_the_picture(tmp_path):
+def test_video_has_no_overlay_on_the_image(tmp_path):
     frames = iio.imread(record(tmp_path / "a", [90, 90], info=True, instruction=LONG, success_from=2).finish())
     top, height = frames.shape[1] - 128 * 4, 128 * 4
     picture = frames[0, top // 2 + 40 : top // 2 + height - 60, 20:-20]
@@ -92,7 +92,7 @@ def test_discard_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_errors_name_the_file_and_remove_it(tmp_path):
+def test_video_errors_name_and_remove_the_file(tmp_path):
     video = record(tmp_path / "bad", [1], info=True)
     with pytest.raises(VideoError, match=r"bad\.partial\.mp4.*shape \(5, 6, 3\), the first one had \(128, 160, 3\)"):
         video.add(gray(0, (5, 6)), False)
@@ -106,7 +106,7 @@ def test_errors_name_the_file_and_remove_it(tmp_path):
         record(tmp_path / "file" / "x", [1], info=True)
 
 
-def test_an_unusable_target_is_an_error_and_leaves_nothing(tmp_path):
+def test_unusable_target_is_an_error_without_files(tmp_path):
     target = tmp_path / "taken_success_1steps.mp4"
     target.mkdir()
     with pytest.raises(VideoError, match=r"taken\.partial\.mp4"):
@@ -114,5 +114,5 @@ def test_an_unusable_target_is_an_error_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_the_name_of_a_film_says_failure_where_the_goal_never_held(tmp_path):
+def test_video_of_a_failed_episode_is_named_fail(tmp_path):
     assert record(tmp_path / "ep", [40, 120], info=False).finish().name == "ep_fail_2steps.mp4"

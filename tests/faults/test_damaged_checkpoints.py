@@ -53,13 +53,13 @@ def empty_the_manifest(newest):
 def come_from_the_future(newest):
     path = newest / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99, "version": "9.0"}))
-    return "newer than this one"
+    return "which is newer"
 
 
 def lead_out_of_the_folder(newest):
     (newest / "loop.json").unlink()
     (newest / "loop.json").symlink_to("/etc/hostname")
-    return "links and special files"
+    return "links or special files"
 
 
 @pytest.mark.parametrize(
@@ -167,5 +167,5 @@ def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):
 def test_going_on_with_other_trained_parameters_is_refused_in_words(healthy, tmp_path, words):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
-    with pytest.raises(CheckpointError, match=r"while other parameters were trained .* start a new run with ckpt="):
+    with pytest.raises(CheckpointError, match=r"has other trained parameters .* start a new run with ckpt="):
         resume_toy(run, "runner.max_steps=3", *words)

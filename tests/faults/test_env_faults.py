@@ -49,7 +49,7 @@ def test_an_inline_simulator_that_hangs_is_named_and_starts_again(tmp_path):
     words = toy_words(tmp_path, "env.kwargs.fault=hang", "env.kwargs.at=3", f"env.kwargs.once={tmp_path}/marker")
     done = run_cli("train", *words, "launcher=inline", "faults.step_timeout_s=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"worker env_0 gave no answer for \d s; restarting it", " ".join(done.stdout.split()))
+    assert re.search(r"worker env_0 did not respond for \d s; restarting it", " ".join(done.stdout.split()))
     assert [(row["env/restarts"], row["train/episodes"]) for row in rows(tmp_path / "run")] == [(1, 4)] * 2
 
 

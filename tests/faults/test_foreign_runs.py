@@ -112,7 +112,7 @@ def test_the_commands_at_the_end_of_a_run_are_those_that_work_with_it(tmp_path):
         assert line.endswith(f"{command}{tmp_path / 'run'} trust=true")
 
 
-OTHER_ENV = ("env.id=Acrobot-v1", "state_dim is 4, this run needs 6")
+OTHER_ENV = ("env.id=Acrobot-v1", r"state_dim is 4 \(this run needs 6")
 
 
 def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
@@ -125,7 +125,7 @@ def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
     )
     run = train(load_config("train", [*words, *short])).run
     saved = (run / "config.yaml").read_text()
-    for wrong, said in (("model.hidden_sizes=[8]", r"hidden is \[64, 64\], this run needs \[8\]"), OTHER_ENV):
+    for wrong, said in (("model.hidden_sizes=[8]", r"hidden is \[64, 64\] \(this run needs \[8\]"), OTHER_ENV):
         typed = [*words, f"ckpt={run}", *wrong.split()]
         with pytest.raises(ConfigError, match=rf"ckpt={run}.*{said}.*those of the run hold"):
             evaluate(load_config("eval", typed))
@@ -310,5 +310,5 @@ def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
         loading.add_adapters(None, model_of("causal_lm", lora=TextLoraSettings(path=str(tmp_path))), trainable=False)
     (tmp_path / "config.json").write_text("{}")
     for folder in (tmp_path, tmp_path / "gpt2"):
-        with pytest.raises(CheckpointError, match="no folder of a whole model"):
+        with pytest.raises(CheckpointError, match="not the folder of a full model"):
             loading.load(folder, dtype=None)

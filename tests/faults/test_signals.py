@@ -76,7 +76,7 @@ def test_a_signal_to_the_group_in_a_rollout_saves_and_exits(start, tmp_path, sig
     line = assert_one_line_and_no_traceback(command)
     assert "--resume" in line
     assert "checkpoints/step_0" in line
-    assert "stopping as soon" not in command.printed
+    assert "stopping after" not in command.printed
     assert_saved(tmp_path / "run")
 
 
@@ -88,7 +88,7 @@ def test_ctrl_c_in_an_update_finishes_the_update_first(start, tmp_path):
     open_gate(gate)
     assert command.wait() == 130
     assert "after step 1" in assert_one_line_and_no_traceback(command)
-    assert command.printed.count("stopping as soon as what runs now") == 1
+    assert command.printed.count("stopping after the current") == 1
     assert (tmp_path / "run" / "checkpoints" / "step_000001").is_dir()
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
     assert_saved(tmp_path / "run")
@@ -275,7 +275,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "gave no answer for 8 s")]
+    ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "did not respond for 8 s")]
 )
 def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_path, signum, said):
     gate = tmp_path / "gate"

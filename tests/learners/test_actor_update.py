@@ -67,20 +67,20 @@ Make = Callable[..., Actor]
 HALVES = ("actor.global_batch_size=3", "actor.micro_batch_size=3")
 
 
-def test_samples_that_are_left_out_of_the_forward_still_count_in_the_denominator(make: Make):
+def test_skipped_samples_count_in_the_denominator(make: Make):
     actor = make("actor.optim.lr=0", "actor.micro_batch_size=2")
     actor["advantage"] = np.array([1, 0, 1, 0, 0, 1])[:, None]
     assert actor.update()["policy_loss"] == pytest.approx(-3 / 6, rel=1e-4)
 
 
-def test_the_constant_denominator_is_the_time_limit(make: Make):
+def test_token_sum_norm_uses_the_time_limit(make: Make):
     """One chunk of each episode, of the two that 8 steps of the toy in chunks of 4 could have."""
     actor = make("algorithm=dr_grpo", "actor.optim.lr=0")
     actor["advantage"] = 1.0
     assert actor.update()["policy_loss"] == pytest.approx(-1 / 2, rel=1e-4)
 
 
-def test_the_off_policy_mask_reads_the_rollout_beside_recomputed_probabilities(make: Make):
+def test_off_policy_mask_uses_rollout_probabilities(make: Make):
     words = ("algorithm.old_logprob=recompute", "algorithm.off_policy_masking_delta=0.5", "actor.optim.lr=0")
     actor = make(*words)
     actor["advantage"] = -1.0
@@ -90,7 +90,7 @@ def test_the_off_policy_mask_reads_the_rollout_beside_recomputed_probabilities(m
     assert actor.update()["policy_loss"] == 0
 
 
-def test_each_sample_has_its_own_importance_weight(make: Make):
+def test_importance_weights_are_per_sample(make: Make):
     """Decoupled PPO in two optimizer steps: -A w of each sample, w = pi_proximal / pi_behaviour of a token."""
     words = ("algorithm.old_logprob=recompute", "algorithm.behave_weight_threshold=100", "actor.optim.lr=0")
     actor = make(*words, "algorithm.behave_weight_level=geometric", *HALVES)
@@ -102,7 +102,7 @@ def test_each_sample_has_its_own_importance_weight(make: Make):
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
-def test_each_batch_has_loss_weights_of_its_own(make: Make, mode, whole):
+def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
     """Two optimizer steps of equal size, of other episodes and, unless `whole`, with other actions missing."""
     actor = make(f"algorithm.loss_agg_func={mode}", "actor.optim.lr=0", *HALVES)
     episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4] * RECORDS if whole else [4, 1, 2, 3, 4, 2])
@@ -120,7 +120,7 @@ def test_each_batch_has_loss_weights_of_its_own(make: Make, mode, whole):
     assert done.metrics["policy_loss"] == pytest.approx(-np.mean(expected), rel=1e-3)
 
 
-def test_every_optimizer_step_starts_from_no_gradient(make: Make):
+def test_gradients_are_cleared_before_each_step(make: Make):
     """Without a learning rate the second and third epoch repeat the first, so the mean of the norms is the first."""
     norms = []
     for epochs in (1, 3):
@@ -132,7 +132,7 @@ def test_every_optimizer_step_starts_from_no_gradient(make: Make):
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
-def test_gradients_are_clipped_to_their_norm_and_the_norm_is_reported_unclipped():
+def test_reported_gradient_norm_is_unclipped():
     for given, kept in (([3.0, 4.0], 0.5), ([0.06, 0.08], 0.1)):
         module = torch.nn.Linear(2, 1, bias=False)
         optimization = Optimization(module, OptimSettings(clip_grad=0.5), 10)
@@ -163,7 +163,7 @@ class TwoParts(torch.nn.Module):
         return moved[0], moved[1]
 
 
-def test_the_value_head_has_its_own_rate_and_learns_alone_while_the_critic_warms_up():
+def test_critic_warmup_trains_only_the_value_head():
     module = TwoParts()
     settings = OptimSettings(lr=0.001, value_lr=0.1, weight_decay=0.0, clip_grad=100.0)
     optimization = Optimization(module, settings, 10)
@@ -172,7 +172,7 @@ def test_the_value_head_has_its_own_rate_and_learns_alone_while_the_critic_warms
     assert module.move(optimization) == pytest.approx((0.001, 0.1), rel=1e-3)
 
 
-def test_a_loaded_optimizer_keeps_the_settings_of_its_run(make: Make, tmp_path):
+def test_loaded_optimizer_keeps_the_runs_settings(make: Make, tmp_path):
     list(make("actor.optim.weight_decay=0.01").host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     other = make("actor.optim.weight_decay=0.5", "actor.optim.adam_eps=0.001")
     list(other.host.handle(LoadRequest(folder=str(tmp_path / "saved"))))
@@ -181,7 +181,7 @@ def test_a_loaded_optimizer_keeps_the_settings_of_its_run(make: Make, tmp_path):
     assert (group["weight_decay"], group["eps"]) == (0.5, 0.001)
 
 
-def test_metrics_of_an_update_are_means_and_those_called_max_are_maxima():
+def test_update_metrics_are_means_and_max_metrics_maxima():
     steps = [{"kl": 1.0, "kl_max": 2.0}, {"kl": 3.0, "kl_max": 1.0}]
     assert mean_metrics(steps) == {"kl": 2.0, "kl_max": 2.0}
 
@@ -190,7 +190,7 @@ def draw_numbers() -> tuple[float, float, float]:
     return random.random(), np.random.random(), torch.rand(1).item()
 
 
-def test_a_loaded_state_goes_on_where_the_saved_one_was(make: Make, tmp_path):
+def test_loaded_state_continues_training(make: Make, tmp_path):
     """The rate decays from where the warm-up ended, and the global generators draw what they would have drawn."""
     words = ("actor.optim.warmup_steps=2", "actor.optim.schedule=linear", "runner.max_steps=7", "actor.optim.lr=0.001")
     first = make(*words)
@@ -207,7 +207,7 @@ def test_a_loaded_state_goes_on_where_the_saved_one_was(make: Make, tmp_path):
     assert rate == pytest.approx(0.001 * (7 - 4) / (7 - 2))  # not the 1/2 of a first warm-up step
 
 
-def test_samples_are_shuffled_anew_in_every_step_and_epoch():
+def test_samples_are_shuffled_per_step_and_epoch():
     orders = [_shuffle(50, *place).tolist() for place in ((0, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 0))]
     assert all(sorted(order) == list(range(50)) for order in orders)
     assert len({tuple(order) for order in orders}) == 4
@@ -222,7 +222,7 @@ def test_values_are_clipped_around_those_of_the_rollout(make: Make):
     assert actor.update()["value_loss"] == pytest.approx(0.5 * 0.9**2, rel=1e-3)
 
 
-def test_an_update_stops_after_the_step_that_went_too_far_from_the_rollout(make: Make):
+def test_early_stop_ends_the_update(make: Make):
     for limit, taken, stopped in ((1e-7, 2, 1), (1e9, 4, 0)):
         actor = make("algorithm.update_epoch=4", "actor.optim.lr=0.01", f"algorithm.early_stop_kl={limit}")
         actor["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
@@ -230,7 +230,7 @@ def test_an_update_stops_after_the_step_that_went_too_far_from_the_rollout(make:
         assert (metrics["optimizer_steps"], metrics["early_stopped"]) == (taken, stopped)
 
 
-def test_a_reference_follows_the_policy_every_so_many_steps(make: Make):
+def test_reference_is_updated_every_interval(make: Make):
     actor = make("algorithm.kl_beta=0.1", "algorithm.reference_interval=2", "actor.optim.lr=0.01")
     actor["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
     followed = []
@@ -241,7 +241,7 @@ def test_a_reference_follows_the_policy_every_so_many_steps(make: Make):
     assert followed == [False, True, False]
 
 
-def test_a_reference_that_follows_the_policy_comes_back_on_resume(make: Make, tmp_path):
+def test_updated_reference_is_restored_on_resume(make: Make, tmp_path):
     """Saved a step after the reference was replaced, so neither the start nor the policy is the same."""
     words = ("algorithm.kl_beta=0.1", "algorithm.reference_interval=2", "actor.optim.lr=0.01")
     first, second = make(*words), make(*words)
@@ -266,7 +266,7 @@ def test_the_reference_scores_every_sample(make: Make):
     assert scored.any(axis=1).all()
 
 
-def test_a_value_head_beside_adapters_has_its_own_rate(make: Make):
+def test_value_head_with_adapters_has_its_own_learning_rate(make: Make):
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
     rates = ("actor.optim.lr=0.001", "actor.optim.value_lr=0.05")
     actor = make("algorithm=ppo", "model.is_lora=true", *soup, *rates)
@@ -287,7 +287,7 @@ def returned(parts: Generator[None, None, Any]) -> Any:
             return end.value
 
 
-def test_a_micro_batch_that_keeps_a_rank_in_step_adds_nothing(make: Make):
+def test_filler_micro_batch_has_no_gradient(make: Make):
     """Ranks without samples repeat one; neither loss, gradient nor metrics may contain it."""
     actor = make("actor.optim.lr=0")
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
@@ -304,7 +304,7 @@ def test_a_micro_batch_that_keeps_a_rank_in_step_adds_nothing(make: Make):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_own_samples(make: Make):
+def test_micro_batches_respect_the_token_budget(make: Make):
     """Two optimizer steps of shuffled samples, of which one has no gradient."""
     actor = make("actor.max_tokens_per_mbs=20", *HALVES)
     costs = np.array([20, 1, 1, 20, 1, 5])
@@ -318,7 +318,7 @@ def test_micro_batches_keep_the_token_budget_by_the_costs_of_their_own_samples(m
     assert found == [[[3], [1, 5]], [[0], [2]]]
 
 
-def test_policy_and_value_head_may_have_limits_of_their_own():
+def test_policy_and_value_gradients_clip_separately():
     """Gradients 3 and 4, of norm 5; a tenth of each is what Adam's running means begin with."""
     module = TwoParts()
     optimization = Optimization(module, OptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)
@@ -328,7 +328,7 @@ def test_policy_and_value_head_may_have_limits_of_their_own():
     assert means == pytest.approx([0.05, 0.2], rel=1e-4)
 
 
-def test_a_step_that_was_left_out_is_no_step_of_the_warm_up():
+def test_skipped_step_does_not_count_in_the_warm_up():
     module = TwoParts()
     optimization = Optimization(module, OptimSettings(lr=0.1, warmup_steps=2), 10)
     for gradient in (torch.nan, 1.0):
@@ -338,7 +338,7 @@ def test_a_step_that_was_left_out_is_no_step_of_the_warm_up():
     assert optimization.lr == pytest.approx(0.1 / 2)
 
 
-def test_the_rate_falls_within_an_update_and_the_gap_is_that_before_it(make: Make):
+def test_learning_rate_decays_within_an_update(make: Make):
     """The last of four optimizer steps of the first of two training steps is at three quarters of it."""
     words = ("actor.optim.schedule=linear", "runner.max_steps=2", "actor.optim.lr=0.01", "algorithm.update_epoch=4")
     actor = make(*words)
@@ -350,7 +350,7 @@ def test_the_rate_falls_within_an_update_and_the_gap_is_that_before_it(make: Mak
 
 
 @pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
-def test_a_mean_over_tokens_is_one_over_scored_tokens(tmp_path, way):
+def test_token_mean_counts_scored_tokens_only(tmp_path, way):
     """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""
     sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "actor.optim.lr=0")
     words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]

@@ -36,7 +36,7 @@ def test_epochs_and_batches_multiply_to_optimizer_steps(tmp_path):
     assert row["actor/ratio"] != 1, "later epochs are off-policy"
 
 
-def test_the_reference_stays_where_the_run_began(tmp_path):
+def test_reference_keeps_the_initial_weights(tmp_path):
     words = (
         *WORDS,
         "algorithm.kl_beta=0.01",
@@ -49,7 +49,7 @@ def test_the_reference_stays_where_the_run_began(tmp_path):
     assert logged[2]["actor/ref_kl"] > 1e-6
 
 
-def test_the_reference_may_be_another_policy(tmp_path):
+def test_reference_path_loads_another_policy(tmp_path):
     """A run's own start is no distance away, what it became is; the file of the run names the folder that was found."""
     words = (*WORDS, "runner.max_steps=2", "env.kwargs.echo=true", "algorithm.kl_beta=0.01")
     words = (*words, "actor.global_batch_size=16")
@@ -62,7 +62,7 @@ def test_the_reference_may_be_another_policy(tmp_path):
     assert "step_000002/policy" in (again / "config.yaml").read_text()
 
 
-def test_a_reference_whose_tokens_are_other_actions_is_refused(tmp_path):
+def test_reference_with_other_action_statistics_is_refused(tmp_path):
     folder = tmp_path / "teacher"
     saved = train_toy(tmp_path, *WORDS, "runner.max_steps=1", name="first") / "checkpoints" / "step_000001" / "policy"
     shutil.copytree(saved, folder)
@@ -71,12 +71,12 @@ def test_a_reference_whose_tokens_are_other_actions_is_refused(tmp_path):
     for entry in told.values():
         entry["action"] = {k: [2.0 * x for x in v] if k != "mask" else v for k, v in entry["action"].items()}
     file.write_text(json.dumps(told))
-    with pytest.raises(EmbodyError, match="statistics whose bins"):
+    with pytest.raises(EmbodyError, match="action statistics differ"):
         train_toy(tmp_path, *WORDS, "algorithm.kl_beta=0.01", f"algorithm.reference_path={folder}")
 
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
-def test_even_parts_cover_everything_evenly(total, largest):
+def test_even_parts_cover_the_total(total, largest):
     assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)
     assert sum(even_parts(total, largest, 3)) == total
     assert len(even_parts(total, largest, 3)) == min(3, total)
@@ -111,7 +111,7 @@ def test_learning_rate_warms_up_and_decays(schedule, more, expected):
 
 
 @pytest.mark.parametrize(("typed", "first"), [(None, 0.25), (2, 0.5), (0, 1.0)])
-def test_the_model_says_how_long_to_warm_up_unless_somebody_else_does(typed, first):
+def test_model_sets_the_default_warm_up(typed, first):
     assert Schedule(OptimSettings(warmup_steps=typed), total=9, warmup=4).factor(0) == first
 
 
@@ -119,7 +119,7 @@ def test_the_model_says_how_long_to_warm_up_unless_somebody_else_does(typed, fir
     "words",
     [("env.kwargs.echo=true", "actor.global_batch_size=10"), ("env.kwargs.goal=0.5", "actor.global_batch_size=8")],
 )
-def test_a_schedule_ends_with_the_run_whatever_the_number_of_optimizer_steps(tmp_path, words):
+def test_schedule_ends_with_the_run(tmp_path, words):
     """16 samples in batches of 10 are two steps, not 16 // 10; and of episodes that end early fewer samples come."""
     steps = ("runner.max_steps=3", "actor.optim.schedule=linear")
     logged = rows(train_toy(tmp_path, *WORDS, *steps, *words))
@@ -129,13 +129,13 @@ def test_a_schedule_ends_with_the_run_whatever_the_number_of_optimizer_steps(tmp
         assert 1 - row["step"] / 3 < left <= 1 - (row["step"] - 1) / 3, "the rate that the last optimizer step took"
 
 
-def test_minibatches_are_counted_whatever_was_collected(tmp_path):
+def test_minibatches_sets_the_number_of_optimizer_steps(tmp_path):
     words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=2")
     words += ("~actor.global_batch_size=", "actor.minibatches=5")
     assert rows(train_toy(tmp_path, *words))[0]["actor/optimizer_steps"] == 2 * 5
 
 
-def test_a_token_budget_holds_with_padding_and_loses_nothing():
+def test_token_budget_includes_padding():
     cost = np.random.default_rng(0).integers(1, 50, 64)
     batches = micro_batches(cost, 8, 120)
     assert sorted(np.concatenate(batches).tolist()) == list(range(64))

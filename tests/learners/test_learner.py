@@ -12,7 +12,7 @@ OWN = ("algorithm.adv_type=own_update:REGRESSION",)
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["inline", "local"])
-def test_an_update_of_ones_own_trains_saves_and_goes_on(tmp_path, launcher):
+def test_custom_learner_trains_saves_and_resumes(tmp_path, launcher):
     words = (*OWN, "algorithm.sharpness=2", f"launcher={launcher}", "runner.save_interval=1")
     run = train_toy(tmp_path, *words, "runner.max_steps=2")
     first, second = (row["actor/imitated"] for row in rows(run))
@@ -23,7 +23,7 @@ def test_an_update_of_ones_own_trains_saves_and_goes_on(tmp_path, launcher):
     assert rows(run)[-1]["actor/imitated"] > second, "it went on counting"
 
 
-def test_keys_of_an_own_update_are_checked_and_those_of_a_loss_warn(tmp_path, caplog):
+def test_custom_learner_checks_its_keys(tmp_path, caplog):
     with pytest.raises(ConfigError, match=r"sharpness=-1"):
         train_toy(tmp_path, *OWN, "algorithm.sharpness=-1")
     train_toy(tmp_path, *OWN, "algorithm.loss_type=gspo")

@@ -59,7 +59,7 @@ def write_pairs(arena: Arena, *before: Message) -> tuple[Any, ...]:
     [(4, None, 1), (1, None, 4), (1, 40, 2), (1, 30, 4), (4, 1, 4)],
     ids=["whole", "one by one", "two by tokens", "padded to the longer answer", "longer than the budget"],
 )
-def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forwards: int) -> None:
+def test_dpo_matches_trl(tmp_path: Path, micro: int, budget: int | None, forwards: int) -> None:
     """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
     factory = POLICIES.get("causal_lm_tiny")
     other = factory.build(tiny(), PolicyRequest(env=ASKING, device="cpu", seed=4))
@@ -96,7 +96,7 @@ def test_dpo_is_that_of_trl(tmp_path: Path, micro: int, budget: int | None, forw
     assert done.metrics["grad_norm"] == pytest.approx(2.7978238, rel=1e-5)
 
 
-def test_a_reward_model_never_reads_the_systems_words(tmp_path: Path) -> None:
+def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
     """As it will be asked later: of the user's words and the reply. Fails where it is trained on others."""
     settings = tiny()
     request = PolicyRequest(env=ASKING, device="cpu", seed=3, value_dim=1)
@@ -150,7 +150,7 @@ def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Are
     return host, arena
 
 
-def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
+def test_episode_dpo_uses_the_reference(tmp_path: Path) -> None:
     """The policy as it began is its own reference: whatever the actions, the loss is that of a tossed coin."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, beta=0.5))
     tickets = arena.allocate_all(8)
@@ -163,7 +163,7 @@ def test_dpo_of_episodes_compares_with_the_reference(tmp_path: Path) -> None:
     assert done.metrics["loss"] == pytest.approx(np.log(2.0), abs=1e-5)
 
 
-def test_labels_are_smoothed_as_far_as_the_settings_say(tmp_path: Path) -> None:
+def test_label_smoothing_follows_the_settings(tmp_path: Path) -> None:
     """Two pairs, one of them the wrong way round; only the loss is smoothed."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
     assert isinstance(host._learner, ImitationLearner)
@@ -208,7 +208,7 @@ def supervise(folder: Path, *words: str) -> SftResult:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["dpo", "preference"])
-def test_pairs_are_told_apart(tmp_path: Path, name: str) -> None:
+def test_preference_training_separates_pairs(tmp_path: Path, name: str) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", f"objective.name={name}")
     result = supervise(tmp_path, *words, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=1e-3")
     assert result.metrics["eval/accuracy"] >= 0.85
@@ -237,7 +237,7 @@ def test_pairs_are_told_apart(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "reads_state", "cameras"), [("cnn", 4, 2), ("cnn", 0, 1), ("mlp", 4, 0)])
-def test_a_learned_reward_is_the_value_head_in_numpy(tmp_path: Path, name: str, reads_state: int, cameras: int) -> None:
+def test_numpy_reward_model_matches_the_value_head(tmp_path: Path, name: str, reads_state: int, cameras: int) -> None:
     env = EnvSpec(
         name="e",
         action_dim=7,
@@ -263,7 +263,7 @@ def test_a_learned_reward_is_the_value_head_in_numpy(tmp_path: Path, name: str, 
     assert [reward.probability(one) for one in shown] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_success_is_learned_where_it_is_seen() -> None:
+def test_success_objective_learns_visible_success() -> None:
     """An observation shows what the action before it reached; a step's own success is seen one step later."""
     none = np.zeros((5, 0), np.float32)
     demos = Demonstrations(
@@ -301,7 +301,7 @@ def test_episodes_of_one_initial_state_are_ranked_chunk_by_chunk() -> None:
     assert replace(demos, reset_id=np.full(4, -1)).ranked(range(4), 2).shape == (0, 2), "nobody knows where they began"
 
 
-def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> None:
+def test_reward_model_uses_its_own_cameras(tmp_path: Path) -> None:
     view = ["env=tabletop", "env.init_params.camera_names=[front,wrist]"]
     one = build_run_plan(load_config("train", view), training=True)
     assert one.env.cameras == ("front",)
@@ -312,7 +312,7 @@ def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> 
     both = build_run_plan(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
     assert both.env.cameras == ("front", "wrist")
     swapped = ["env=tabletop", "env.init_params.camera_names=[wrist,front]", f"reward.path={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"learned from the cameras front, wrist; .* shows wrist, front"):
+    with pytest.raises(ConfigError, match=r"trained with the cameras front, wrist; .* shows wrist, front"):
         build_run_plan(load_config("train", swapped), training=True)
     other = replace(env, cameras=("wrist", "front"))
     with pytest.raises(CheckpointError, match=r"cameras is \['front', 'wrist'\]"):
@@ -326,12 +326,12 @@ def test_a_reward_sees_its_cameras_whatever_the_policy_reads(tmp_path: Path) -> 
         (["objective.name=success", "data.path=test_objectives:pairs"], "episodes"),
     ],
 )
-def test_what_an_objective_cannot_learn_from_is_refused(words: list[str], reason: str) -> None:
+def test_unsuitable_data_for_an_objective_is_refused(words: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config("sft", words)
 
 
-def test_a_model_that_cannot_become_a_reward_model_is_refused(tmp_path: Path) -> None:
+def test_unsuitable_reward_model_is_refused(tmp_path: Path) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", "objective.name=preference")
     with pytest.raises(ConfigError, match="cannot become a reward model"):
         load_material(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)

@@ -16,7 +16,7 @@ from embodyrl.learners.training import Optimization
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
-def test_a_gradient_counts_by_its_place_and_not_by_its_memory(order: str) -> None:
+def test_gradient_with_other_strides_is_applied_correctly(order: str) -> None:
     """Adam's first step has the size of the rate and the gradient's sign; on a CPU torch's fused one errs."""
     layer = torch.nn.Linear(7, 5, bias=False)
     before = layer.weight.detach().clone()
@@ -29,7 +29,7 @@ def test_a_gradient_counts_by_its_place_and_not_by_its_memory(order: str) -> Non
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
-def test_steps_and_checkpoints_match_torch(order: str) -> None:
+def test_optimizer_steps_and_states_match_torch(order: str) -> None:
     """Two groups, missing gradients, a change of rate and a checkpoint of torch's own AdamW."""
 
     def build() -> list[torch.nn.Parameter]:
@@ -62,13 +62,13 @@ def test_steps_and_checkpoints_match_torch(order: str) -> None:
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
 
 
-def test_other_optimizers_of_the_process_stay_as_torch_made_them() -> None:
+def test_other_optimizers_are_not_patched() -> None:
     before = {name: vars(torch.optim.Optimizer)[name] for name in ("add_param_group", "zero_grad", "state_dict")}
     build_adam([{"params": [torch.nn.Parameter(torch.ones(2))]}], lr=0.1)
     assert before == {name: vars(torch.optim.Optimizer)[name] for name in before}
 
 
-def test_small_networks_start_without_the_compiler_of_torch():
+def test_building_adam_does_not_import_the_compiler():
     """Its import takes longer than the rest of a small run's startup."""
     code = (
         "import sys, torch; from embodyrl.learners.adam import build_adam; layer = torch.nn.Linear(2, 2); "

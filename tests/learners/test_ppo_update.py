@@ -35,7 +35,7 @@ def weighed(part: torch.Tensor) -> float:
     return float((part.detach().double() * torch.arange(part.numel()).reshape(part.shape).double().cos()).sum())
 
 
-def test_one_update_is_that_of_stable_baselines():
+def test_ppo_update_matches_stable_baselines3():
     """Numbers of stable_baselines3 2.9.2, PPO.train() with these weights and this batch, in one mini-batch."""
     cfg = load_config("train", list(WORDS))
     shape = NetShape(

@@ -36,7 +36,7 @@ def same(one, other, *, tolerance=1e-5):
 
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
-def test_two_ranks_equal_one(tmp_path):
+def test_two_ranks_match_one(tmp_path):
     words = (*FULL, "actor.micro_batch_size=2", "actor.gradient_checkpointing=true")
     run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=3), Rollout(name="first", words=FULL, last=1)])
     second = Rollout(name="second", words=FULL, first=1, last=2, load=tmp_path / "first" / "saved")
@@ -51,7 +51,7 @@ def test_two_ranks_equal_one(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_ranks_with_unequal_shares_measure_after_the_same_steps(tmp_path):
+def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
     """Of three samples one rank has two: what it has scored must not decide when all exchange their metrics."""
     words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3", "algorithm.old_logprob=recompute")
     job = Rollout(name="run", words=words, last=1)
@@ -63,7 +63,7 @@ def test_ranks_with_unequal_shares_measure_after_the_same_steps(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_all_ranks_refuse_what_is_not_finite_on_one(tmp_path):
+def test_non_finite_loss_on_one_rank_stops_all(tmp_path):
     words = (*FULL, "faults.on_nonfinite=skip", "algorithm.update_epoch=1")
     jobs = [Rollout(name="before", words=words, last=0), Rollout(name="bad", words=words, last=1, poison=True)]
     run_ranks(tmp_path, 2, jobs, host="127.0.0.2")  # as between hosts: through the gate
@@ -112,7 +112,7 @@ def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
 
 
 @pytest.mark.parametrize(("count", "world", "micro"), [(1, 4, 2), (7, 2, 2), (8, 4, 8), (9, 2, 3), (160, 7, 3)])
-def test_every_sample_counts_once_and_ranks_work_alike(count, world, micro):
+def test_samples_are_dealt_evenly_to_ranks(count, world, micro):
     dealt = [deal(np.ones(count, np.int64), RankInfo(rank=rank, world=world), micro, None) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
     counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
@@ -121,7 +121,7 @@ def test_every_sample_counts_once_and_ranks_work_alike(count, world, micro):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_budget_of_tokens_holds_on_every_rank_and_is_used(world):
+def test_token_budget_holds_on_every_rank(world):
     cost = np.random.default_rng(0).integers(10, 400, 50)
     dealt = [deal(cost, RankInfo(rank=rank, world=world), 1, 800) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
@@ -131,13 +131,13 @@ def test_a_budget_of_tokens_holds_on_every_rank_and_is_used(world):
     assert len(dealt[0]) <= -(-len(deal(cost, RankInfo(), 1, 800)) // world) + 1
 
 
-def test_shares_of_ranks_are_the_batches_of_one_rank():
+def test_rank_shares_partition_the_batches():
     whole = RankInfo().share(11, 3)
     shared = [part for rank in range(2) for part in RankInfo(rank=rank, world=2).share(11, 3)]
     assert sorted(shared, key=lambda part: part.start) == whole
 
 
-def test_layers_are_the_elements_of_the_outermost_lists():
+def test_layers_are_elements_of_outermost_module_lists():
     inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     block = torch.nn.Sequential(inner)
     model = torch.nn.ModuleDict({"a": torch.nn.ModuleList([block, torch.nn.Linear(1, 1)]), "b": torch.nn.Linear(1, 1)})

@@ -95,7 +95,7 @@ def on_two_ranks(work: Callable[[RankInfo, Path], None], path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_a_rank_that_resumes_never_holds_whole_weights(tmp_path):
+def test_resuming_rank_never_holds_full_weights(tmp_path):
     file = tmp_path / "model.safetensors"
     save_file({f"{i}.weight": torch.full((WIDTH, WIDTH), float(i)) for i in range(LAYERS)}, file)
     on_two_ranks(resume, file)
@@ -132,7 +132,7 @@ def save(rank_info: RankInfo, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_saving_takes_whole_weights_then_whole_moments_on_one_rank(tmp_path):
+def test_saving_gathers_weights_then_moments_on_one_rank(tmp_path):
     on_two_ranks(save, tmp_path)
 
 

@@ -57,7 +57,7 @@ def run_of(tmp_path: Path, stuck: Stuck, **limits: float) -> Fanout:
     return fanout
 
 
-def test_a_slow_logger_holds_nobody_up_and_loses_nothing(tmp_path: Path, gate: threading.Event):
+def test_slow_logger_does_not_block_training(tmp_path: Path, gate: threading.Event):
     stuck = Stuck("log", gate)
     fanout = run_of(tmp_path, stuck)
     for step in range(5):
@@ -86,7 +86,7 @@ def test_a_logger_that_hangs_is_dropped_with_one_warning(tmp_path: Path, gate: t
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
-def test_the_end_of_a_run_waits_for_a_logger_only_so_long(tmp_path: Path, gate: threading.Event, caplog):
+def test_closing_a_logger_times_out(tmp_path: Path, gate: threading.Event, caplog):
     fanout = run_of(tmp_path, Stuck("close", gate), close_s=0.1)
     fanout.log(0, {})
     fanout.close()
@@ -94,11 +94,11 @@ def test_the_end_of_a_run_waits_for_a_logger_only_so_long(tmp_path: Path, gate: 
     assert "they are lost" in caplog.text
 
 
-def test_a_start_that_hangs_is_fatal(tmp_path: Path, gate: threading.Event):
+def test_hanging_logger_start_ends_the_run(tmp_path: Path, gate: threading.Event):
     with pytest.raises(ConfigError, match=r"'hosted' cannot start .* one call takes longer than 0\.1 s"):
         run_of(tmp_path, Stuck("open", gate), patience_s=0.1)
 
 
-def test_only_files_and_screens_are_written_while_the_caller_waits():
+def test_only_file_and_console_loggers_are_synchronous():
     monitors = build_monitor(["console", "jsonl", "tensorboard"])._monitors
     assert [name for name, m in monitors.items() if isinstance(m, BackgroundMonitor)] == ["tensorboard"]

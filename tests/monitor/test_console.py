@@ -33,26 +33,26 @@ TOTAL = ("all tasks", Rate(2, 20), Rate(8, 10))
 INFO = RunInfo(run_id="r", total_steps=100)
 
 
-def test_step_line():
+def test_step_line_formats_metrics():
     assert step_line(3, 100, METRICS) == LINE
 
 
-def test_the_share_of_a_validation_longer_than_its_step_stays_below_100_percent():
+def test_time_share_of_a_long_validation_is_below_100_percent():
     assert step_line(3, 100, {"time/step": 1.0, "time/update": 1.0, "time/validate": 3.0}).endswith(
         "validate 75% update 25%"
     )
 
 
-def test_step_line_of_a_validation_without_training():
+def test_step_line_without_training():
     assert step_line(0, 0, {"eval/success_once": 0.45, "eval/return": 3.0}) == "step 0 | eval 0.450"
 
 
-def test_pairs_that_are_told_apart_are_an_accuracy():
+def test_pair_accuracy_is_shown_as_accuracy():
     row = {"eval/loss": 0.6, "eval/accuracy": 0.75, "train/loss": 0.5, "train/accuracy": 1.0}
     assert step_line(5, 9, row) == "step 5/9 | val loss 0.6000 | val acc 0.750 | train acc 1.000"
 
 
-def test_where_no_success_is_known_the_return_is_told():
+def test_return_is_shown_without_success():
     row = {"eval/return": 475.25, "train/return": 31.5, "time/step": 1.0}
     assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"
 
@@ -67,7 +67,7 @@ def test_off_tty_lines_are_plain_and_never_wrapped(tmp_path: Path):
     assert out.getvalue() == LINE + "\n[bold]brackets stay[/bold]\n"
 
 
-def test_off_tty_progress_is_quiet_for_the_first_period_and_after_each_line(tmp_path: Path):
+def test_off_tty_progress_is_rate_limited(tmp_path: Path):
     now, out = [0.0], StringIO()
     monitor = ConsoleMonitor(out, clock=lambda: now[0])
     monitor.open(tmp_path, INFO)
@@ -111,7 +111,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
     return received.decode()
 
 
-def test_terminal_shows_a_dashboard_that_stays_and_restores_the_cursor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_terminal_keeps_the_last_dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path)
     for part in (
         "Where the time goes",
@@ -133,7 +133,7 @@ def test_a_banner_breaks_between_words(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "tabletop (21\r\n             tasks) · 64 slots\r\n" in text
 
 
-def test_results_on_a_narrow_terminal_stand_below_their_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_narrow_terminal_puts_results_below_the_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     lines = on_terminal(monkeypatch, tmp_path, COLUMNS="66").splitlines()
     at = lines.index("stack")
     assert lines[at + 1].split("  ") == ["", "10.0 % [1.8, 40.4] (1/10)", "80.0 % [49.0, 94.3] (8/10)", "+70.0"]
@@ -148,7 +148,7 @@ def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pyte
     assert "Where the time goes" not in text
 
 
-def test_no_color_is_honoured_on_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_no_color_disables_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
     assert "Where the time goes" in text
     assert "\x1b[3" not in text
@@ -160,7 +160,7 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert LINE in text
 
 
-def test_results_stand_below_each_other(tmp_path: Path):
+def test_results_are_aligned_in_columns(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
@@ -175,7 +175,7 @@ def test_results_stand_below_each_other(tmp_path: Path):
     ]
 
 
-def test_a_reader_that_stops_holds_nobody_up_and_learns_what_it_missed(tmp_path: Path):
+def test_blocked_reader_does_not_block_training(tmp_path: Path):
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     with open(writing, "w", encoding="utf-8") as stream, open(reading, "rb", buffering=0) as reader:
@@ -190,4 +190,4 @@ def test_a_reader_that_stops_holds_nobody_up_and_learns_what_it_missed(tmp_path:
         missed = 1000 - first.count("\n")
         assert missed > 900
         second = reader.read(1 << 16).decode()
-    assert second.startswith(f"({missed} lines are not shown: nobody read them)\nyyy")
+    assert second.startswith(f"({missed} lines were dropped: the output was blocked)\nyyy")

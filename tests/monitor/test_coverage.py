@@ -83,11 +83,11 @@ def covered(kind: str, times: int) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_intervals_cover_what_they_state(kind: str) -> None:
+def test_intervals_have_nominal_coverage(kind: str) -> None:
     assert 0.92 <= covered(kind, KINDS[kind][1]) <= 0.98
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_intervals_cover_what_they_state_in_many_draws(kind: str) -> None:
+def test_intervals_have_nominal_coverage_in_many_samples(kind: str) -> None:
     assert 0.92 <= covered(kind, 5 * KINDS[kind][1]) <= 0.98

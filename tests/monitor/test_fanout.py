@@ -41,7 +41,7 @@ class Plugin(Monitor):
         self._call("close")
 
 
-def test_a_backend_that_cannot_start_is_fatal_with_the_cure(tmp_path: Path):
+def test_failed_backend_start_ends_the_run_with_a_fix(tmp_path: Path):
     jsonl, late = JsonlMonitor(), Plugin("never")
     fanout = Fanout({"jsonl": jsonl, "hosted": Plugin("open"), "late": late})
     with pytest.raises(ConfigError, match=r"runner.logger.backends: 'hosted' .*server is down.*leave 'hosted' out"):
@@ -51,7 +51,7 @@ def test_a_backend_that_cannot_start_is_fatal_with_the_cure(tmp_path: Path):
     assert late.calls == []
 
 
-def test_what_fails_while_it_is_closed_again_does_not_hide_the_cause(tmp_path: Path):
+def test_error_while_closing_does_not_hide_the_cause(tmp_path: Path):
     fanout = Fanout({"early": Plugin("close"), "hosted": Plugin("open")})
     with pytest.raises(ConfigError, match="'hosted' cannot start"):
         fanout.open(tmp_path, RunInfo(run_id="r"))
@@ -78,7 +78,7 @@ def test_a_backend_that_fails_later_is_dropped_with_one_warning(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_all_backends_failing_at_once_still_returns(tmp_path: Path):
+def test_failure_of_all_backends_does_not_raise(tmp_path: Path):
     fanout = Fanout({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     fanout.log(0, {})
@@ -95,7 +95,7 @@ def test_a_closed_pipe_does_not_stop_training(tmp_path: Path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "x": 1.0}\n'
 
 
-def test_banner_and_progress_reach_screens_only(tmp_path: Path):
+def test_banner_and_progress_go_to_the_console_only(tmp_path: Path):
     plugin, screen = Plugin("never"), StringIO()
     fanout = Fanout({"hosted": plugin, "console": ConsoleMonitor(screen)})
     fanout.open(tmp_path, RunInfo(run_id="r"))
@@ -107,7 +107,7 @@ def test_banner_and_progress_reach_screens_only(tmp_path: Path):
     assert plugin.calls == ["open"]
 
 
-def test_build_monitor_by_name(tmp_path: Path):
+def test_monitors_are_built_by_name(tmp_path: Path):
     assert build_monitor(["console", "jsonl", "tensorboard", "jsonl"]).names() == ["console", "jsonl", "tensorboard"]
     with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
         build_monitor(["tensorbord"])

@@ -15,7 +15,7 @@ from embodyrl.monitor import history
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_history, read_rows
 
 
-def test_a_run_is_read_back(tmp_path: Path) -> None:
+def test_read_history_returns_the_run(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     assert [row["step"] for row in history.rows] == [0, 1, 2, 3]
     assert history.series("actor/loss") == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3))]
@@ -24,7 +24,7 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
     assert history.config["runner"]["max_steps"] == 3
 
 
-def test_where_only_success_is_told_what_says_nothing_failed(tmp_path: Path) -> None:
+def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
     """Fails where steps and validations without a success are left out of its curve, or told by their return."""
     run = write_run(tmp_path / "runs" / "late")
     rows = [{"step": 0, "eval/return": -9.0}, {"step": 1, "train/return": -9.0}, {"step": 2, "train/return": -8.0}]
@@ -39,18 +39,18 @@ def test_where_only_success_is_told_what_says_nothing_failed(tmp_path: Path) -> 
     assert found.series("eval/success_once") == [(0, 0.0)]
 
 
-def test_a_recording_is_found_after_its_folders_moved(tmp_path: Path) -> None:
+def test_video_is_found_after_moving_the_run(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     video = write_video(tmp_path / "videos" / "a" / "x.mp4")
     assert history.find_video("/somewhere/else/videos/a/x.mp4") == video
     assert history.find_video("videos/a/y.mp4") is None
 
 
-def test_a_cut_line_is_left_out_and_no_run_is_an_error(tmp_path: Path) -> None:
+def test_truncated_line_is_skipped_and_missing_run_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"a": 1}\n{"a": ')
     assert read_rows(tmp_path / "x.jsonl") == [{"a": 1}]
     assert read_rows(tmp_path / "y.jsonl") == []
-    with pytest.raises(ConfigError, match="it is no run"):
+    with pytest.raises(ConfigError, match="this is not a run"):
         read_history(tmp_path)
 
 
@@ -58,7 +58,7 @@ LONG = 2_000
 """Steps of a long run."""
 
 
-def test_the_newest_values_of_a_long_run_cost_a_few_rows(tmp_path, monkeypatch):
+def test_newest_values_parse_few_rows(tmp_path, monkeypatch):
     lines = [json.dumps({"step": step} | ({"eval/return": step} if step % 50 == 0 else {})) for step in range(LONG)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2000, "eval/return"']))
     parsed: list[object] = []
@@ -70,7 +70,7 @@ def test_the_newest_values_of_a_long_run_cost_a_few_rows(tmp_path, monkeypatch):
     assert newest_values(tmp_path / "no_file", ("step",)) == [None]
 
 
-def test_a_report_of_a_long_run_looks_at_each_value_a_few_times(tmp_path):
+def test_report_of_a_long_run_reads_each_value_few_times(tmp_path):
     """Not at every value once per row, which took minutes."""
     run = write_run(tmp_path / "run")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
@@ -91,7 +91,7 @@ def test_a_report_of_a_long_run_looks_at_each_value_a_few_times(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
 
 
-def test_an_evaluation_that_has_not_ended_is_no_result(tmp_path: Path) -> None:
+def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
     """The successful episodes are the short ones, and end first."""
     run = write_run(tmp_path / "run")
     write_evaluation(run, 7, [True, True], finished=False)
@@ -105,7 +105,7 @@ def test_an_evaluation_that_has_not_ended_is_no_result(tmp_path: Path) -> None:
     assert [figures["step"] for figures in card_of(run)["figures"]] == [0, 3]
 
 
-def test_the_least_likely_tokens_are_told_in_their_order() -> None:
+def test_least_likely_tokens_are_listed_in_order() -> None:
     said = (-0.1, -3.0, -0.2, -2.0, -5.0, -1.0, -4.0)
     raw = dict.fromkeys(("task_id", "reset_id", "seed", "episode", "steps", "return", "seconds"), 0)
     raw |= dict.fromkeys(("terminated", "truncated", "success_once", "success_at_end"), False)
@@ -116,7 +116,7 @@ def test_the_least_likely_tokens_are_told_in_their_order() -> None:
     ]
 
 
-def test_evaluations_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: Path) -> None:
+def test_evaluations_are_sorted_by_step_beyond_a_million(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for step in (999_999, 1_000_000, 10_000_000):
         write_evaluation(run, step, [True])
@@ -129,7 +129,7 @@ def test_evaluations_are_in_the_order_of_their_steps_beyond_a_million(tmp_path: 
     assert describe_run(run)["step"] == 10_000_000
 
 
-def test_names_are_ordered_by_their_numbers() -> None:
+def test_names_are_sorted_numerically() -> None:
     names = ["chunk-1000/file-002", "chunk-999/file-1000", "chunk-999/file-999", "env_10.log", "env_9.log", "a", ""]
     assert sorted(names, key=by_number) == [
         *("", "a", "chunk-999/file-999", "chunk-999/file-1000", "chunk-1000/file-002", "env_9.log", "env_10.log")

@@ -14,22 +14,22 @@ from embodyrl.monitor.intervals import Mean, Rate, effective_episodes, mcnemar, 
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_published_intervals(successes: int, n: int, low: float, high: float):
+def test_wilson_matches_published_intervals(successes: int, n: int, low: float, high: float):
     assert wilson(successes, n) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_symmetry_and_bounds():
+def test_wilson_is_symmetric_and_bounded():
     low, high = wilson(3, 10)
     assert wilson(7, 10) == pytest.approx((1 - high, 1 - low), abs=1e-12)
     assert wilson(10, 10)[1] == 1.0
     assert wilson(0, 10)[0] == 0.0
 
 
-def test_nothing_known_without_trials():
+def test_wilson_without_trials_is_zero_to_one():
     assert wilson(0, 0) == (0.0, 1.0)
 
 
-def test_impossible_counts():
+def test_impossible_counts_are_refused():
     with pytest.raises(ValueError, match="3 successes of 2"):
         wilson(3, 2)
 
@@ -40,7 +40,7 @@ def test_one_episode_per_state_is_the_wilson_interval():
     assert str(rate) == str(Rate(8, 10))
 
 
-def test_exact_copies_count_once():
+def test_identical_repeats_count_once():
     rate = Rate.of((state, state < 5) for _ in range(10) for state in range(15))
     assert rate.interval == pytest.approx(wilson(5, 15))
     assert str(rate) == "33.3 % [15.2, 58.3] (50/150, 15 states)"
@@ -48,7 +48,7 @@ def test_exact_copies_count_once():
 
 
 @pytest.mark.parametrize(("states", "alike"), [(10, 0.3), (20, 0.05), (20, 0.999)])
-def test_intervals_over_states_hold_what_they_promise(states: int, alike: float):
+def test_clustered_intervals_have_nominal_coverage(states: int, alike: float):
     """600 evaluations of five episodes per state, whose success rates differ between states (beta-binomial, 70 %)."""
     rng, held, naive = np.random.default_rng(0), 0, 0
     for _ in range(600):
@@ -61,19 +61,19 @@ def test_intervals_over_states_hold_what_they_promise(states: int, alike: float)
     assert alike < 0.1 or naive / 600 < 0.85, "or the test shows nothing"
 
 
-def test_few_states_are_worth_less():
+def test_few_states_widen_the_interval():
     """Five states of four episodes with 1, 1, 2, 3, 3 successes: p (1 - p) n^2 (5 - 1) / (5 * 4) / (t / z)^2."""
     groups = [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
     assert effective_episodes(groups) == pytest.approx(0.25 * 400 * 4 / 20 * (1.96 / 2.776) ** 2, rel=0.01)
 
 
-def test_changes_are_later_less_earlier():
+def test_change_is_later_minus_earlier():
     assert Rate(2, 10).change(Rate(5, 10)) == "+30.0"
     assert Mean(1.0, (0, 2), 3, 3).change(Mean(0.5, (0, 1), 3, 3)) == "-0.5"
     assert Rate(0, 0).change(Rate(5, 10)) == "-"
 
 
-def test_means_over_states():
+def test_means_are_clustered_by_state():
     once = Mean.of((s, float(s)) for s in range(10))
     half = student_t(9) * np.std(range(10), ddof=1) / np.sqrt(10)
     assert once.interval == pytest.approx((4.5 - half, 4.5 + half))
@@ -83,7 +83,7 @@ def test_means_over_states():
     assert student_t(30) == pytest.approx(2.042, rel=0.002)
 
 
-def test_pairs_of_one_state_are_compared_together():
+def test_pairs_of_one_state_are_one_cluster():
     assert mcnemar([1] * 4 + [-1]) == pytest.approx(12 / 32)  # one pair per state: the binomial, 2 * (1 + 5) / 2^5
     assert mcnemar([10] * 5) == pytest.approx(2 / 32)
     assert mcnemar([]) == mcnemar([0, 0]) == 1.0
@@ -93,7 +93,7 @@ def test_pairs_of_one_state_are_compared_together():
 SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]
 
 
-def test_one_state_is_one_state_whatever_its_episodes():
+def test_repeated_episodes_of_one_state_count_as_one():
     """Fails where what 49 episodes of it are worth depends on whether 1 / 49 * 49 rounds to 1."""
     for episodes in (10, 49, 50):
         rate = Rate.of(("a", trial == 0) for trial in range(episodes))
@@ -101,7 +101,7 @@ def test_one_state_is_one_state_whatever_its_episodes():
         assert rate.interval == wilson(1 / episodes, 1)
 
 
-def test_effective_episodes_do_not_exceed_the_episodes():
+def test_effective_episodes_are_at_most_the_episodes():
     """States that agree more than chance would have them add no episodes."""
     groups = [[1.0, 0.0]] * 9 + [[1.0, 1.0]]
     assert effective_episodes(groups) == 20

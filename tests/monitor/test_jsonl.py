@@ -20,7 +20,7 @@ def opened(run_dir: Path, resume_step: int | None = None) -> JsonlMonitor:
     return monitor
 
 
-def test_a_row_is_on_disk_before_close(tmp_path: Path):
+def test_row_is_flushed_before_close(tmp_path: Path):
     monitor = opened(tmp_path)
     monitor.log(0, {"train/return": 0.25, "env/restarts": 0})
     assert rows(tmp_path) == [{"step": 0, "train/return": 0.25, "env/restarts": 0}]
@@ -28,7 +28,7 @@ def test_a_row_is_on_disk_before_close(tmp_path: Path):
     monitor.close()
 
 
-def test_non_finite_values_become_null_and_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_non_finite_values_are_null_and_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     monitor = opened(tmp_path)
     with caplog.at_level(logging.WARNING):
         monitor.log(4, {"actor/loss": math.nan, "actor/kl": -math.inf, "ok": 1.0})
@@ -44,7 +44,7 @@ def test_non_finite_values_become_null_and_are_named_once(tmp_path: Path, caplog
     ]
 
 
-def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path):
+def test_resume_removes_later_rows_and_a_truncated_line(tmp_path: Path):
     first = opened(tmp_path)
     for step in range(5):
         first.log(step, {"x": float(step)})
@@ -63,13 +63,13 @@ def test_resume_cuts_later_rows_and_a_torn_line(tmp_path: Path):
     assert [(row["step"], row["x"]) for row in rows(tmp_path)][2:] == [(2, 2.0), (3, 31.0), (4, 4.0)]
 
 
-def test_a_new_run_does_not_mix_with_an_old_file(tmp_path: Path):
+def test_new_run_refuses_an_existing_file(tmp_path: Path):
     opened(tmp_path).close()
     with pytest.raises(FileExistsError):
         opened(tmp_path)
 
 
-def test_what_happened_is_kept_with_its_time(tmp_path: Path):
+def test_events_are_logged_with_their_time(tmp_path: Path):
     monitor = opened(tmp_path)
     monitor.text("env worker 0 died")
     monitor.video(3, Path("videos/a.mp4"))

@@ -36,7 +36,7 @@ def row(
     )
 
 
-def test_episodes_of_different_suites_are_no_pairs() -> None:
+def test_episodes_of_different_suites_are_not_paired() -> None:
     """Fails where tasks of equal names and numbers are taken for the same episodes."""
     first = [row(0, 1.0, suite="a"), *(row(k, 1.0, suite="a_swap", task_id=1) for k in (10, 11))]
     second = [row(0, 0.0, suite="a"), *(row(k, 0.0, suite="a_lan", task_id=1) for k in (10, 11))]
@@ -45,7 +45,7 @@ def test_episodes_of_different_suites_are_no_pairs() -> None:
     assert [(one.suite, one.pairs) for one in pair_suites(first, alone)] == [("", 1)]
 
 
-def test_suites_are_paired_in_whatever_order_they_were_evaluated() -> None:
+def test_suites_are_paired_in_any_order() -> None:
     """Reset ids count through all suites, so that a suite's own depend on what was evaluated before it."""
 
     def evaluation(*order: str, won: str) -> list[EpisodeRow]:
@@ -62,7 +62,7 @@ def test_suites_are_paired_in_whatever_order_they_were_evaluated() -> None:
     assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
 
 
-def test_numbers_of_other_worlds_stand_for_other_states() -> None:
+def test_config_differences_that_change_states_are_found() -> None:
     one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
 
     def differs(**groups: dict[str, Any]) -> str | None:
@@ -73,13 +73,13 @@ def test_numbers_of_other_worlds_stand_for_other_states() -> None:
     assert differs(data={"path": "b"}) == "data.path=a and b"
 
 
-def test_keys_that_number_initial_states_say_so_where_they_are_declared() -> None:
+def test_keys_that_affect_initial_states_are_marked() -> None:
     """A list elsewhere forgot the states that LIBERO's sampler adds to each task."""
     assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()
     assert not {"env.reward_coef", "env.train.total_num_envs", "data.shuffle"} & state_keys()
 
 
-def test_a_gain_in_return_is_second_less_first_and_chance_if_its_interval_holds_zero() -> None:
+def test_return_gain_is_significant_if_its_interval_excludes_zero() -> None:
     before = [row(k, 0.0, known=False) for k in range(4)]
     better = pair(before, [row(k, 1.0 + 0.1 * k, known=False) for k in range(4)])
     assert better.gain is not None
@@ -92,12 +92,12 @@ def test_a_gain_in_return_is_second_less_first_and_chance_if_its_interval_holds_
     assert "no significant difference" in mixed.sentence(("a", "b"))
 
 
-def test_who_succeeds_alone_is_counted_on_its_side() -> None:
+def test_discordant_pairs_are_counted_per_side() -> None:
     found = pair([row(0, 1.0), row(1, 1.0), row(2, 0.0)], [row(0, 0.0), row(1, 0.0), row(2, 1.0)])
     assert (found.only_first, found.only_second) == (2, 1)
 
 
-def test_the_score_of_an_evaluation_is_that_of_its_own_suite_and_of_success_once() -> None:
+def test_evaluation_score_uses_success_once_of_its_suite() -> None:
     own = [row(0, 1.0, suite="base"), row(1, 1.0, suite="base", late=False)]
     evaluation = Evaluation(step=1, episodes=(*own, row(2, 0.0, suite="swap", task_id=5)))
     assert evaluation.score() == Rate(2, 2, 2, 2)
@@ -105,7 +105,7 @@ def test_the_score_of_an_evaluation_is_that_of_its_own_suite_and_of_success_once
     assert {name: score.value for name, score in evaluation.suites.items()} == {"base": 1.0, "swap": 0.0}
 
 
-def test_seconds_of_a_run_hold_its_validations_and_rows_that_were_left_out() -> None:
+def test_run_seconds_include_validations_and_skipped_rows() -> None:
     rows = [
         {"step": 0, "time/validate": 7.0},
         {"step": 1, "time/step": 10.0},
@@ -115,7 +115,7 @@ def test_seconds_of_a_run_hold_its_validations_and_rows_that_were_left_out() -> 
     assert step_seconds(rows[2]) == 25.0
 
 
-def test_samples_of_one_state_are_compared_one_with_one() -> None:
+def test_samples_of_one_state_are_paired_by_number() -> None:
     """`eval.samples`: fails where every sample is compared with the last one of the other evaluation."""
     drawn = [row(k, won) for won in (1.0, 0.0, 1.0, 0.0) for k in range(10)]
     samples = [replace(one, episode=number) for number, one in enumerate(drawn)]

@@ -15,7 +15,7 @@ from embodyrl.monitor.history import EpisodeRow, read_history
 from embodyrl.monitor.samples import pick_samples
 
 
-def test_what_was_learned_comes_first_then_what_fails_then_what_always_worked() -> None:
+def test_samples_are_ordered_by_newly_solved_failed_solved() -> None:
     def row(episode: int, success: bool) -> EpisodeRow:
         said = (("user", "copy"), ("assistant", "x"))
         raw = dict.fromkeys(("terminated", "truncated"), False) | {"return": 0.0, "seconds": 0.0, "steps": 1}
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_rows_hold_readable_turns_and_one_task(trained: Path) -> None:
+def test_sample_rows_contain_turns_and_one_task(trained: Path) -> None:
     first, last = read_history(trained).evaluations
     assert {row.task for row in (*first.episodes, *last.episodes)} == {"copy"}
     for row in last.episodes:
@@ -44,7 +44,7 @@ def test_rows_hold_readable_turns_and_one_task(trained: Path) -> None:
 
 
 @pytest.mark.integration
-def test_replies_before_and_after_stand_side_by_side(trained: Path) -> None:
+def test_samples_show_replies_before_and_after(trained: Path) -> None:
     history = read_history(trained)
     samples = pick_samples(history.evaluations[0].episodes, history.evaluations[-1].episodes, 3)
     assert len(samples) == 3
@@ -60,6 +60,6 @@ def test_replies_before_and_after_stand_side_by_side(trained: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_console_shows_as_many_as_were_asked_for(trained: Path) -> None:
+def test_console_shows_the_configured_number_of_samples(trained: Path) -> None:
     events = (trained / "logs" / "events.log").read_text().splitlines()
     assert sum("] " not in line and "  user  " in line for line in events) == 4, "two after each of two validations"

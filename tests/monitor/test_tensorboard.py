@@ -24,13 +24,13 @@ def run(run_dir: Path, values: dict[int, float], resume_step: int | None = None)
     monitor.close()
 
 
-def test_scalars_survive_and_resume_replaces_later_steps(tmp_path: Path):
+def test_resume_replaces_later_tensorboard_steps(tmp_path: Path):
     run(tmp_path, {0: 1.0, 1: 2.0, 2: 3.0})
     run(tmp_path, {1: 20.0, 2: 30.0}, resume_step=1)
     assert logged(tmp_path, "actor/loss") == [(0, 1.0), (1, 20.0), (2, 30.0)]
 
 
-def test_the_summary_is_a_table_in_the_text_dashboard(tmp_path: Path):
+def test_tensorboard_summary_is_a_table(tmp_path: Path):
     run(tmp_path, {0: 1.0})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -44,7 +44,7 @@ def test_non_finite_values_do_not_raise(tmp_path: Path):
     assert math.isnan(logged(tmp_path, "actor/loss")[0][1])
 
 
-def test_a_driver_that_writes_events_needs_no_torch(tmp_path: Path):
+def test_tensorboard_logger_does_not_import_torch(tmp_path: Path):
     code = (
         "import pathlib, sys, embodyrl.monitor.fanout as m; from embodyrl.monitor.tensorboard import *;"
         "m.build_monitor(['console', 'jsonl', 'tensorboard']); events = TensorboardMonitor();"

@@ -16,7 +16,7 @@ from embodyrl.types import EnvSpec, Observation
 ENV = EnvSpec(name="e", action_dim=2, tasks=("t",), states_per_task=(1,), state_dim=3)
 
 
-def test_a_state_far_from_all_others_is_bounded() -> None:
+def test_normalised_states_are_clipped() -> None:
     """Of mean 1 and deviation 2: ten deviations at most."""
     moments = RunningMoments(1)
     moments.take(torch.tensor([[-1.0], [3.0]]))
@@ -24,7 +24,7 @@ def test_a_state_far_from_all_others_is_bounded() -> None:
     torch.testing.assert_close(found, torch.tensor([[0.5], [10.0], [-10.0]]))
 
 
-def test_a_squashed_deviation_is_neither_nothing_nor_without_end() -> None:
+def test_squashed_deviation_is_bounded() -> None:
     head = SquashedHead((-1.0,), (1.0,))
     log_std = torch.tensor([-100.0, -1.0, 100.0])
     mean, found = head.spread(torch.stack([torch.full((3,), 0.5), log_std], 1)[:, None])

@@ -37,7 +37,7 @@ def critic(seed: int = 2) -> Policy:
     return found
 
 
-def test_values_are_the_critics_and_all_else_is_the_policys(tmp_path: Path) -> None:
+def test_values_come_from_the_critic(tmp_path: Path) -> None:
     policy, other = build(1, 0), critic()
     joined = WithCritic(policy, other, "c")
     out = joined.act(ASKED, noise=np.full((2, 3), 0.4, np.float32))
@@ -56,7 +56,7 @@ def test_values_are_the_critics_and_all_else_is_the_policys(tmp_path: Path) -> N
     np.testing.assert_allclose(again.values(ASKED), joined.values(ASKED), atol=1e-6)
 
 
-def test_an_engine_hears_of_new_weights() -> None:
+def test_critic_policy_updates_the_engine() -> None:
     """The joined module's version is not that of the policy's, which its engine looks at."""
     policy = build(1, 0)
     joined = WithCritic(policy, critic(), "c")
@@ -71,7 +71,7 @@ def test_an_engine_hears_of_new_weights() -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_ppo_trains_both_and_the_checkpoint_holds_both_and_a_reference_without_the_critic(tmp_path: Path) -> None:
+def test_ppo_trains_and_saves_policy_and_critic(tmp_path: Path) -> None:
     (tmp_path / "critic").mkdir()
     critic().save(tmp_path / "critic")
     words = ("algorithm=ppo", "algorithm.reward_type=action_level", f"critic.path={tmp_path}/critic", "launcher=inline")
@@ -97,6 +97,6 @@ def test_a_separate_critic_rejects_deterministic_mode() -> None:
         load_config("train", [*CRITIC, "algorithm=ppo", "runner.deterministic=true"])
 
 
-def test_a_separate_critic_warns_where_no_values_are_needed() -> None:
+def test_separate_critic_without_values_warns() -> None:
     (line,) = load_config("train", [*CRITIC, "algorithm=grpo"]).warnings
     assert line.startswith("critic.path has no effect")

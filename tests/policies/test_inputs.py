@@ -32,13 +32,13 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
         ({}, {}, None, None),
         ({}, {"cameras": ("front", "wrist")}, None, None),
         ({}, {"name": "other"}, None, None),
-        ({}, {"cameras": ("wrist", "front")}, None, r"trained on the cameras \[front,wrist\].*shows \[wrist,front\]"),
+        ({}, {"cameras": ("wrist", "front")}, None, r"trained on the cameras \[front,wrist\].*has \[wrist,front\]"),
         ({}, {"cameras": ("wrist", "front")}, ["wrist", "front"], None),
-        ({}, {"cameras": ("wrist", "front")}, ["front", "wrist"], r"shows \[wrist,front\]; select those cameras"),
-        ({"num_images": 1}, {}, None, r"shows \[front\]"),
-        ({}, {"image_rotation_deg": 180}, None, "image_rotation_deg=0, env 'shop' shows frames with 180"),
+        ({}, {"cameras": ("wrist", "front")}, ["front", "wrist"], r"has \[wrist,front\]; select those cameras"),
+        ({"num_images": 1}, {}, None, r"has \[front\]"),
+        ({}, {"image_rotation_deg": 180}, None, "image_rotation_deg=0, but env 'shop' has frames with 180"),
         ({"turns_images": True}, {"image_rotation_deg": 180}, None, None),
-        ({"gripper": None}, {"gripper": None}, None, "it would need no gripper convention"),
+        ({"gripper": None}, {"gripper": None}, None, "needs no gripper convention"),
         ({"gripper": GripperConvention(open=1.0, closed=0.0)}, {}, None, "a gripper that opens at 1 and closes at 0"),
         ({"gripper": replace(ENDS, index=6, binary=True)}, {}, None, None),
         ({"gripper": replace(ENDS, index=0)}, {}, None, "data.gripper"),
@@ -52,7 +52,7 @@ def test_differences_are_named(tmp_path: Path, policy: Any, env: Any, renamed: A
             raise AssertionError(problems[0])
 
 
-def test_without_a_file_only_the_named_cameras_are_compared(tmp_path: Path) -> None:
+def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) -> None:
     assert input_problems(tmp_path, POLICY, ENV, None) == []
     assert input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
     assert len(input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1

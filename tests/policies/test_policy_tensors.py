@@ -20,6 +20,6 @@ def test_a_visible_gpu_that_torch_cannot_use_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("visible", ["", "NoDevFiles"])
-def test_the_cpu_is_taken_where_no_gpu_is_visible(visible, monkeypatch):
+def test_cpu_is_used_without_a_visible_gpu(visible, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert best_device() == "cpu"

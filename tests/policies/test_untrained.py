@@ -37,12 +37,12 @@ LAST = float(np.nextafter(np.float32(1), np.float32(0)))
     [(None, (-1, -1), (0, 0), (1, 1)), (DIALS, (0, 0), (1, 1), (1, 2)), (BOX, (-2, -1), (2, 0), (6, 1))],
     ids=["undeclared", "categories", "half bounded"],
 )
-def test_actions_reach_from_end_to_end(space, first, middle, last):
+def test_random_actions_span_the_range(space, first, middle, last):
     for noise, expected in ((constant(0.0), first), (None, middle), (constant(LAST), last)):
         np.testing.assert_allclose(act(space, noise), np.broadcast_to(expected, (4, 2, 2)), atol=1e-6)
 
 
-def test_every_category_is_equally_frequent():
+def test_random_categories_are_uniform():
     noise = np.random.default_rng(0).random((6000, 4), dtype=np.float32)
     chosen = act(DIALS, noise, count=6000)[:, 0]
     np.testing.assert_allclose(np.bincount(chosen[:, 1].astype(int)) / 6000, [1 / 3] * 3, atol=0.03)

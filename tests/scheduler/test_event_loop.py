@@ -14,7 +14,7 @@ ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_st
 
 
 @pytest.mark.parametrize("apart", [(), ("rollout.mode=disaggregated",)], ids=["together", "apart"])
-def test_the_driver_does_one_thing_at_a_time(tmp_path, monkeypatch, apart):
+def test_event_loop_is_not_reentrant(tmp_path, monkeypatch, apart):
     """In an asynchronous training, with updates in parts, and new weights on their way."""
     under_way: list[str] = []
     seen: set[str] = set()
@@ -39,7 +39,7 @@ def test_the_driver_does_one_thing_at_a_time(tmp_path, monkeypatch, apart):
     assert seen == {"pump", "advance"}
 
 
-def test_a_wait_that_nobody_can_end_is_a_defect(tmp_path):
+def test_wait_without_open_work_fails_an_assertion(tmp_path):
     with running_crew(tmp_path) as stage, pytest.raises(AssertionError, match="no worker is busy"):
         stage.workers.scheduler.run_until(lambda: False)
 

@@ -37,7 +37,7 @@ def facts(rollout: RolloutResult) -> list[tuple]:
     ]
 
 
-def test_all_planned_episodes_come_back_in_order_and_their_records_are_freed(tmp_path):
+def test_episodes_return_in_plan_order_and_records_are_freed(tmp_path):
     with running_crew(tmp_path, "algorithm.rollout_epoch=3", "env.kwargs.tasks=3") as stage:
         for step in range(2):
             rollout = collect(stage, step)
@@ -72,7 +72,7 @@ def test_ignored_terminations_run_to_the_time_limit(tmp_path):
     assert len({e.success_once for e in rollout.episodes}) == 2
 
 
-def test_each_action_meets_its_own_reward(tmp_path):
+def test_rewards_stay_aligned_with_actions(tmp_path):
     words = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_epoch=4", "env.kwargs.tasks=3")
     with running_crew(tmp_path, *words) as stage:
         rollout = collect(stage)
@@ -93,7 +93,7 @@ def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
     assert any(e[1] < 8 for e in seen[0][0]), "some episode must end early, or this shows nothing"
 
 
-def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
+def test_episode_results_are_schedule_independent(tmp_path):
     """Also where the clock decides which slot runs what."""
     lists = []
     for stages, slots in ((1, 4), (2, 4), (4, 4), (2, 8)):
@@ -104,7 +104,7 @@ def test_the_list_of_episodes_is_the_same_however_they_are_run(tmp_path):
     assert lists[0] == lists[1] == lists[2] == lists[3]
 
 
-def test_work_that_nobody_waits_for_is_counted_with_the_time_that_it_took(tmp_path):
+def test_tally_counts_overlapped_work_with_its_time(tmp_path):
     with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
         cfg, env, rollouts = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         rollouts.publish(0)
@@ -149,7 +149,7 @@ def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
         assert_all_free(stage, rollout)
 
 
-def test_a_small_task_limit_is_never_exceeded(tmp_path):
+def test_task_limit_is_never_exceeded(tmp_path):
     words = ("env.kwargs.tasks=3", "env.kwargs.task_limit=1", "env.train.total_num_envs=6", "algorithm.rollout_epoch=2")
     with running_crew(tmp_path, *words) as stage:
         running: dict[int, int] = {}
@@ -176,7 +176,7 @@ PLAIN = ("runner.deterministic=true", "algorithm.rollout_epoch=4", "env.use_rel_
     [("step", ()), ("reset", ()), ("observe", ()), ("step", PPO)],
     ids=["step", "reset", "observe", "quota"],
 )
-def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
+def test_crashed_episodes_are_repeated_exactly(tmp_path, where, words):
     """Inline, so that the crash always comes at the same call. All episodes equal those of a run without a crash."""
     words = PLAIN + words
     fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
@@ -196,7 +196,7 @@ def test_what_a_crash_took_is_played_again_exactly(tmp_path, where, words):
         assert_all_free(stage, rollout)
 
 
-def test_what_a_crash_took_from_steps_that_are_open_together_is_played_again(tmp_path):
+def test_crashed_episodes_of_overlapping_steps_are_repeated(tmp_path):
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
     with running_crew(tmp_path, "algorithm.max_staleness=1", *fault) as stage:
         plans = [train_episodes(stage.run_plan.cfg, stage.run_plan.env, s, counts_chunk_steps=False) for s in range(2)]
@@ -209,7 +209,7 @@ def test_what_a_crash_took_from_steps_that_are_open_together_is_played_again(tmp
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
 
 
-def test_restarts_have_a_budget(tmp_path):
+def test_restarts_are_limited(tmp_path):
     words = ("env.kwargs.fault=raise", "env.kwargs.at=3", "faults.max_restarts_per_worker=1")
     words += ("algorithm.rollout_epoch=4",)
     with running_crew(tmp_path, *words) as stage, pytest.raises(WorkerError, match=r"env_0 .*restarted 1 times"):
@@ -222,7 +222,7 @@ def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
         collect(stage)
 
 
-def test_deadlines_grow_with_the_slots_that_a_request_is_about(tmp_path, monkeypatch):
+def test_deadlines_grow_with_the_number_of_slots(tmp_path, monkeypatch):
     """They may run one after the other: fails where many slots have the time of one."""
     with running_crew(tmp_path, "faults.step_timeout_s=7", "rollout.pipeline_stage_num=2") as stage:
         supervisor, given = stage.workers.supervisor, []

@@ -15,7 +15,7 @@ from embodyrl.scheduler.start import plan_hosts, policy_init
 @pytest.mark.parametrize(
     ("offload", "gpus", "all_cores"), [("true", "0", True), ("true", "", False), ("false", "0", False)]
 )
-def test_optimizer_steps_of_the_host_take_all_its_cores(tmp_path, monkeypatch, offload, gpus, all_cores):
+def test_cpu_optimizer_steps_use_all_cores(tmp_path, monkeypatch, offload, gpus, all_cores):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cfg = toy_config(tmp_path, "launcher=local", "actor.fsdp.size=1", f"actor.fsdp.cpu_offload={offload}")
@@ -25,7 +25,7 @@ def test_optimizer_steps_of_the_host_take_all_its_cores(tmp_path, monkeypatch, o
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_weights_are_pinned_at_their_size(offload, tmp_path):
+def test_offloaded_weights_are_pinned_without_rounding(offload, tmp_path):
     words = (f"actor.fsdp.cpu_offload={str(offload).lower()}", "launcher=local")
     run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
     arena = Arena.create(run_plan.layout, 1)

@@ -42,7 +42,7 @@ MIXED = ("env.kwargs.goal=0.7", "env.train.max_episode_steps=16", "runner.max_st
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
-def test_no_chunk_is_older_than_the_staleness_rule_allows(tmp_path, lag):
+def test_chunks_respect_max_staleness(tmp_path, lag):
     with running_crew(tmp_path, *MIXED, f"algorithm.max_staleness={lag}") as stage:
         sampler = sampler_of(stage)
         ages: set[int] = set()
@@ -59,7 +59,7 @@ def test_no_chunk_is_older_than_the_staleness_rule_allows(tmp_path, lag):
         assert (carried > 0) == (lag > 0), "with a lag some episodes run on while weights change"
 
 
-def test_the_next_rollout_resets_early_but_acts_with_the_new_weights(tmp_path):
+def test_next_rollout_resets_early_but_uses_new_weights(tmp_path):
     with running_crew(tmp_path, "runner.max_steps=3") as stage:
         sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
         first = collect(stage, sampler, 0)
@@ -94,7 +94,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
         assert stage.workers.arena.num_free == stage.workers.arena.capacity
 
 
-def test_episodes_that_a_refill_loses_are_counted(tmp_path):
+def test_episodes_lost_in_refills_are_counted(tmp_path):
     """Both groups of the refill take their worker with them; the groups of the plan start from other states."""
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1")
     fault = ("env.kwargs.fault=differ", "env.kwargs.state=3", "faults.max_restarts_per_worker=2", "seed=33")
@@ -110,7 +110,7 @@ def failing_reward(step: RewardStep) -> float:
     raise RuntimeError("no reward today")
 
 
-def test_every_episode_without_a_known_reward_is_counted_also_in_refills(tmp_path):
+def test_reward_errors_are_counted_in_refills(tmp_path):
     """Once for each of the eight episodes that four slots play."""
     words = ("reward.path=test_step_rollouts:failing_reward", "env.kwargs.goal=99", "~env.use_rel_reward")
     with running_crew(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1") as stage:
@@ -120,7 +120,7 @@ def test_every_episode_without_a_known_reward_is_counted_also_in_refills(tmp_pat
         assert all("no reward today" in why for why in rollout.reward_errors)
 
 
-def test_the_baseline_of_remax_is_the_greedy_episode_of_the_group(tmp_path):
+def test_remax_baseline_is_the_groups_greedy_episode(tmp_path):
     """Played again with other noise it is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
     with running_crew(tmp_path, *words) as stage:
@@ -137,7 +137,7 @@ def test_the_baseline_of_remax_is_the_greedy_episode_of_the_group(tmp_path):
         assert [e.spec.group_id for e in found] == [e.spec.group_id for e in rollout.episodes] == [0, 0, 1, 1]
 
 
-def test_without_any_group_left_the_weights_stay(tmp_path):
+def test_filtering_all_groups_keeps_the_weights(tmp_path):
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=2")
     for row in rows(train_toy(tmp_path, *words)):
         assert row["train/groups_refilled"] == 4, "two rounds of two groups"
@@ -154,7 +154,7 @@ def test_an_asynchronous_run_trains_on_older_data(tmp_path):
     assert ages == {"rollout/staleness/0", "rollout/staleness/1"}
 
 
-def test_asynchronous_and_deterministic_contradict_each_other(tmp_path):
+def test_asynchronous_deterministic_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"max_staleness=1.*deterministic=true cannot hold"):
         toy_config(tmp_path, "algorithm.max_staleness=1", "runner.deterministic=true")
 
@@ -166,7 +166,7 @@ CONTINUED = (
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_cut_episode_goes_on_in_the_next_step(tmp_path, ahead):
+def test_cut_episode_continues_in_the_next_step(tmp_path, ahead):
     """Pendulum's 200 steps are 90 + 90 + 20; the next episode has 70 of the third step, and so on."""
     with running_crew(tmp_path, cfg=load_config("train", CONTINUED)) as stage:
         sampler, arena = sampler_of(stage), stage.workers.arena
@@ -212,7 +212,7 @@ def test_a_continued_episode_keeps_its_task(tmp_path):
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_episodes_of_a_batch_that_moves_as_one_do_not_wait_for_the_next_step(tmp_path, lockstep):
+def test_lockstep_episodes_do_not_wait_for_the_next_step(tmp_path, lockstep):
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=4", "rollout.pipeline_stage_num=1")
     cfg = toy_config(tmp_path, *words, "env.kwargs.goal=99", f"env.kwargs.lockstep={lockstep}".lower())
     with running_crew(tmp_path, cfg=cfg.updated({"env.train.continue_episodes": True})) as stage:
@@ -224,7 +224,7 @@ def test_episodes_of_a_batch_that_moves_as_one_do_not_wait_for_the_next_step(tmp
             stage.workers.scheduler.release(rollout)
 
 
-def test_a_restarted_worker_begins_new_episodes_in_place_of_those_that_were_cut(tmp_path):
+def test_restarted_worker_replaces_cut_episodes(tmp_path):
     """Two slots were cut already when the worker dies in the last chunk of the other two."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.max_episode_steps=32")
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=46", f"env.kwargs.once={tmp_path}/m", "env.kwargs.goal=99")
@@ -240,7 +240,7 @@ def test_a_restarted_worker_begins_new_episodes_in_place_of_those_that_were_cut(
         assert stage.workers.supervisor.restarts == 1
 
 
-def test_a_batch_has_one_temperature(tmp_path, monkeypatch):
+def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
     """Two rollouts that share the slots; fails where actions are drawn at the temperature of the other one."""
     with running_crew(tmp_path, "env.kwargs.goal=0.7", "algorithm.rollout_epoch=4") as stage:
         cfg, env, scheduler = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler

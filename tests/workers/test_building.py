@@ -30,7 +30,7 @@ def host(folder: Path, *words: str, start_from: Path | None = None) -> Iterator[
         yield opened
 
 
-def test_the_reference_of_the_kl_has_the_weights_that_the_run_starts_from(tmp_path):
+def test_kl_reference_has_the_initial_weights(tmp_path):
     """Those of ckpt=, not those of a new policy."""
     (tmp_path / "saved").mkdir()
     with host(tmp_path, *SMALL, "seed=5") as other:
@@ -44,7 +44,7 @@ def test_the_reference_of_the_kl_has_the_weights_that_the_run_starts_from(tmp_pa
                 assert torch.equal(weight, saved[name]), name
 
 
-def test_a_separate_critic_is_trained_whole_beside_a_policy_with_adapters(tmp_path):
+def test_separate_critic_is_fully_trained_next_to_adapters(tmp_path):
     words = ("env=text/copy", "model=causal_lm_tiny", "algorithm=ppo", "algorithm.reward_type=action_level")
     (tmp_path / "critic").mkdir()
     with host(tmp_path, *words, "launcher=inline") as other:

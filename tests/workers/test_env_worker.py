@@ -21,7 +21,7 @@ from embodyrl.types import EpisodeStart
 from embodyrl.workers import env_worker
 
 
-def test_drawing_is_no_part_of_simulating_and_resetting(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each look at the clock is a second later: drawing takes one, what lies around it the rest."""
     run_plan = build_run_plan(toy_config(tmp_path), training=True)
     arena = Arena.create(run_plan.layout, 8)
@@ -103,7 +103,7 @@ def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, 
     return target, report
 
 
-def test_records_of_single_steps_hold_nothing_of_earlier_chunks(start) -> None:
+def test_single_step_records_are_cleared(start) -> None:
     worker, arena = start(single_step=True)
     ticket = reset(worker, arena, steps=8)
     (record,) = arena.read([ticket])
@@ -113,7 +113,7 @@ def test_records_of_single_steps_hold_nothing_of_earlier_chunks(start) -> None:
         assert not arena[name][record, 1:].any(), name
 
 
-def test_the_recording_of_a_cut_episode_does_not_go_on_in_the_next_one(start, tmp_path) -> None:
+def test_video_of_a_cut_episode_is_discarded(start, tmp_path) -> None:
     """The slot is reset while it is recorded; nobody wants a recording of what follows."""
     worker, arena = start()
     ticket = reset(worker, arena, steps=8, video=tmp_path / "first")

@@ -21,7 +21,7 @@ def test_noise_is_uniform():
 
 @pytest.mark.parametrize("repeats", [1, 20])
 @pytest.mark.parametrize("tokens", [1, 7, 8, 56])
-def test_the_numbers_are_those_of_philox(tokens, repeats):
+def test_noise_matches_philox(tokens, repeats):
     philox = np.random.Philox(key=0)
     seeds, chunks = [0, 11, 2**63 - 1] * repeats, [0, 3, 2**20] * repeats
     for row, seed, chunk in zip(token_noise(seeds, chunks, tokens), seeds, chunks, strict=True):

@@ -31,31 +31,31 @@ def converted(values, source, target):
     return actions[:, 0, -1].tolist()
 
 
-def test_a_binary_receiver_gets_its_open_or_its_closed():
+def test_binary_gripper_gets_open_or_closed():
     assert converted([1.0, 0.9, 0.51, 0.49, 0.0, -0.2], POLICY, LIBERO) == [-1, -1, -1, 1, 1, 1]
 
 
-def test_a_continuous_receiver_gets_the_value_between():
+def test_continuous_gripper_is_interpolated():
     target = GripperConvention(open=0.08, closed=0.0)
     np.testing.assert_allclose(converted([1.0, 0.5, 0.0], POLICY, target), [0.08, 0.04, 0.0])
 
 
-def test_without_a_convention_nothing_changes():
+def test_no_gripper_convention_keeps_actions():
     assert converted([0.3], None, LIBERO) == converted([0.3], POLICY, None) == [np.float32(0.3)]
 
 
-def test_a_gripper_may_have_another_place_in_the_simulators_action():
+def test_gripper_index_may_differ():
     actions = np.array([[[1.0, 0.2, 0.3]], [[0.0, 0.2, 0.3]]], np.float32)
     convert_gripper(actions, GripperConvention(open=1.0, closed=0.0, index=0), LIBERO)
     assert actions[:, 0, 2].tolist() == [-1.0, 1.0]
 
 
-def test_there_and_back_again():
+def test_gripper_conversion_round_trips():
     there = np.array(converted([1.0, 0.0], POLICY, LIBERO), np.float32)
     assert converted(there, LIBERO, POLICY) == [1.0, 0.0]
 
 
-def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
+def test_padding_changes_results_by_rounding_only(tmp_path):
     seen = []
     for deterministic in ("true", "false"):
         with running_crew(tmp_path, f"runner.deterministic={deterministic}", "env.kwargs.echo=true") as stage:
@@ -68,7 +68,7 @@ def test_padding_to_a_fixed_batch_changes_nothing_but_rounding(tmp_path):
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)
 
 
-def test_every_chunk_draws_anew_and_its_gripper_speaks_the_simulators_convention(tmp_path):
+def test_chunks_use_new_noise_and_the_simulators_gripper(tmp_path):
     with running_crew(tmp_path, "env.kwargs.echo=true") as stage:
         plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))
@@ -81,7 +81,7 @@ def test_every_chunk_draws_anew_and_its_gripper_speaks_the_simulators_convention
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_path, deterministic):
+def test_reply_and_cost_are_written_to_the_prompts_record(tmp_path, deterministic):
     """Also where the slots of a stage have the last rows of a batch of fixed size."""
     words = (f"runner.deterministic={deterministic}".lower(), "rollout.pipeline_stage_num=2", "rollout.logprobs=1")
     cfg = text_config(tmp_path, *words, "algorithm.group_size=2", task="length")
@@ -106,7 +106,7 @@ def test_what_is_said_and_what_it_costs_is_written_beside_its_own_prompt(tmp_pat
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_value_of_a_last_observation_is_its_own(tmp_path, deterministic):
+def test_final_values_are_written_to_their_records(tmp_path, deterministic):
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.total_num_envs=8")
     with running_crew(tmp_path, *words, f"runner.deterministic={deterministic}".lower()) as stage:
         arena, policy = stage.workers.arena, build_policy(policy_init(stage.run_plan, stage.workers.arena, None))

@@ -22,7 +22,7 @@ def module(dtype, seed):
 
 @pytest.mark.parametrize("size", [16, 48, 100, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_arrive_in_the_type_of_the_reader(size, dtype):
+def test_weights_are_cast_to_the_receivers_dtype(size, dtype):
     trained, acting = module(torch.float32, 1), module(dtype, 2)
     bucket_arena = Arena.create(bucket_layout(size), 2)
     wanted = describe_weights(acting)
@@ -37,7 +37,7 @@ def test_weights_arrive_in_the_type_of_the_reader(size, dtype):
     bucket_arena.close()
 
 
-def test_every_element_travels_once():
+def test_every_weight_element_is_sent_once():
     weights = describe_weights(module(torch.float32, 1))
     parts = [part for bucket in fill_buckets(weights, 64) for part in bucket]
     for weight in weights:
@@ -46,7 +46,7 @@ def test_every_element_travels_once():
         assert spans[-1][1] == weight.count
 
 
-def test_engines_notice_new_weights():
+def test_weight_transfer_updates_the_version():
     """vLLM takes over the module's weights when their version changed."""
     acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
     before = weights_version(acting)
@@ -58,7 +58,7 @@ def test_engines_notice_new_weights():
     bucket_arena.close()
 
 
-def test_running_statistics_arrive_as_well():
+def test_running_statistics_are_transferred():
     """They have no gradient and yet change with each update; buffers that are not saved are constants."""
 
     def normalised(mean: float) -> torch.nn.Module:

@@ -1,1 +1,1 @@
-"""Any Gymnasium environment. Importing this package does not import gymnasium."""
+"""Adapter for any Gymnasium environment; importing this package does not import gymnasium."""

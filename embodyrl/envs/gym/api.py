@@ -1,4 +1,4 @@
-"""What Gymnasium's interface asks of an environment; whoever breaks it is named with the cure."""
+"""Checks of Gymnasium's interface, with errors that contain the fix."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from embodyrl.types import BoolArray
 _OLD = (
     "This is the API before Gymnasium 0.26. Fix: let reset take (seed, options) and return (observation, info), and "
     "let step return (observation, reward, terminated, truncated, info), where truncated is a time limit; or wrap it: "
-    "pip install shimmy, then shimmy.GymV21CompatibilityV0(env=...) in a function of yours."
+    "pip install shimmy, then shimmy.GymV21CompatibilityV0(env=...) in your own function."
 )
 
 
 def require_env(env_id: str, made: Any) -> Any:
-    """Return what was built, or the class that is about to be, if it is a Gymnasium environment.
+    """Return the given environment, or class, if it is a Gymnasium environment.
 
     Raises:
-        ConfigError: it is something else; says what, and how it becomes one.
+        ConfigError: it has another type; the message explains how to convert it.
     """
     kinds = made.__mro__ if isinstance(made, type) else type(made).__mro__
     if issubclass(kinds[0], (gymnasium.Env, VectorEnv)):
         return made
-    what = f"env.id={env_id} is {kinds[0].__module__}.{kinds[0].__qualname__}, no Gymnasium environment"
+    what = f"env.id={env_id} is {kinds[0].__module__}.{kinds[0].__qualname__}, which is not a Gymnasium environment"
     if made is None:
         problem = f"env.id={env_id}: the function returned None. Fix: end it with `return env`."
     elif hasattr(made, "possible_agents") or any(kind.__module__.startswith("pettingzoo") for kind in kinds):
         problem = (
-            f"{what}: a PettingZoo environment has several agents, and one policy acts here. Fix: a gymnasium.Env of "
-            "yours that plays the other agents and shows the world of one."
+            f"{what}: a PettingZoo environment has several agents, but there is one policy. Fix: write a "
+            f"gymnasium.Env that controls the other agents and returns the observations of one."
         )
     elif any(kind.__module__.partition(".")[0] == "gym" for kind in kinds):
-        problem = f"{what}: it is one of the old package gym. {_OLD}"
+        problem = f"{what}: it is an environment of the old package gym. {_OLD}"
     elif hasattr(made, "action_spec") and hasattr(made, "observation_spec"):
         problem = (
-            f"{what} but one of dm_env. Fix: pip install shimmy, then a function of yours that returns "
+            f"{what} but one of dm_env. Fix: pip install shimmy, then write a function that returns "
             "shimmy.DmControlCompatibilityV0(env)."
         )
     else:
@@ -53,7 +53,7 @@ def require_env(env_id: str, made: Any) -> Any:
 
 
 def _is_old(kind: type) -> bool:
-    """Return whether a class has a `reset` that takes no seed, as before Gymnasium 0.26."""
+    """Return True for a class whose `reset` takes no seed, as before Gymnasium 0.26."""
     try:
         parameters = inspect.signature(kind.reset).parameters  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
@@ -63,7 +63,7 @@ def _is_old(kind: type) -> bool:
 
 
 def require_spaces(env_id: str, env: Any) -> None:
-    """Refuse an environment without its two spaces, ConfigError."""
+    """Raise ConfigError for an environment without its two spaces."""
     names = ("single_observation_space", "single_action_space")
     for name in names if isinstance(env, VectorEnv) else ("observation_space", "action_space"):
         found = getattr(env, name, None)
@@ -75,39 +75,39 @@ def require_spaces(env_id: str, env: Any) -> None:
 
 
 def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Call `reset`; returns (observation, info).
+    """Call `reset`; return (observation, info).
 
     Raises:
-        EnvError: it takes no seed, or returns something else.
+        EnvError: `reset` takes no seed, or returns something else.
     """
     try:
         result = env.reset(**options)
     except TypeError as error:
-        # Raised deep inside, it is a defect of the environment's own and not about our call.
+        # Raised deep inside, it is a bug of the environment and not of our call.
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
         raise EnvError(f"env '{env_id}': reset takes no seed. {_OLD}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         pair = isinstance(result, tuple) and len(result) == 2
-        cure = "Fix: where there is nothing to tell, info is {}." if pair else _OLD
+        cure = "Fix: return info={} if there is no information." if pair else _OLD
         raise EnvError(f"env '{env_id}': reset returned {_shape(result)}, expected (observation, info). {cure}")
     return result
 
 
 def begin_episode(env_id: str, env: gymnasium.Env[Any, Any], seed: int) -> tuple[Any, dict[str, Any]]:
-    """Begin the episode of a seed; returns (observation, info).
+    """Start the episode of a seed; return (observation, info).
 
     Raises:
-        EnvError: as `reset_env`.
+        EnvError: see `reset_env`.
     """
-    with contextlib.suppress(AttributeError):  # some have a generator that cannot be set
-        # Some wrappers draw (a task, a start) before they hand the seed on.
+    with contextlib.suppress(AttributeError):  # some generators cannot be set
+        # Some wrappers sample (a task, an initial state) before they pass the seed on.
         env.unwrapped.np_random = seeding.np_random(seed)[0]
     return reset_env(env_id, env, seed=seed)
 
 
 def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-    """What `step` returned, if it is five things and the last a mapping; else EnvError.
+    """Return the result of `step` if it has five values, the last a mapping; else raise EnvError.
 
     >>> require_step("mine", ([0.0], 1.0, False, False, {}))[1]
     1.0
@@ -117,16 +117,17 @@ def require_step(env_id: str, result: Any) -> tuple[Any, Any, Any, Any, dict[str
     expected = "expected (observation, reward, terminated, truncated, info)"
     raise EnvError(
         f"env '{env_id}': step returned {_shape(result)}, {expected}."
-        + {4: f" {_OLD}", 5: " Fix: where there is nothing to tell, info is {}."}.get(_length(result), "")
+        + {4: f" {_OLD}", 5: " Fix: return info={} if there is no information."}.get(_length(result), "")
     )
 
 
 def number(env_id: str, reward: Any) -> float:
-    """The reward as a number, also out of an array of one; else EnvError."""
+    """Return the reward as a number, also from an array of one element; else raise EnvError."""
     if np.ndim(reward) and np.size(reward) > 1:
         raise EnvError(
-            f"env '{env_id}': step returned {np.size(reward)} rewards {reward!r:.60}, expected one. Fix: weigh them in "
-            "a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda r: r @ weights) "
+            f"env '{env_id}': step returned {np.size(reward)} rewards {reward!r:.60}, expected one number. Fix: "
+            f"weight them in a function in env.wrappers that returns gymnasium.wrappers.TransformReward(env, lambda "
+            f"r: r @ weights) "
             "or mo_gymnasium.wrappers.LinearReward(env, weight=weights)."
         )
     try:
@@ -161,7 +162,7 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
 
 
 def line(error: BaseException) -> str:
-    """A foreign exception in one line, with the place where it was raised."""
+    """Format an exception of foreign code in one line, with the place where it was raised."""
     text = one_line(error)
     if isinstance(error, EmbodyError):
         return text

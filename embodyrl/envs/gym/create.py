@@ -1,4 +1,4 @@
-"""Constructs Gymnasium environments from the config; what goes wrong becomes an error with a fix."""
+"""Construction of Gymnasium environments from the config, with errors that contain the fix."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ AnyEnv = gymnasium.Env[Any, Any]
 CREATORS: Registry[Callable[..., AnyEnv]] = Registry(
     "env.id",
     group="embodyrl.gym_envs",
-    wants="a Gymnasium environment, or a function of yours that returns one",
+    wants="a Gymnasium environment, or a function that returns one",
     fits=takes(0),
 )
 WRAPPERS: Registry[Callable[..., AnyEnv]] = Registry(
     "wrapper",
     group="embodyrl.gym_wrappers",
-    wants="a Gymnasium wrapper, or a function of yours from environment to environment",
-    # Wrappers are environments too.
+    wants="a Gymnasium wrapper, or a function from environment to environment",
+    # Wrappers are environments, too.
     fits=lambda found: issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found),
 )
 GL_FIX = (
@@ -47,14 +47,14 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
 
     Raises:
         UnknownNameError: no environment or wrapper has this name.
-        MissingDependencyError: a package that it needs is not installed.
-        ConfigError: the constructor or a wrapper refuses its arguments, or what it makes is no environment.
+        MissingDependencyError: a required package is not installed.
+        ConfigError: the constructor or a wrapper rejects its arguments, or returns no environment.
     """
     return create_named(cfg, kwargs, num_envs)[0]
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build as `create` does; in addition the names of all environments that a function returned."""
+    """Build as `create` does; also return the names of all environments of a function that returns several."""
     env_id = str(cfg.id)
     if kwargs.get("render_mode") is not None:
         draw_without_display()
@@ -84,18 +84,18 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
 
 
 _COUNTS = ("num_envs", "n_envs")
-"""Parameters of functions that build vector environments; the second is that of LeRobot's EnvHub."""
+"""Parameter names of functions that build vector environments; the second is LeRobot's."""
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return one environment of a mapping of suites to environments, or to mappings of tasks, and all their names.
+    """Select one environment of a mapping of suites to environments or tasks; return it with all names.
 
     Raises:
-        ConfigError: `env.suite` names none.
+        ConfigError: `env.suite` is not one of the names.
     """
     if not isinstance(made, dict):
         if cfg.suite is not None:
-            raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds one environment; leave env.suite out.")
+            raise ConfigError(f"env.suite={cfg.suite}: env.id={cfg.id} builds one environment; remove env.suite.")
         return made, ()
     found: dict[str, Any] = {}
     for suite, inside in made.items():
@@ -104,7 +104,7 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
     names = tuple(found)
     matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
     if not matching:
-        raise ConfigError(f"env.suite={cfg.suite} is none of env.id={cfg.id}: {', '.join(names) or 'it is empty'}.")
+        raise ConfigError(f"env.suite={cfg.suite} is not in env.id={cfg.id}: {', '.join(names) or 'it is empty'}.")
     chosen = found.pop(matching[0])
     for other in found.values():
         if other is not chosen and hasattr(other, "close"):
@@ -113,7 +113,7 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def takes_render_mode(cfg: GymSettings) -> bool:
-    """Return whether the constructor takes a render mode, as far as its signature says."""
+    """Return True if the constructor's signature has a render mode."""
     if cfg.id is None or not _is_path(cfg.id):
         return True
     kinds = _parameters(CREATORS.get(cfg.id))
@@ -128,7 +128,7 @@ def _parameters(creator: Any) -> dict[str, inspect.Parameter]:
 
 
 def is_vector(cfg: GymSettings) -> bool:
-    """Whether what the name stands for is one environment for all slots, as far as its declaration tells."""
+    """Return True if the name is declared to build one environment for all slots."""
     assert cfg.id is not None
     if _is_path(cfg.id):
         creator = CREATORS.get(cfg.id)
@@ -136,7 +136,7 @@ def is_vector(cfg: GymSettings) -> bool:
         return issubclass(creator, VectorEnv) if kind else not _parameters(creator).keys().isdisjoint(_COUNTS)
     _import_namespace(cfg.id)
     module, _, name = cfg.id.rpartition(":")
-    with contextlib.suppress(Exception):  # building it says what is wrong
+    with contextlib.suppress(Exception):  # building it gives the error
         if module:
             importlib.import_module(module)
     spec = gymnasium.registry.get(name)
@@ -144,7 +144,7 @@ def is_vector(cfg: GymSettings) -> bool:
 
 
 def draw_without_display() -> None:
-    """Let MuJoCo draw where there is no screen: choose its OpenGL unless the user has, or it cannot be loaded."""
+    """Set MuJoCo's OpenGL backend on a machine without a display, unless the user has set it or it cannot be loaded."""
     silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
     if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
         return
@@ -152,7 +152,7 @@ def draw_without_display() -> None:
     if importlib.util.find_spec("OpenGL") is not None and ctypes.util.find_library(
         {"egl": "EGL"}.get(backend, "OSMesa")
     ):
-        os.environ["MUJOCO_GL"] = backend  # for processes that this one starts as well
+        os.environ["MUJOCO_GL"] = backend  # for child processes, too
         choose_device()
 
 
@@ -181,9 +181,8 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
                 "FOLDER, read its code, then PYTHONPATH=FOLDER and env.id=env:make_env"
             )
         raise UnknownNameError(
-            f"env.id={cfg.id}: {reason}.{hint} An id that another package registers is written "
-            f"package:Id-v0, one that a module of it registers package.module:Id-v0; your own class "
-            "package.module:Class."
+            f"env.id={cfg.id}: {reason}.{hint} For an id of another package, write package:Id-v0 or "
+            f"package.module:Id-v0; for your own class, package.module:Class."
         ) from error
     except EmbodyError:
         raise
@@ -195,7 +194,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the arguments of a function that builds several environments."""
+    """Return the number of environments as an argument of a function that builds several."""
     if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).
@@ -216,5 +215,5 @@ def _import_namespace(env_id: str) -> None:
 
 
 def _is_path(name: str) -> bool:
-    """package.module:attr, other than the package:Id-v0 that Gymnasium knows itself."""
+    """Return True for package.module:attr, but not for Gymnasium's own package:Id-v0."""
     return ":" in name and re.fullmatch(r"[A-Za-z_][\w.]*", name.partition(":")[2]) is not None

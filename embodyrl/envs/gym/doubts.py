@@ -1,4 +1,4 @@
-"""Warn of observations that a policy can learn from, although they are hardly meant."""
+"""Warnings about observations that a policy can use, but that are probably unintended."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,15 +11,15 @@ from gymnasium.wrappers import FrameStackObservation
 from embodyrl.envs.gym.spaces import frames_of, is_text, leaves, member, spell
 
 _EXACT = 2**24
-"""Whole numbers up to here are exact in float32."""
+"""Largest integer that float32 represents exactly."""
 _LOST = 1e-6
-"""Smallest change that counts as lost where float32 shows none."""
+"""Smallest relative change that counts as lost in float32."""
 _PICTURE = 32
 """Least height and width of numbers that look like an image without colours."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> Iterator[str]:
-    """Yield one line per doubt about observations in a row, the first that of the reset.
+    """Yield one warning per problem of consecutive observations; the first is that of the reset.
 
     `stacked`: a wrapper of the environment stacks frames.
     """
@@ -43,7 +43,7 @@ def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> 
 
 
 def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
-    # A bound in float32 and a value in float64 may differ by rounding alone.
+    # A float32 bound and a float64 value may differ by rounding alone.
     slack = 1e-6 * np.maximum(1.0, np.abs(first, dtype=np.float64))
     outside = first[(first < leaf.low - slack) | (first > leaf.high + slack)]
     if outside.size:
@@ -51,7 +51,7 @@ def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
 
 
 def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Observations travel as float32."""
+    """Warn of values that lose precision in float32, the dtype of observations."""
     if values[0].dtype.itemsize < 4 or values[0].dtype == np.float32:
         return
     for before, value in zip((values[0], *values), values, strict=False):
@@ -107,7 +107,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
         return
     opaque = all((one[-1] == 255).all() for one in frames)
     if shape[axis] == 4 and not opaque:
-        # At a reset a stack repeats one frame, or has none yet.
+        # After a reset, a stack repeats one frame or is empty.
         still = np.ptp(frames[0][0])
         if first or (not moves and still and (frames[0][1:] == frames[0][0]).all()):
             return
@@ -121,7 +121,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
 
 
 def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn of a stack of RGB pictures [3n, H, W] or [H, W, 3n], which moves on by three places in each step."""
+    """Warn of a stack of RGB images [3n, H, W] or [H, W, 3n], which shifts by three places in each step."""
     axis = int(np.argmin(shape))
     count, rest = divmod(shape[axis], 3)
     frames = [np.moveaxis(value, axis, 0) for value in values]
@@ -130,13 +130,13 @@ def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndar
         return
     if not all(np.array_equal(a[1:], b[:-1]) for a, b in moves):
         yield (
-            f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like {count} RGB pictures; fix: a "
+            f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like {count} RGB images; fix: a "
             "function in env.wrappers that makes it [n, H, W, 3] (gymnasium.wrappers.TransformObservation)"
         )
 
 
 def has_frame_stack(env: Any) -> bool:
-    """Return whether one of the environment's wrappers stacks frames."""
+    """Return True if one of the environment's wrappers stacks frames."""
     while env is not None:
         if isinstance(env, FrameStackObservation):
             return True

@@ -22,44 +22,47 @@ if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
 
 _BUILD_S = 600.0
-"""For one environment to be built and tried out; simulators that load assets take minutes."""
+"""Time limit for building and testing one environment; simulators that load assets take minutes."""
 _CLOSE_S = 1.0
-"""For threads and child processes to end after `close`."""
+"""Time limit for threads and child processes to end after `close`."""
 SEEDS = 100_000
-"""Reset ids; each one is the seed of an episode."""
+"""Number of reset ids; each one is the seed of an episode."""
 
 
 class GymFactory(SimFactory[GymSettings]):
-    """Builds the environment that `env.id` names."""
+    """Builds the environment of `env.id`."""
 
     settings = GymSettings
 
     def problems(self, cfg: GymSettings) -> Iterator[str]:
-        """Yield what is missing or cannot be; imports nothing of gymnasium."""
+        """Yield missing or invalid settings, without importing gymnasium."""
         if cfg.id is None:
-            yield "env.id is not set: a Gymnasium id (env.id=CartPole-v1) or a class (env.id=my_pkg.my_mod:MyEnv)."
+            yield (
+                "env.id is not set. Set it to a Gymnasium id (env.id=CartPole-v1) or a class "
+                "(env.id=my_pkg.my_mod:MyEnv)."
+            )
         for name, _ in cfg.wrapped:
             if ":" not in name:
                 yield (
-                    f"env.wrappers: '{name}' is no package.module:attr of a callable env -> env, for example "
+                    f"env.wrappers: '{name}' is not package.module:attr of a callable env -> env, for example "
                     "gymnasium.wrappers:FlattenObservation or {name: gymnasium.wrappers:TimeLimit, "
                     "max_episode_steps: 200}."
                 )
         for split, values in cfg.splits.items():
             if values.ignore_terminations:
                 yield (
-                    f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its end; "
-                    "leave it at false."
+                    f"env.{split}.ignore_terminations=true: a Gymnasium environment must not be stepped after its "
+                    f"end; set it to false."
                 )
 
     def describe(self, cfg: GymSettings, context: EnvContext) -> EnvSpec:
-        """Describe the environment: build one, step it and close it, in a process of its own.
+        """Describe the environment: build one, step it and close it, in a separate process.
 
         Raises:
             UnknownNameError: no environment or wrapper has this name.
-            MissingDependencyError: the environment needs a package that is not installed.
-            ConfigError: the constructor refuses `env.kwargs`, or a space is of a kind that cannot be used.
-            EnvError: its first steps break Gymnasium's interface, crash or hang.
+            MissingDependencyError: a required package is not installed.
+            ConfigError: the constructor rejects `env.kwargs`, or a space is not supported.
+            EnvError: its first steps violate Gymnasium's interface, crash or hang.
         """
         if _is_loaded(cfg):
             return _describe(cfg, context.pictures)
@@ -72,7 +75,7 @@ class GymFactory(SimFactory[GymSettings]):
             ) from error
 
     def simulators(self, cfg: GymSettings, context: EnvContext) -> Simulators:
-        """Make an environment for each slot at its first reset, or a vector environment for all."""
+        """Build an environment for each slot at its first reset, or a vector environment for all."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.probe import probe
         from embodyrl.envs.gym.sims import GymSims, VectorSims
@@ -84,7 +87,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
-        """Build one environment, whose rewards of other goals it will be asked for."""
+        """Build one environment that computes the rewards of other goals."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals
 
@@ -92,7 +95,7 @@ class GymFactory(SimFactory[GymSettings]):
 
 
 def _is_loaded(cfg: GymSettings) -> bool:
-    """Return whether this process runs the environment's code: a worker, or a caller from Python that imported it."""
+    """Return True if this process runs the environment's code: a worker, or a Python caller that imported it."""
     module, _, name = str(cfg.id).rpartition(":")
     if multiprocessing.parent_process() is not None or module in sys.modules:
         return True
@@ -106,10 +109,10 @@ def _describe(cfg: GymSettings, pictures: bool) -> EnvSpec:
 
 
 def describe_alone(cfg: GymSettings, pictures: bool) -> EnvSpec:
-    """Describe the environment, and warn of what still runs; the process is about to end."""
+    """Describe the environment, and warn of threads that are still running; for a process that exits afterwards."""
     spec = _describe(cfg, pictures)
     left = left_after(_CLOSE_S)
-    doubt = f"{left} did not end with the environment's close(); fix: end threads and processes there"
+    doubt = f"{left} did not end with the environment's close(); fix: stop threads and processes in close()"
     return replace(spec, doubts=(*spec.doubts, doubt)) if left else spec
 
 
@@ -127,7 +130,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         action_dim=len(actions.sizes or actions.low),
         tasks=(found.instruction or env_id,),
         instructed=found.instruction is not None,
-        # Each episode may have another one.
+        # Each episode may have another instruction.
         prompt_bytes=0 if fixed else max(observations.text_bytes, LONGEST_TEXT, len(str(found.instruction).encode())),
         states_per_task=(SEEDS,),
         cameras=observations.cameras,

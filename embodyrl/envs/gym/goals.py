@@ -1,4 +1,4 @@
-"""Goal environments (Gymnasium-Robotics' GoalEnv): what a step would have earned with another goal."""
+"""Goal environments (Gymnasium-Robotics' GoalEnv): the reward of a step with another goal."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _REWARD, _TERMINATED = "compute_reward", "compute_terminated"
 
 
 def has_goals(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
-    """Whether `compute_reward(achieved, desired, info)` with an empty info gives what the step before `seen` earned."""
+    """Return True if `compute_reward(achieved, desired, info)` with an empty info equals the reward before `seen`."""
     space = env.observation_space
     if not isinstance(space, spaces.Dict) or not env.has_wrapper_attr(_REWARD):
         return False
@@ -28,18 +28,18 @@ def has_goals(env: gymnasium.Env[Any, Any], seen: Any, reward: Any) -> bool:
             bool(env.get_wrapper_attr(_TERMINATED)(seen[ACHIEVED], seen[DESIRED], {}))
         found = env.get_wrapper_attr(_REWARD)(seen[ACHIEVED], seen[DESIRED], {})
         return bool(np.isclose(float(found), float(reward), rtol=1e-4, atol=1e-6))
-    except Exception:  # whoever asks for goals is told what they want
+    except Exception:  # the error is reported if goals are used
         return False
 
 
 class GymGoals:
-    """Implements `GoalJudge`. The functions see goals in the shape and type of their space, and an empty `info`."""
+    """Implements `GoalJudge`. The functions get goals in the shape and dtype of their space, and an empty `info`."""
 
     def __init__(self, env_id: str, env: gymnasium.Env[Any, Any]) -> None:
         assert isinstance(env.observation_space, spaces.Dict)
         self._env_id, self._env, self._space = env_id, env, env.observation_space[DESIRED]
         seen, _ = env.reset(seed=0)
-        # The environment's goal, and one that was reached: a function of batches tells them apart.
+        # The environment's goal and a reached one, to detect functions that support batches.
         pair = np.stack([seen[ACHIEVED], seen[ACHIEVED]]), np.stack([seen[DESIRED], seen[ACHIEVED]])
         self._reward = _in_batches(env.get_wrapper_attr(_REWARD), *pair)
         ends = env.get_wrapper_attr(_TERMINATED) if env.has_wrapper_attr(_TERMINATED) else None
@@ -54,8 +54,8 @@ class GymGoals:
             ends = None if self._terminated is None else self._terminated(*goals).astype(np.bool_)
         except Exception as error:
             raise EnvError(
-                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} of other goals ended with {line(error)}. "
-                "They are given an empty info. Fix: let them do without, or algorithm.hindsight_goals=0."
+                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} of other goals raised {line(error)}. "
+                "They get an empty info. Fix: compute the reward without info, or set algorithm.hindsight_goals=0."
             ) from error
         if not np.isfinite(reward).all():
             raise EnvError(f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, expected finite numbers.")
@@ -67,7 +67,7 @@ class GymGoals:
 
 
 def _in_batches(function: Callable[..., Any], achieved: np.ndarray, desired: np.ndarray) -> Callable[..., np.ndarray]:
-    """`function` of whole batches: as it is where it understands them, as it does with these two, else row by row."""
+    """Return a batched `function`: itself if it supports batches (tested with two goals), else a loop over rows."""
 
     def one_by_one(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
         return np.array([function(a, d, {}) for a, d in zip(achieved, desired, strict=True)])
@@ -79,6 +79,6 @@ def _in_batches(function: Callable[..., Any], achieved: np.ndarray, desired: np.
     try:
         found = at_once(achieved, desired)
         understood = found.shape == expected.shape and np.allclose(found, expected)
-    except Exception:  # a function of single goals may do anything with many
+    except Exception:  # a function of single goals may raise any error for batches
         understood = False
     return at_once if understood else one_by_one

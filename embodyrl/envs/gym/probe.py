@@ -1,4 +1,4 @@
-"""Try a Gymnasium environment out: what it declares, and what its first steps show."""
+"""Probe of a Gymnasium environment: its declarations and its first steps."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ from embodyrl.errors import ConfigError, EmbodyError, EnvError
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
-"""Observations that are compared with each other."""
+"""Number of observations to compare."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
-"""Of the episode in which a success is looked for, whichever comes first."""
+"""Limits in steps and seconds of the probed episode, in which a success is searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What one instance of the environment says about itself."""
+    """Properties of one instance of the environment."""
 
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
     max_episode_steps: int
-    """The environment's own time limit, env steps; 0: none known."""
+    """The environment's own time limit, env steps; 0: unknown."""
     kwargs: dict[str, Any]
-    """Arguments of its constructor: `env.kwargs`, and a render mode to look at where it has one."""
+    """Constructor arguments: `env.kwargs`, and a render mode if it has one."""
     reports_success: bool
-    """The `info` of a step of its first episode says something of success."""
+    """The `info` of a step of its first episode contains success."""
     expert: bool
-    """It, or a wrapper of it, has a method `expert_action`."""
+    """It, or one of its wrappers, has a method `expert_action`."""
     vector: bool
-    """It is a `gymnasium.vector.VectorEnv`, one for all slots; the spaces are those of one slot."""
+    """It is a `gymnasium.vector.VectorEnv` for all slots; the spaces are those of one slot."""
     draws: bool
-    """It renders, or would if it was asked to at its start."""
+    """It renders, or would with a render mode."""
     doubts: tuple[str, ...] = ()
-    """What works and is hardly meant, in the first steps of an episode."""
+    """Warnings about probably unintended behaviour in the first steps."""
     instruction: str | None = None
-    """Instruction of the first episode; None: the environment has none."""
+    """Instruction of the first episode; None: there is none."""
     goals: bool = False
-    """It says what a step would have earned with another goal."""
+    """It computes the rewards of other goals."""
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
@@ -71,10 +71,10 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         described: what an earlier probe showed of the first steps; None: reset and step the environment.
 
     Raises:
-        EmbodyError: see `create`; or its first steps break Gymnasium's interface.
+        EmbodyError: see `create`; or its first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
-    # Two are the fewest that show whether they can be started apart from each other.
+    # Two environments are the minimum to check whether they can be reset separately.
     env, suites = create_named(cfg, kwargs, 2 if is_vector(cfg) else 1)
     try:
         vector = isinstance(env, VectorEnv)
@@ -119,7 +119,7 @@ def _shown(spec: EnvSpec) -> dict[str, Any]:
 
 
 def _time_limit(cfg: GymSettings, env: Any) -> int:
-    """Return the environment's own limit, or that of a wrapper of ours; 0: there is none."""
+    """Return the environment's own limit, or that of a wrapper in the config; 0: there is none."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
     for name, arguments in cfg.wrapped:
         wrapper = WRAPPERS.get(name)
@@ -129,7 +129,7 @@ def _time_limit(cfg: GymSettings, env: Any) -> int:
 
 
 def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
-    """Reset and step; return what a `Probe` says of that."""
+    """Reset and step; return the fields of a `Probe`."""
     env_id, keys = str(cfg.id), success_key(cfg)
     first, begun = begin_episode(env_id, env, 0)
     seen = [copy.deepcopy(first)]
@@ -141,8 +141,8 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     goals = has_goals(env, last, reward)
     names, reports = dict.fromkeys(names_of(info)), says_success(info, keys)
     started, steps = time.perf_counter(), 1
-    # Some say it at the end of an episode only.
-    with contextlib.suppress(Exception):  # what fails later is reported where episodes are played
+    # Some report success only at the end of an episode.
+    with contextlib.suppress(Exception):  # later errors are reported when episodes run
         while not any(flag(env_id, "end", end) for end in ends) and (len(seen) < _LOOKS or not reports):
             if len(seen) < _LOOKS:
                 seen.append(copy.deepcopy(last))
@@ -165,7 +165,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
 
 
 def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
-    """As `_try_out`; the two environments must be started apart from each other, or nobody could choose episodes."""
+    """Do the same as `_try_out` for two environments, and check that they can be reset separately."""
     env_id = str(cfg.id)
     result: Any = None
     first: Any = None
@@ -202,7 +202,7 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
 
 
 def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
-    """Return one environment's part of a batch's `info`, where the batch says that it has one."""
+    """Return one environment's part of a batch's `info`, for keys that are set for it."""
     return {
         name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
         for name, value in infos.items()
@@ -215,7 +215,7 @@ def _first_of(env: Any, batch: Any) -> Any:
 
 
 def _rows(env: Any, batch: Any) -> list[bytes]:
-    """What each environment of a batch observes, to compare."""
+    """Return each environment's observation as bytes, for comparison."""
     rows = gymnasium.vector.utils.iterate(env.observation_space, batch)
     places = [path for path, _ in leaves(env.single_observation_space, ())]
     return [b"".join(np.asarray(member(row, path)).tobytes() for path in places) for row in rows]
@@ -224,4 +224,4 @@ def _rows(env: Any, batch: Any) -> list[bytes]:
 def _suite_doubts(cfg: GymSettings, names: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) < 2 or cfg.suite is not None:
         return ()
-    return (f"env.id={cfg.id} returns {len(names)} environments, of which {names[0]} is played; fix: env.suite=NAME",)
+    return (f"env.id={cfg.id} returns {len(names)} environments, of which {names[0]} is used; fix: env.suite=NAME",)

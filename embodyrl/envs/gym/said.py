@@ -1,4 +1,4 @@
-"""Read what observation and info say about an episode: its instruction, and whether the goal is reached."""
+"""Instruction and success of an episode, read from observation and info."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ _LIKE_SUCCESS = re.compile(
 )
 _LIKE_INSTRUCTION = re.compile(r"instruct|lang|task|goal|mission|prompt|command", re.IGNORECASE)
 _INSTRUCTION = ("instruction", "language_instruction", "task_description", "mission", "prompt")
-"""Names of instructions, the likeliest first."""
+"""Keys of instructions, the most likely first."""
 _ATTRIBUTES = ("task_description", "task")
-"""Attributes of LeRobot's environments that hold the instruction."""
+"""Attributes of LeRobot's environments with the instruction."""
 
 
 def success_key(cfg: GymSettings) -> tuple[str, ...]:
-    """Return the keys of info that say whether the goal is reached; the first one that is there counts."""
+    """Return the keys of info with the success; the first existing key counts."""
     return _SUCCESS if cfg.success_key is None else (cfg.success_key,)
 
 
 def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return success by `info`, of one environment or a batch; None or no key is no success."""
+    """Return success according to `info`, for one environment or a batch; None or a missing key is no success."""
     found = next((value for key in keys if (value := _find(info, key)) is not None), None)
     return False if found is None else found
 
 
 def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Return whether `info` has one of the keys."""
+    """Return True if `info` has one of the keys."""
     return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
 
 
 def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
-    """Warn of a key that no step had, and of one that is similar to those that are read.
+    """Warn of a success key that no step had, and of similar keys that are not read.
 
-    `names`: keys of info in all steps that were tried; `reports`: one of them says success.
+    `names`: keys of info in all probed steps; `reports`: one of the steps has a success key.
     """
     if reports:
         return
     if cfg.success_key is not None:
         known = f"{closest(cfg.success_key, names)} Keys there: {', '.join(names) or 'none'}."
-        yield f"env.success_key={cfg.success_key} was in no info of the steps that were tried.{known}"
+        yield f"env.success_key={cfg.success_key} was in no info of the probed steps.{known}"
         return
     for name in names:
         if _LIKE_SUCCESS.search(name):
-            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it says so"
+            yield f"info['{name}'] is not read as success; fix: env.success_key={name}, if it means success"
             return
 
 
@@ -70,10 +70,10 @@ def names_of(info: Any, before: str = "") -> Iterator[str]:
 def instruction_of(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], seen: Any, info: Mapping[str, Any], env: Any = None
 ) -> str | None:
-    """Return the instruction of an episode that begins with this observation and info; None: there is none.
+    """Return the instruction of an episode from its first observation and info; None: there is none.
 
     Raises:
-        EnvError: `env.instruction_key` names no text.
+        EnvError: `env.instruction_key` is not the key of a text.
     """
     if cfg.instruction is not None:
         return cfg.instruction
@@ -82,10 +82,10 @@ def instruction_of(
         if found and (text := _text(found[0])) is not None:
             return text
         there = ", ".join([*(name for name, _ in texts), *map(str, info)]) or "none"
-        what = f"is {found[0]!r:.60}, no text" if found else "is not there"
+        what = f"is {found[0]!r:.60}, which is not a text" if found else "does not exist"
         raise EnvError(
             f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Texts of the observation and keys of "
-            f"info after reset: {there}. Name one of them, or set env.instruction."
+            f"info after reset: {there}. Use one of them, or set env.instruction."
         )
     if texts:
         ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}

@@ -10,23 +10,23 @@ from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
 class GymSettings(EnvSettings, RewardSettings):
-    """Any Gymnasium environment."""
+    """Settings of any Gymnasium environment."""
 
     id: Annotated[str | None, NumbersStates] = None
     """Environment id, or package.module:Class."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Passed to the environment's constructor."""
+    """Keyword arguments of the environment's constructor."""
     wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []
     """Wrappers, innermost first: package.module:attr of a callable env -> env, or {name: package.module:attr, k: v}."""
 
     suite: Annotated[str | None, NumbersStates] = None
-    """Environment of a function that returns several, as suite or suite/task; null: the first."""
+    """Environment to use if env.id returns several, as suite or suite/task; null: the first."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """Language instruction of every episode; null: what the environment gives."""
+    """Language instruction of every episode; null: that of the environment."""
     instruction_key: Annotated[str, Field(min_length=1)] | None = None
-    """Member of the observation or of the info of reset with the instruction of an episode, nested ones as a.b."""
+    """Key of the instruction in the observation or in the info of reset; nested keys as a.b."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
-    """Key of info that says whether the goal is reached, nested ones as a.b; null: success, is_success or succeed."""
+    """Key of info with the success; nested keys as a.b; null: success, is_success or succeed."""
 
     @property
     def title(self) -> str:
@@ -34,9 +34,9 @@ class GymSettings(EnvSettings, RewardSettings):
         return self.id or self.env_type
 
     def problems(self) -> Iterator[str]:
-        """Yield two keys that exclude each other."""
+        """Yield keys that exclude each other."""
         if self.instruction is not None and self.instruction_key is not None:
-            yield "env.instruction and env.instruction_key are both set; leave one out."
+            yield "env.instruction and env.instruction_key are both set; remove one."
 
     @property
     def wrapped(self) -> list[tuple[str, dict[str, Any]]]:

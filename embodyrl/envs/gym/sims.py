@@ -23,7 +23,7 @@ from embodyrl.types import BoolArray, ByteArray, EnvSpec, FloatArray, IntArray, 
 
 
 class _Slots(Simulators):
-    """What single environments and a vector environment share: the last observations, and how to render."""
+    """Common parts of single environments and a vector environment: last observations, rendering."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe) -> None:
         super().__init__(spec)
@@ -35,7 +35,7 @@ class _Slots(Simulators):
         self._observations: dict[int, Any] = {}
 
     def render(self, slot: int) -> ByteArray:
-        """Return what the environment renders, or else its own image observation.
+        """Render the environment, or return its own image observation.
 
         Raises:
             EnvError: it has neither.
@@ -56,7 +56,7 @@ class _Slots(Simulators):
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction that the slot's episode began with; None: that of the task."""
+        """Return the instruction at the start of the slot's episode; None: that of the task."""
         return self._instructions.get(slot)
 
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
@@ -66,17 +66,18 @@ class _Slots(Simulators):
         if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.prompt_bytes:
             raise EnvError(
                 f"env '{self.spec.name}': the instruction {text!r:.60} is longer than {self.spec.prompt_bytes} bytes, "
-                "which its space or the first episode promised. Fix: a longer Text space, or env.instruction."
+                f"the limit of its space or the length in the first episode. Fix: use a longer Text space, or set "
+                f"env.instruction."
             )
         self._instructions[slot] = text
 
     @abstractmethod
     def _frame(self, slot: int) -> Any:
-        """Return the environment's own frame; None: it has no render mode for one."""
+        """Render one frame; None: there is no render mode."""
 
 
 class GymSims(_Slots, PerSlot):
-    """Slots of one Gymnasium environment, an instance each."""
+    """Slots of one Gymnasium environment, one instance each."""
 
     def __init__(self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[..., Any]) -> None:
         super().__init__(cfg, spec, found)
@@ -86,7 +87,7 @@ class GymSims(_Slots, PerSlot):
         self._infos: dict[int, dict[str, Any]] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode whose seed is the reset id: it fixes the initial state and what happens later."""
+        """Start the episode whose seed is the reset id, which determines the initial state and all randomness."""
         if slot not in self._envs:
             self._envs[slot] = self._create()
         env = self._envs[slot]
@@ -96,7 +97,7 @@ class GymSims(_Slots, PerSlot):
         self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]; `info` says whether it is a success."""
+        """Execute one action [A]; success is read from `info`."""
         result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
         self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
@@ -146,7 +147,10 @@ def one_frame(frame: Any) -> ByteArray:
 
 
 class VectorSims(_Slots):
-    """Slots of one vector environment, in lock-step; its own resets are undone, episodes begin by the reset mask."""
+    """Slots of one vector environment in lock-step.
+
+    Its automatic resets are undone: episodes start by the reset mask.
+    """
 
     def __init__(
         self, cfg: GymSettings, spec: EnvSpec, found: Probe, create: Callable[[int], Any], num_slots: int
@@ -159,7 +163,7 @@ class VectorSims(_Slots):
         self._over: set[int] = set()
         """Slots whose episodes ended in the last step."""
         self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
-        # All slots: those in which no episode has begun yet are stepped with the others.
+        # All slots: slots without an episode are stepped with the others.
         self._keep(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
@@ -179,9 +183,10 @@ class VectorSims(_Slots):
         for slot, action in zip(acting, actions, strict=True):
             self._actions[slot] = self._native(action)
         if self._over and self._mode not in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
-            # The batch rejects a step of an environment that ended. Not reset earlier: its end is observed first.
+            # The batch rejects steps after the end of an episode. Reset here, not earlier: the final observation is
+            # read first.
             self._restart(dict.fromkeys(self._over, 0))
-        # A vector environment takes one batch of the space's own kind, which need not be an array.
+        # A vector environment takes one batch of its action space, which need not be an array.
         batch = concatenate(self._space, self._actions, create_empty_array(self._space, len(self._actions)))
         result = require_step(self.spec.name, self._vector.step(batch))
         seen, reward, terminated, truncated, infos = result
@@ -204,12 +209,12 @@ class VectorSims(_Slots):
             self._writer.write(self._observations[slot], ObservationOut(images=images[row], state=state[row]))
 
     def _look_back(self, infos: dict[str, Any], over: list[int], success: Any) -> Any:
-        """Episodes that ended show their end, not the beginning of those that the batch has begun; their success."""
+        """Restore the final observations and success of ended episodes after the batch's automatic reset."""
         ends, said = infos.get("final_obs"), infos.get("final_info", {})
         if ends is None:
             raise EnvError(
-                f"env '{self.spec.name}' resets in the step in which an episode ends, without info['final_obs']: what "
-                "the policy saw last is lost. Fix: autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
+                f"env '{self.spec.name}' resets in the step in which an episode ends, without info['final_obs'], so "
+                f"the final observation is lost. Fix: autoreset_mode=AutoresetMode.DISABLED or NEXT_STEP."
             )
         success = success.copy()
         for slot in over:
@@ -223,10 +228,10 @@ class VectorSims(_Slots):
         return flags(self.spec.name, "success in info", found, len(self._actions))
 
     def info(self, slot: int) -> dict[str, Any]:
-        """The slot's part of the batch's `info`, where the vector environment says that it has one."""
+        """Return the slot's part of the batch's `info`, for keys that are set for it."""
         said = self._batch_info
         if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
-            said = said.get("final_info", {})  # the rest is of the episode that the batch has begun
+            said = said.get("final_info", {})  # the rest belongs to the episode that the batch has started
         return slot_info(said, slot, len(self._actions))
 
     def close(self) -> None:
@@ -251,5 +256,5 @@ class VectorSims(_Slots):
 
 
 def _pick(batch: Any, slot: int) -> Any:
-    """One environment's part of what a vector environment put into its `info`."""
+    """Return one environment's part of a value in a vector environment's `info`."""
     return {name: _pick(part, slot) for name, part in batch.items()} if isinstance(batch, dict) else batch[slot]

@@ -1,8 +1,8 @@
-"""Between Gymnasium's spaces and flat arrays: what a policy sees, and how an action travels.
+"""Conversion between Gymnasium's spaces and flat arrays.
 
-Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also
-[H, W, n]) becomes a camera, or n of them. Everything else becomes a part of the state vector: numbers as they are,
-categories one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
+Observations: an image (uint8; [H, W, 3], grey [H, W, 1] or [H, W], or a stack [n, ...] of these, grey ones also [H, W,
+n]) becomes a camera, or n cameras. All other parts are concatenated to the state vector: numbers unchanged, categories
+one-hot; members of Dict and Tuple in their space's order. Texts are instructions.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ from embodyrl.types import ActionKind, ActionSpace, FloatArray, ObservationOut
 
 Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
-"""Frames, height, width and channels (1 or 3) of an image."""
+"""Number of frames, height, width and channels (1 or 3) of an image."""
 
 _MOST = 1024
-"""Whole numbers of an action that are still told apart."""
+"""Maximum number of integer values of an action dimension."""
 _CATEGORIES = (spaces.Discrete, spaces.MultiDiscrete)
 
 
@@ -27,18 +27,18 @@ class ObservationWriter:
     """Writes observations of one space into the arena; without images `image_size` is (0, 0)."""
 
     def __init__(self, env_id: str, space: Space[Any]) -> None:
-        """Lay out the observation.
+        """Build the layout of the observation.
 
         Raises:
-            ConfigError: a part of the space is of a kind that cannot be used, or images differ in size.
+            ConfigError: a part of the space is not supported, or images differ in size.
         """
         self._env_id = env_id
         self._images: list[tuple[Path, Space[Any], _Frames, slice]] = []
         self._parts: list[tuple[Path, Space[Any], slice]] = []
         self.texts: list[tuple[str, Path]] = []
-        """Name and place of each text."""
+        """Name and path of each text."""
         self.text_bytes = 0
-        """UTF-8 bytes that hold the longest text, as far as the spaces limit it."""
+        """UTF-8 bytes of the longest text, if the spaces limit it."""
         cameras: list[str] = []
         sizes: set[tuple[int, int]] = set()
         self.state_dim = 0
@@ -58,8 +58,8 @@ class ObservationWriter:
             self.state_dim += width
         if len(sizes) > 1:
             raise ConfigError(
-                f"env.id={env_id}: its images have different sizes {sorted(sizes)}; bring them to one with a wrapper "
-                "in env.wrappers."
+                f"env.id={env_id}: its images have different sizes {sorted(sizes)}; resize them with a wrapper in "
+                f"env.wrappers."
             )
         if not self.state_dim and not any(map(min, sizes)):
             raise ConfigError(
@@ -71,14 +71,14 @@ class ObservationWriter:
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Where in the state a member of the dictionary lies; (0, 0): nowhere."""
+        """Return the columns of the state for a member of the dictionary; (0, 0): none."""
         return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
 
     def write(self, observation: Any, out: ObservationOut) -> None:
         """Write one observation into the views.
 
         Raises:
-            EnvError: a shape or a category does not fit the space.
+            EnvError: a shape or a category does not match the space.
         """
         for path, leaf, frames, rows in self._images:
             out.images[rows] = _unstacked(self._fitting(path, self._member(observation, path), leaf), frames)
@@ -110,7 +110,7 @@ class ObservationWriter:
 
     def _flatten(self, path: Path, leaf: Space[Any], value: Any) -> FloatArray:
         if not isinstance(leaf, _CATEGORIES):
-            # As `spaces.flatten`, whose way to the right function takes longer than a step of a small simulator.
+            # Like `spaces.flatten`, whose dispatch takes longer than a step of a small simulator.
             return self._fitting(path, value, leaf).astype(leaf.dtype, copy=False).ravel()
         if not leaf.contains(value):
             raise EnvError(
@@ -129,15 +129,15 @@ class ObservationWriter:
         if array.dtype.kind not in "biuf":
             raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected real numbers.")
         if whole and array.dtype.kind == "f" and not np.isfinite(array).all():
-            # Converted to whole numbers, NaN and infinity would look like others.
+            # An integer conversion would hide NaN and infinity.
             raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected finite numbers.")
         return array
 
 
 def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
-    """How many values each number of an action has [A], and the lowest ones in the space's own shape.
+    """Return the number of values of each action dimension [A], and the lowest values in the space's own shape.
 
-    None: it is made of real numbers, or of nothing that can be chosen.
+    None: the action has real numbers, or an unsupported space.
     """
     match space:
         case spaces.Discrete():
@@ -157,7 +157,7 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
     """Describe an action space as data.
 
     Raises:
-        ConfigError: a kind of space that cannot be used.
+        ConfigError: the space is not supported.
     """
     if (categories := _categories(space)) is not None:
         kind = ActionKind.discrete if isinstance(space, spaces.Discrete) else ActionKind.multi_discrete
@@ -166,29 +166,30 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
         low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
         return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
     raise ConfigError(
-        f"env.id={env_id}: actions of {space} cannot be chosen; Discrete, MultiDiscrete, MultiBinary and Box (real "
-        f"numbers, or whole ones of up to {_MOST} values) can. Bring it to one of them with a wrapper in env.wrappers."
+        f"env.id={env_id}: actions of {space} are not supported; Discrete, MultiDiscrete, MultiBinary and Box "
+        f"(floats, or integers with up to {_MOST} values) are. Convert it to one of them with a wrapper in "
+        f"env.wrappers."
     )
 
 
 def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any]:
-    """Return what turns an action [A] into what the environment's `step` takes; real numbers are clipped to the box.
+    """Return a function from an action [A] to the argument of the environment's `step`; floats are clipped to the box.
 
-    It raises EnvError for a category that does not exist.
+    The function raises EnvError for a category that does not exist.
     """
     shape, dtype = space.shape, space.dtype
     assert dtype is not None
     if (categories := _categories(space)) is None:
         assert isinstance(space, spaces.Box)
         low, high = space.low, space.high
-        # `np.clip` finds its way to these two in three times as long.
+        # The dispatch of `np.clip` takes three times as long.
         return lambda action: np.minimum(np.maximum(action.reshape(shape).astype(dtype), low), high)
     sizes, starts = categories
 
     def refuse(ids: list[int]) -> NoReturn:
-        raise EnvError(f"env '{env_id}' was given action {ids}, expected ids from 0 below {sizes.tolist()}.")
+        raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 below {sizes.tolist()}.")
 
-    # Actions travel as float32, categories too.
+    # Actions are stored as float32, categories too.
     def several(action: FloatArray) -> Any:
         ids = np.rint(action).astype(np.int64)
         if ((ids < 0) | (ids >= sizes)).any():
@@ -208,7 +209,7 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
 
 
 def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
-    """Return the inverse of `native_actions`; it raises EnvError for what is no action of the space."""
+    """Return the inverse of `native_actions`; it raises EnvError for values outside the action space."""
     categories = _categories(space)
     starts = 0 if categories is None else categories[1]
 
@@ -222,7 +223,7 @@ def flat_actions(env_id: str, space: Space[Any]) -> Callable[[Any], FloatArray]:
 
 
 def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
-    """Yield the parts of nested spaces with their places."""
+    """Yield the parts of nested spaces with their paths."""
     if isinstance(space, spaces.Dict):
         for key, part in space.spaces.items():
             yield from leaves(part, (*path, key))
@@ -234,7 +235,7 @@ def leaves(space: Space[Any], path: Path) -> Iterator[tuple[Path, Space[Any]]]:
 
 
 def frames_of(space: Space[Any]) -> _Frames | None:
-    """Read the shape of an image; None: it is not one."""
+    """Return the shape of an image; None: it is not an image."""
     shape = [*(space.shape or ())]
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return None
@@ -254,14 +255,14 @@ def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
 
 
 def is_text(space: Space[Any]) -> bool:
-    """Return whether a space consists of texts, also one of another package (MiniGrid's MissionSpace)."""
+    """Return True for a space of texts, also of another package (MiniGrid's MissionSpace)."""
     return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
 
 
 _MOST_CATEGORIES = 2**16
 """Values of a category, each a number of the state."""
 LONGEST_TEXT = 512
-"""UTF-8 bytes that an instruction may take at least."""
+"""Minimum number of UTF-8 bytes for an instruction."""
 
 
 def _text_bytes(space: Space[Any]) -> int:
@@ -280,18 +281,18 @@ def _width(env_id: str, name: str, space: Space[Any]) -> int:
             )
         return spaces.flatdim(space)
     raise ConfigError(
-        f"env.id={env_id}: '{name}' is {space}, which is neither numbers nor an image. Leave it out with a wrapper in "
-        "env.wrappers, for example a function that returns gymnasium.wrappers.FilterObservation."
+        f"env.id={env_id}: '{name}' is {space}, which has neither numbers nor an image. Remove it with a wrapper in "
+        f"env.wrappers, for example a function that returns gymnasium.wrappers.FilterObservation."
     )
 
 
 def member(observation: Any, path: Path) -> Any:
-    """Return the part of an observation at a place."""
+    """Return the part of an observation at a path."""
     for key in path:
         observation = observation[key]
     return observation
 
 
 def spell(path: Path) -> str:
-    """Return the dotted name of a place."""
+    """Return the dotted name of a path."""
     return ".".join(map(str, path)) or "observation"

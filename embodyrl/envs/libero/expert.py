@@ -1,7 +1,7 @@
-"""Scripted experts: pick up and place by privileged poses, through the same 7-D actions as any policy.
+"""Scripted experts: pick and place with privileged poses, through the same 7-D actions as a policy.
 
-Closed loop: every action follows from the current state, a missed or lost object is approached again, with another
-grasp. So an expert tolerates noise on its actions.
+Closed loop: every action depends on the current state, and a missed or lost object is approached again with another
+grasp. An expert therefore tolerates noise on its actions.
 """
 
 from collections import deque
@@ -14,29 +14,29 @@ from embodyrl.envs.libero.scene import Box, Goal, Scene
 from embodyrl.types import DoubleArray, FloatArray
 
 OPENING = 0.078
-"""Widest thing the fingers close around."""
+"""Maximum width of a grasped object."""
 
 _SQUARE = 0.075
-"""Things narrower than this both ways may be held either way."""
+"""Objects narrower than this in both directions may be grasped in either direction."""
 
 _RIM_INSET = 0.006
-"""Half the wall of a bowl: the rim is held, one finger inside."""
+"""Half the wall of a bowl: bowls are grasped at the rim, with one finger inside."""
 
 _RIM_DEPTH = 0.025
 _BODY_DEPTH = 0.035
-"""How far below its top a thing is held."""
+"""Distance of the grasp below the object's top."""
 
 _FINGER_REACH = (0.045, 0.06)
-"""Distances of an open finger's middle and outside from the grasp."""
+"""Distances of an open finger's middle and outer side from the grasp."""
 
 _FINGER_RADIUS = 0.008
 _PALM_REACH = (0.07, 0.1)
 _PALM_RADIUS = 0.02
 PALM_HEIGHT = 0.055
-"""The palm's underside above the fingertips."""
+"""Height of the palm's underside above the fingertips."""
 
 _MAX_REACH = 0.78
-"""Farther from its base the arm is stretched and cannot keep the hand vertical."""
+"""Maximum distance from the robot's base at which the hand can stay vertical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,16 +44,16 @@ class Grasp:
     """A vertical grasp."""
 
     point: DoubleArray
-    """[3] where the fingertips close, metres, world."""
+    """[3] position of the closed fingertips, metres, world."""
     axis: DoubleArray
     """[2] horizontal direction from finger to finger."""
     clearance: float
-    """Room, metres, here and where the object is put down: height of the hand above what stands below it, and reach
-    that is left; negative: the hand would collide or not get there."""
+    """Clearance in metres at pick and place: height of the hand above obstacles and remaining reach; negative: a
+    collision, or out of reach."""
 
 
 def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> list[Grasp]:
-    """All candidates for an object that is to be moved by `shift` [3] to `target`, in a fixed order."""
+    """Return all grasp candidates for moving an object by `shift` [3] to `target`, in a fixed order."""
     box = scene.box(name)
     flat = [i for i in range(3) if i != box.up]
     narrow = min(flat, key=lambda i: box.half[i])
@@ -71,7 +71,7 @@ def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> lis
 
 
 def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
-    """Free ones first, shuffled (the episode's variant); then the others, the least obstructed first."""
+    """Order grasps: free ones first, shuffled (the episode's variant); then the others, the least obstructed first."""
     free = [grasp for grasp in grasps if grasp.clearance >= 0]
     rest = sorted((grasp for grasp in grasps if grasp.clearance < 0), key=lambda grasp: -grasp.clearance)
     return [free[i] for i in rng.permutation(len(free))] + rest
@@ -117,19 +117,19 @@ def _clearance(scene: Scene, point: DoubleArray, axis: DoubleArray, without: tup
 OPEN, CLOSED = -1.0, 1.0
 
 _STEP = 0.05
-"""Metres that a position command of 1 asks for; 0.5 rad for rotations."""
+"""Metres of a position command of 1; for rotations 0.5 rad."""
 _TURN = 0.5
 
 _HOVER = 0.10
 """Height above an object from which the hand descends."""
 _CLEAR = 0.06
-"""Height of a carried object, or of the open hand, above whatever it passes."""
+"""Height of a carried object, or of the open hand, above obstacles."""
 _FINGERS = 0.05
 """Half the width of the open fingers."""
 _PALM = 0.1
 """Half the width of the palm."""
 _DROP = {"on": 0.012, "in": 0.03}
-"""Height above the target's top from which an object is released."""
+"""Height above the target's top at which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
 _REST_STEPS, _RESTS = 5, 0.001
 """An object that sinks less than this, metres, in n steps lies on something: pressing on would help nothing."""
@@ -140,13 +140,13 @@ Actions = Iterator[FloatArray]
 
 
 class Expert:
-    """Solves one episode; the variant (which grasp first) follows from the seed.
+    """Solves one episode; the seed selects the variant (the first grasp).
 
-    It holds no part of the simulator, so it outlives a swap or reload of the model that carries its slot.
+    Contains no simulator objects, so it survives swapping or reloading the slot's model.
     """
 
     def __init__(self, seed: int, *, nearest: bool = False) -> None:
-        """`nearest`: the variant does not; of free grasps the one that turns the hand least comes first."""
+        """Prepare the variant of the seed; with `nearest`, prefer the free grasp that turns the hand least."""
         self._seed = seed
         self._nearest = nearest
         self._attempts: dict[Goal, int] = {}
@@ -177,7 +177,7 @@ class Expert:
                 yield from self._pick_and_place(goal)
 
     def _pick_and_place(self, goal: Goal) -> Actions:
-        """One attempt; ends early where the object is not in the hand."""
+        """Attempt the goal once; stop early if the object is not in the hand."""
         start, owner = self._now.box(goal.subject), self._now.owner(goal.target)
         drop = self._now.box(owner).top + _DROP[goal.relation]
         grasp = self._next_grasp(
@@ -189,11 +189,11 @@ class Expert:
 
         base, lift = self._now.hand[:2].copy(), self._carry_height(goal, start)
         yield from self._move(lambda: np.array([*base, lift]), CLOSED, tolerance=0.02, limit=60)
-        # It stayed on the table: the next attempt takes another grasp.
+        # It is still on the table: the next attempt uses another grasp.
         if self._now.box(goal.subject).bottom < start.bottom + 0.03:
             return
 
-        # Where it lies in the hand now: an object is rarely held by its centre.
+        # Use the actual position in the hand: an object is rarely held at its centre.
         held = self._offset(goal.subject)
         yield from self._carry(goal, held, lambda: lift, tolerance=0.012, limit=90)
         yield from self._carry(
@@ -212,7 +212,7 @@ class Expert:
         yield from self._move(lambda: np.array([*base, lift]), OPEN, tolerance=0.02, limit=30)
 
     def _carry_height(self, goal: Goal, start: Box) -> float:
-        """Height of the hand at which it, and the object below it, pass over everything on their way."""
+        """Return the height of the hand at which it and the carried object clear all obstacles."""
         hand, end = self._now.hand, self._now.place(goal.target)
         below = hand[2] - start.bottom
         object_way = self._now.highest_between(start.center[:2], end, max(start.half), (goal.subject,))
@@ -220,7 +220,7 @@ class Expert:
         return max(object_way + below + _CLEAR, palm_way - PALM_HEIGHT + 0.02, hand[2] + 0.12)
 
     def _next_grasp(self, goal: Goal, target: str, shift: DoubleArray) -> Grasp:
-        """The first grasp of the episode's order; after a failure the next one, measured anew."""
+        """Return the next grasp of the episode's order, which is recomputed after a failure."""
         attempt = self._attempts.get(goal, 0)
         self._attempts[goal] = attempt + 1
         grasps = order_grasps(find_grasps(self._now, goal.subject, target, shift), np.random.default_rng(self._seed))
@@ -229,7 +229,7 @@ class Expert:
         return grasps[attempt % len(grasps)]
 
     def _effort(self, grasp: Grasp) -> tuple[float, float, float]:
-        """Free ones first; then by the turn, to the eighth of a circle between grasps; then by the way."""
+        """Return the sort key of a grasp: free first, then by turn (in eighths of a circle), then by distance."""
         way = float(np.linalg.norm(grasp.point[:2] - self._now.hand[:2]))
         return max(0.0, -grasp.clearance), round(abs(self._turn(grasp.axis)) / (np.pi / 4)), way
 
@@ -253,7 +253,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Move the held object above its target; stop where it is lost, and with `to_rest` where it sinks no more."""
+        """Move the held object above its target; stop if it is lost, and with `to_rest` when it sinks no further."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])
@@ -284,7 +284,7 @@ class Expert:
         axis: DoubleArray | None = None,
         speed: float = 1.0,
     ) -> Actions:
-        """Go to `target` [3] with the fingers along `axis` [2]; give up after `limit` steps."""
+        """Move to `target` [3] with the fingers along `axis` [2], for at most `limit` steps."""
         for _ in range(limit):
             error = target() - self._now.hand
             turn = 0.0 if axis is None else self._turn(axis)
@@ -293,17 +293,17 @@ class Expert:
             yield self._command(error, turn, grip, speed)
 
     def _turn(self, axis: DoubleArray) -> float:
-        """Angle (rad) about the vertical that brings the fingers parallel to `axis`; the hand is symmetric."""
+        """Return the angle (rad) about the vertical that aligns the fingers with `axis`; the hand is symmetric."""
         now = self._now.finger_axis
         angle = float(np.arctan2(now[0] * axis[1] - now[1] * axis[0], now @ axis))
-        # Into a quarter turn to each side: turned by half a circle the fingers are where they were.
+        # Reduced to +-90 degrees: the fingers are symmetric under a half turn.
         return (angle + np.pi / 2) % np.pi - np.pi / 2
 
     def _command(self, error: DoubleArray, turn: float, grip: float, speed: float = 1.0) -> FloatArray:
-        """Action that moves by `error` (m), keeps the hand vertical, and turns it by `turn` (rad)."""
+        """Return the action that moves by `error` (m), keeps the hand vertical, and turns it by `turn` (rad)."""
         action = np.zeros(7)
         action[:3] = np.clip(error / _STEP, -speed, speed)
-        # The rotation vector towards straight down, for small tilts.
+        # Rotation vector towards straight down, for small tilts.
         action[3:6] = np.cross(self._now.hand_axis, [0.0, 0.0, -1.0])
         action[5] += turn / _TURN
         action[6] = grip

@@ -1,4 +1,4 @@
-"""Checks, description and construction of the LIBERO environment; light until `make` is called."""
+"""Checks, description and construction of LIBERO environments; imports the simulator only in `make`."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -20,13 +20,13 @@ from embodyrl.types import EnvSpec, GripperConvention
 SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
 AXES = ("object", "swap", "lan", "task")
-"""What LIBERO-PRO (arXiv 2510.03827) changes of the four suites of ten tasks: another object in the place of the one to
-be picked, objects in each other's places, other words for the same task, another task."""
+"""Perturbations of LIBERO-PRO (arXiv 2510.03827) for the four suites of ten tasks: another object to pick, swapped
+object positions, a rephrased instruction, another task."""
 
 ALL_AXES = (*AXES, *PLUS_AXES)
 
 BASE = "base"
-"""The suite as it is, where another one of its family was chosen."""
+"""The unchanged suite, if another suite of its family is configured."""
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
 """Step limits of the OpenVLA-OFT evaluation (the longest demonstration, rounded up), settle steps excluded."""
@@ -39,18 +39,18 @@ TASK_BYTES = {RenderProfile.full: int(2.6e9), RenderProfile.lean: int(0.4e9)}
 """Resident memory of one loaded task, measured: 0.6 to 2.5 GB."""
 
 TASK_GPU_BYTES = {RenderProfile.full: int(0.45e9), RenderProfile.lean: int(0.1e9)}
-"""Of a loaded task on the GPU that draws it, not measured: textures (up to 194 MB of RGB, times 16/9 for alpha and
+"""GPU memory of a loaded task on the rendering GPU, estimated: textures (up to 194 MB of RGB, times 16/9 for alpha and
 mipmaps), meshes (up to 0.4 million triangles of 96 bytes) and frame buffers."""
 
 PHYSICS_S = {False: 0.139, True: 0.034}
-"""Of a core for the physics of a chunk of 8 actions, by `fast_physics`; measured."""
+"""CPU seconds for the physics of a chunk of 8 actions, by `fast_physics`; measured."""
 DRAW_S = {RenderProfile.full: 0.071, RenderProfile.lean: 0.013}
-"""Of a core for drawing its last state in software, one camera of 224 pixels; measured."""
+"""CPU seconds for software rendering of one camera of 224 pixels; measured."""
 EGL_DRAW_S = 0.006
-"""The same where a GPU draws, not measured."""
+"""The same with GPU rendering, estimated."""
 
 CONTEXT_BYTES = int(0.2e9)
-"""Of an OpenGL context on a GPU, not measured."""
+"""GPU memory of an OpenGL context, estimated."""
 
 EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     **{f"libero_{name}_{axis}": tuple(range(10)) for name in ("object", "spatial") for axis in AXES},
@@ -59,15 +59,15 @@ EXPERT_TASKS: dict[str, tuple[int, ...]] = {
     "libero_goal": (1, 2, 4, 6, 8, 9),
     "libero_10": (0, 7),
 }
-"""Tasks with a scripted expert: those that picking and placing solves (no drawer, knob or push)."""
+"""Tasks with a scripted expert: those that pick and place can solve (no drawer, knob or push)."""
 
 
 _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan", "task"))
-"""Suites whose instruction only the task's description holds: their files keep the names of the unchanged tasks."""
+"""Suites whose instruction is only in the task's description: their files keep the names of the unchanged tasks."""
 
 
 def family(suite: str) -> str:
-    """The suite that a suite of LIBERO-PRO or LIBERO-Plus changes; of all others itself.
+    """Return the base suite of a suite of LIBERO-PRO or LIBERO-Plus; other suites are returned unchanged.
 
     >>> family("libero_spatial_swap"), family("libero_10"), family("libero_object_noise")
     ('libero_spatial', 'libero_10', 'libero_object')
@@ -82,7 +82,7 @@ def _all_suites() -> list[str]:
 
 
 def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
-    """What is told from each of `count` states of each task, where one of the suites tells them differently."""
+    """Return the instructions of `count` states of each task, if some suite has several per task."""
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
     pairs = zip(tasks, told, strict=True)
@@ -91,7 +91,7 @@ def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[
 
 
 class ExpertGrasps(StrEnum):
-    """Which of the free grasps a scripted expert takes."""
+    """Selection of a grasp by the scripted expert."""
 
     varied = "varied"
     nearest = "nearest"
@@ -101,16 +101,18 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
     task_suite_name: Annotated[str | None, NumbersStates] = None
-    """LIBERO suite, or one of LIBERO-PRO or LIBERO-Plus: libero_spatial_swap, libero_spatial_camera."""
+    """LIBERO suite, or one of LIBERO-PRO or LIBERO-Plus such as libero_spatial_swap or libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
-    """Inner loop without repeated work, equal to the benchmark's up to rounding; null: on with render_profile=lean."""
+    """Skip repeated work in the physics loop; results equal the benchmark's up to rounding. null: on with
+    render_profile=lean."""
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
-    """Further initial states of each task, 50 and up, that the benchmark's own sampler draws: nobody has seen them."""
+    """Additional initial states of each task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
+    for evaluation."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
-    """Scripted expert: varied, each episode another of the free grasps; nearest: what turns the hand least, which
-    policies that choose the numbers of a chunk independently of each other imitate better."""
+    """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
+    the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""
 
     @property
     def title(self) -> str:
@@ -119,7 +121,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def is_fast(self) -> bool:
-        """Whether the inner loop is the one without repeated work."""
+        """True if the fast physics loop is used."""
         return self.render_profile is RenderProfile.lean if self.fast_physics is None else self.fast_physics
 
 
@@ -131,33 +133,35 @@ class LiberoFactory(SimFactory[LiberoSettings]):
     def problems(self, cfg: LiberoSettings) -> Iterator[str]:
         """Yield unknown suites, tasks and cameras."""
         name = cfg.task_suite_name
-        known = f"{', '.join(sorted(SUITE_TASKS))}; all but libero_90 also with {', '.join(f'_{a}' for a in ALL_AXES)}"
+        known = (
+            f"{', '.join(sorted(SUITE_TASKS))}; all except libero_90 also with {', '.join(f'_{a}' for a in ALL_AXES)}"
+        )
         if name is None:
             yield f"env.task_suite_name is not set; the LIBERO suites are {known}."
         elif drawn := ASSET_AXES.get(name.rpartition("_")[2]):
             yield (
                 f"env.task_suite_name={name}: this category of LIBERO-Plus needs files of {drawn} that no package "
-                f"ships. Without files there are {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
+                f"contains. Available without files: {', '.join(f'_{axis}' for axis in PLUS_AXES)}."
             )
         elif name not in _all_suites():
-            yield f"env.task_suite_name={name} is no LIBERO suite.{closest(name, _all_suites())} Known: {known}."
+            yield f"env.task_suite_name={name} is not a LIBERO suite.{closest(name, _all_suites())} Known: {known}."
         else:
             yield from task_problems(cfg, SUITE_TASKS[family(name)], f"the tasks of {name}")
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: LiberoSettings) -> tuple[str, ...]:
-        """The axes of LIBERO-PRO and LIBERO-Plus, and the suite without change where one of them was chosen."""
+        """Return the perturbations of LIBERO-PRO and LIBERO-Plus, and the unchanged suite if one is configured."""
         own = self.own_suite(cfg)
         return tuple(name for name in (BASE, *ALL_AXES) if name != own) if own else ()
 
     def own_suite(self, cfg: LiberoSettings) -> str | None:
-        """`base`, or the axis that was chosen."""
+        """Return `base`, or the configured perturbation."""
         name = cfg.task_suite_name or ""
         base = family(name)
         return None if f"{base}_{AXES[0]}" not in _all_suites() else name.removeprefix(base).lstrip("_") or BASE
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
-        """Describe the suite; reads the benchmark's task map, starts no simulator.
+        """Describe the suite from the benchmark's task map, without starting a simulator.
 
         Raises:
             MissingDependencyError: LIBERO, its assets, a working mujoco version or the OpenGL library is missing.
@@ -195,19 +199,19 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
-        """Make the slots; models are loaded when a slot first needs its task."""
+        """Build the slots; models are loaded when a slot first needs its task."""
         spec = self.describe(cfg, context)
         install.prepare_process()
         from embodyrl.envs.libero.sims import LiberoSims
 
         lean = cfg.render_profile is RenderProfile.lean
         held = tasks_in_memory(spec.task_bytes, context.num_workers)
-        # Models that no slot needs now would only fill the GPU.
+        # Unused models would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
         sims = LiberoSims(
             spec, max_models=kept, lean=lean, fast=cfg.is_fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
         )
-        # A fresh installation compiles for many seconds at its first reset: that belongs to the start of a worker.
+        # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)
         sims.reset_slot(0, spec.reset_ids_of(task).start, 0)
         return sims

@@ -1,10 +1,9 @@
-"""`env.fast_physics`: one control step of LIBERO without the work that robosuite repeats.
+"""`env.fast_physics`: one control step of LIBERO without robosuite's repeated computations.
 
-Robosuite evaluates MuJoCo's forward dynamics three times per physics substep (its own `forward`, the controller's,
-and the one inside `mj_step`) where one is enough: `mj_step1`, controller, `mj_step2`. The controller's law is the same,
-written with fewer matrix products and compiled (by numba, which robosuite brings along) together with MuJoCo's calls:
-in Python it took as long as the physics. Results agree with the published benchmark up to rounding, not to the last
-bit.
+Robosuite evaluates MuJoCo's forward dynamics three times per physics substep (in its own `forward`, in the controller,
+and in `mj_step`); one evaluation is enough: `mj_step1`, controller, `mj_step2`. The control law is the same, with fewer
+matrix products, compiled by numba (a dependency of robosuite) together with MuJoCo's calls; in Python it took as long
+as the physics. Results agree with the published benchmark up to rounding, not bit by bit.
 """
 
 from collections.abc import Iterator
@@ -56,33 +55,33 @@ class _Arm(NamedTuple):
     inertia: DoubleArray
     """The mass matrix in MuJoCo's sparse form."""
     torques: DoubleArray
-    """[7] what the motors are told, N m."""
+    """[7] torque commands of the motors, N m."""
     low: DoubleArray
     high: DoubleArray
     fingers: DoubleArray
-    """[2] what the fingers are told."""
+    """[2] commands of the fingers."""
     finger_middle: DoubleArray
     finger_span: DoubleArray
     jacobian: DoubleArray
-    """[6, nv] memory for the hand's Jacobian."""
+    """[6, nv] buffer for the hand's Jacobian."""
     mass: DoubleArray
-    """[nv, nv] memory for the mass matrix."""
+    """[nv, nv] buffer for the mass matrix."""
 
 
 class FastLoop:
-    """The physics substeps of one action for one Panda with operational space control (OSC_POSE)."""
+    """Physics substeps of one action for one Panda with operational space control (OSC_POSE)."""
 
     def __init__(self, env: Any) -> None:
         self._model = env.sim.model._model
         self._data = env.sim.data._data
-        # They measure the wrist's force for observations that nobody reads, and nothing else depends on them.
+        # Force sensors at the wrist: their observations are unused.
         self._model.opt.disableflags |= int(mujoco.mjtDisableBit.mjDSBL_SENSOR)
         robot = env.robots[0]
         self._gripper = robot.gripper
         self._robot = robot
         self._substeps = int(env.control_timestep / env.model_timestep)
 
-        c = robot.controller  # only the benchmark's own controller and gripper are restated here
+        c = robot.controller  # only the benchmark's own controller and gripper are implemented here
         assert c.name == "OSC_POSE" and c.impedance_mode == "fixed" and c.uncoupling, c.name
         assert c.interpolator_pos is None and c.interpolator_ori is None
         assert type(robot.gripper).__name__ == "PandaGripper", type(robot.gripper)
@@ -112,13 +111,13 @@ class FastLoop:
         )
 
     def run(self, action: DoubleArray, pauses: tuple[int, ...]) -> Iterator[int]:
-        """Execute one action [7] for a control period, pausing after the physics substeps that are named.
+        """Execute one action [7] for a control period, yielding after the given physics substeps.
 
         Raises:
             EnvError: the arm's inertia is singular or not finite.
         """
         c = self._robot.controller  # robosuite makes a new one at every reset
-        command = self._gripper.current_action + np.zeros(2)  # one number after a reset
+        command = self._gripper.current_action + np.zeros(2)  # a scalar after a reset
         done = 0
         for pause in (*pauses, self._substeps):
             mujoco.mj_step1(self._model, self._data)
@@ -130,7 +129,7 @@ class FastLoop:
             ):  # fmt: skip
                 raise EnvError(
                     "LIBERO: the arm's operational space inertia is singular or not finite; the physics diverged. "
-                    "Check the actions, or use env.fast_physics=false, which tolerates singular poses."
+                    "Check the actions, or set env.fast_physics=false, which tolerates singular poses."
                 )
             done = pause
             if pause in pauses:
@@ -140,7 +139,7 @@ class FastLoop:
     def _set_goal(self, controller: Any, arm: DoubleArray) -> None:
         controller.ee_pos = self._arm.position.copy()
         controller.ee_ori_mat = self._arm.rotation.copy()
-        controller.new_update = False  # the poses above are current; nothing else is read for the goal
+        controller.new_update = False  # the poses above are current; the goal needs no other data
         controller.set_goal(arm)
         controller.new_update = True
 
@@ -150,7 +149,7 @@ def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
 ) -> bool:  # fmt: skip
-    """Run `count` substeps, of which the first one's `mj_step1` was made; False where the inertia is singular."""
+    """Run `count` substeps after the `mj_step1` of the first one; return False if the inertia is singular."""
     for substep in range(count):
         if substep:
             _step1(model, data)
@@ -170,7 +169,7 @@ def _advance(
 def _set_torques(
     arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray, kp: DoubleArray, kd: DoubleArray, rest: DoubleArray
 ) -> bool:
-    """Operational space control (Khatib 1987, as robosuite 1.4): joint torques [7], N m; False: singular.
+    """Compute joint torques [7] (N m) by operational space control (Khatib 1987, as in robosuite 1.4); False: singular.
 
     With A = J M^-1 J^T, position and orientation decoupled, and x the nullspace acceleration towards the initial
     joints: tau = J^T (wrench - A^-1 J x) + M x + bias.
@@ -207,7 +206,7 @@ def _set_torques(
     if not (_factorise(inverse_inertia) and _factorise(turning)):
         return False
     _solve(inverse_inertia, wrench)
-    # The first three rows of a factor are the factor of the first three rows.
+    # The Cholesky factor of the first three rows is the first three rows of the factor.
     _solve(inverse_inertia[:3, :3], desired[:3])
     _solve(turning, desired[3:])
     for joint in range(7):
@@ -222,7 +221,7 @@ def _set_torques(
 
 @numba.njit(cache=True)
 def _factorise(matrix: DoubleArray) -> bool:
-    """Replace the lower triangle of a small symmetric matrix by its Cholesky factor; False if there is none."""
+    """Replace the lower triangle of a small symmetric matrix by its Cholesky factor; return False if there is none."""
     for i in range(len(matrix)):
         for j in range(i + 1):
             rest = matrix[i, j]
@@ -230,7 +229,7 @@ def _factorise(matrix: DoubleArray) -> bool:
                 rest -= matrix[i, k] * matrix[j, k]
             if i > j:
                 matrix[i, j] = rest / matrix[j, j]
-            elif rest > 0.0:  # neither negative nor nan
+            elif rest > 0.0:  # neither negative nor NaN
                 matrix[i, i] = np.sqrt(rest)
             else:
                 return False
@@ -257,7 +256,7 @@ def _solve(root: DoubleArray, right: DoubleArray) -> None:
 
 
 def _as_slice(indices: Any) -> slice:
-    """Indices as a slice, so that indexing gives a view."""
+    """Return indices as a slice, so that indexing gives a view."""
     numbers = [int(index) for index in indices]
     assert numbers == list(range(numbers[0], numbers[-1] + 1)), numbers
     return slice(numbers[0], numbers[-1] + 1)

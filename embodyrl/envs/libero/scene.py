@@ -1,4 +1,4 @@
-"""Privileged, read-only view of a loaded task: poses, sizes, free space and goals. Only experts use it."""
+"""Privileged, read-only view of a loaded task for experts: poses, sizes, free space and goals."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ _COLLISION_GROUP = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """One predicate of a task's goal: `subject` shall be `relation` (in, on) `target`."""
+    """One predicate of a task's goal: `relation` (in, on) between `subject` and `target`."""
 
     relation: str
     subject: str
@@ -31,7 +31,7 @@ class Box:
     center: DoubleArray
     """[3]"""
     axes: DoubleArray
-    """[3, 3] unit vectors in columns: two horizontal ones and `up`, as far as the body stands upright."""
+    """[3, 3] unit vectors in columns: two horizontal ones and `up`, if the body is upright."""
     half: DoubleArray
     """[3] half extents along the axes."""
 
@@ -71,12 +71,12 @@ class Scene:
         )
 
     def refresh(self) -> None:
-        """Compute poses from the current positions; the simulation's own next step is not affected."""
+        """Compute poses from the current positions, without an effect on the simulation's next step."""
         mujoco.mj_kinematics(self._model, self._data)
 
     def holds(self, goal: Goal) -> bool:
-        """Whether the benchmark's predicate is true in the current state."""
-        # Contacts may still belong to another slot on the same model.
+        """Return True if the benchmark's predicate holds in the current state."""
+        # Contacts may still be those of another slot on the same model.
         mujoco.mj_fwdPosition(self._model, self._data)
         return bool(self._env._eval_predicate([goal.relation, goal.subject, goal.target]))
 
@@ -97,30 +97,30 @@ class Scene:
         return (left - right) / np.linalg.norm(left - right)
 
     def box(self, name: str) -> Box:
-        """Bounding box of an object or fixture."""
+        """Return the bounding box of an object or fixture."""
         body = self._env.obj_body_id[name]
         rotation, position = self._data.xmat[body].reshape(3, 3), self._data.xpos[body]
         geoms = self._solid[np.isin(self._model.geom_bodyid[self._solid], list(self._family(body)))]
         centers, halves = self._extent(geoms, rotation)
-        # Into the body's own frame, in which the box stays tight however the body is turned.
+        # In the body's own frame, in which the box is tight for any rotation.
         centers = (centers - position) @ rotation
         low, high = (centers - halves).min(axis=0), (centers + halves).max(axis=0)
         return Box(center=position + rotation @ (low + high) / 2, axes=rotation.copy(), half=(high - low) / 2)
 
     def owner(self, name: str) -> str:
-        """The object or fixture that a region belongs to, or the object itself."""
+        """Return the object or fixture of a region, or the object itself."""
         return name if name in self._env.obj_body_id else self._env.object_sites_dict[name].parent_name
 
     def place(self, name: str) -> DoubleArray:
-        """Horizontal position [2] of an object's middle, or of a region."""
+        """Return the horizontal position [2] of an object's centre, or of a region."""
         if name in self._env.obj_body_id:
             return self.box(name).center[:2]
         return self._data.site_xpos[self._model.site(name).id][:2].copy()
 
     def obstacle_tops(self, points: DoubleArray, radius: float, without: tuple[str, ...]) -> DoubleArray:
-        """Height of the highest solid within `radius` of each horizontal point [P, 2] -> [P]; -inf where none.
+        """Return the height of the highest solid within `radius` of each horizontal point [P, 2] -> [P]; -inf: none.
 
-        The robot and the things named in `without` do not count. Bounding boxes stand for the shapes.
+        Excludes the robot and the bodies in `without`. Shapes are approximated by bounding boxes.
         """
         ignored = self._robot_bodies.union(*(self._family(self._env.obj_body_id[name]) for name in without))
         geoms = self._solid[~np.isin(self._model.geom_bodyid[self._solid], list(ignored))]
@@ -129,23 +129,23 @@ class Scene:
         return np.where(near, (centers + halves)[None, :, 2], -np.inf).max(axis=1, initial=-np.inf)
 
     def highest_between(self, start: DoubleArray, end: DoubleArray, radius: float, without: tuple[str, ...]) -> float:
-        """Height of the highest solid within `radius` of the way from `start` [2] to `end` [2]; -inf where none."""
+        """Return the height of the highest solid within `radius` of the line between two points [2]; -inf: none."""
         share = np.linspace(0.0, 1.0, 12)[:, None]
         return float(self.obstacle_tops(start + share * (end - start), radius, without).max())
 
     def reach(self, point: DoubleArray) -> float:
-        """Horizontal distance of a point from the robot's base."""
+        """Return the horizontal distance of a point from the robot's base."""
         return float(np.linalg.norm(point[:2] - self._data.xpos[self._base][:2]))
 
     def _extent(self, geoms: npt.NDArray[np.int64], frame: DoubleArray) -> tuple[DoubleArray, DoubleArray]:
-        """World centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
+        """Return centres [G, 3] of the geoms' bounding boxes, and half extents [G, 3] along the columns of `frame`."""
         rotation = self._data.geom_xmat[geoms].reshape(-1, 3, 3)
         local, half = self._model.geom_aabb[geoms, :3], self._model.geom_aabb[geoms, 3:]
         centers = self._data.geom_xpos[geoms] + np.einsum("gij,gj->gi", rotation, local)
         return centers, np.einsum("gij,gj->gi", np.abs(frame.T @ rotation), half)
 
     def _family(self, body: int) -> set[int]:
-        """The body and everything attached below it."""
+        """Return the body and all bodies attached below it."""
         family = {body}
         for child in range(body + 1, self._model.nbody):  # parents come before their children
             if int(self._model.body_parentid[child]) in family:

@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """A model in memory."""
+    """A loaded model."""
 
     simulator: TaskSimulator
     occupant: int | None = None
-    """Slot whose state is in the model right now."""
+    """Slot whose state is in the model."""
 
 
 class SimPool:
-    """Task models, least recently used evicted first; a slot's state is swapped in when the slot is used.
+    """Loaded task models, evicted by least recent use; a slot's state is swapped in when the slot is used.
 
-    A swap costs well under a millisecond, loading a model about two seconds.
+    A swap takes well under a millisecond, loading a model about two seconds.
     """
 
     def __init__(self, build: Callable[[int], TaskSimulator], *, max_models: int) -> None:
@@ -38,14 +38,14 @@ class SimPool:
         self._build = build
         self._max_models = max_models
         self.loaded: OrderedDict[int, Loaded] = OrderedDict()
-        """By task, the one that was used longest ago first."""
+        """By task, least recently used first."""
         self._saved: dict[int, SimState] = {}
         self._task: dict[int, int] = {}
         self._warned = False
 
     def begin(self, slot: int, task: int) -> TaskSimulator:
-        """Give the slot a model of `task` to start an episode in; its former state is dropped."""
-        # Not saved for later: the episode that it belongs to is over.
+        """Assign a model of `task` to the slot for a new episode; its former state is dropped."""
+        # Not saved: its episode is over.
         self._saved.pop(slot, None)
         for loaded in self.loaded.values():
             if loaded.occupant == slot:
@@ -54,7 +54,7 @@ class SimPool:
         return self._occupy(slot, task).simulator
 
     def use(self, slot: int) -> TaskSimulator:
-        """Give the slot the model that holds its running episode."""
+        """Return the model with the slot's running episode."""
         loaded = self._occupy(slot, self._task[slot])
         state = self._saved.pop(slot, None)
         if state is not None:
@@ -69,7 +69,7 @@ class SimPool:
         self._task.clear()
 
     def _occupy(self, slot: int, task: int) -> Loaded:
-        # Slots on one task share a model: it holds the state of whoever used it last.
+        # Slots on one task share a model, which contains the state of the last slot that used it.
         loaded = self.loaded.get(task) or self._load(task)
         self.loaded.move_to_end(task)
         if loaded.occupant != slot:
@@ -82,7 +82,7 @@ class SimPool:
             oldest, loaded = self.loaded.popitem(last=False)
             self._warn_if_thrashing(oldest)
             self._put_aside(loaded)
-            # Before the next one is built: two at once may be more than the memory holds.
+            # Before the next model is built: memory may not suffice for both.
             loaded.simulator.close()
         self.loaded[task] = Loaded(self._build(task))
         return self.loaded[task]
@@ -97,15 +97,15 @@ class SimPool:
             return
         self._warned = True
         log.warning(
-            "LIBERO: slots of this worker run %d tasks, but memory holds %d model(s); every switch reloads one "
-            "(about 2 s). Use fewer tasks per worker: env.train.task_ids, fewer env slots, or more memory.",
+            "LIBERO: slots of this worker run %d tasks, but memory suffices for %d model(s), so every switch reloads "
+            "one (about 2 s). Use fewer tasks (env.train.task_ids) or env slots, or more memory.",
             len(set(self._task.values())),
             self._max_models,
         )
 
 
 class LiberoSims(PerSlot):
-    """Slots of a LIBERO suite, and of further suites that an evaluation covers."""
+    """Slots of a LIBERO suite, and of further suites of an evaluation."""
 
     sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
@@ -125,7 +125,7 @@ class LiberoSims(PerSlot):
         """Set initial state `reset_id` and let the objects settle.
 
         Raises:
-            EnvError: the benchmark's files do not fit together.
+            EnvError: the benchmark's files are inconsistent.
         """
         task, index = self.spec.task_of(reset_id)
         suite, number, _ = self._tasks[task]
@@ -146,7 +146,7 @@ class LiberoSims(PerSlot):
         return self.pool.use(slot).step(action)
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the expert's next action [7]; to be executed before the next one is asked for."""
+        """Return the expert's next action [7], which must be executed before the next call."""
         return self._experts[slot].act(self.pool.use(slot).scene)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
@@ -154,7 +154,7 @@ class LiberoSims(PerSlot):
         self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
 
     def render(self, slot: int) -> ByteArray:
-        """Return an upright frame of the front camera, and beside it of the further cameras that the policy sees."""
+        """Return an upright frame of the front camera, next to those of further cameras of the policy."""
         cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras if name != FRONT_CAMERA)]
         simulator = self.pool.use(slot)
         return np.concatenate([simulator.frame(name, *self.spec.image_size) for name in cameras], axis=1)

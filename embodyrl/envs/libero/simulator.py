@@ -1,4 +1,4 @@
-"""One loaded LIBERO task whose complete simulation state can be taken out and put back bit-exactly."""
+"""One loaded LIBERO task whose complete simulation state can be saved and restored bit by bit."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, DoubleArray, FloatArray
 
 mujoco: Any = _mujoco
-"""The package is compiled and ships no types."""
+"""The package is compiled and has no type stubs."""
 
 
 SETTLE_STEPS = 10
@@ -33,47 +33,46 @@ SETTLE_STEPS = 10
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 
 JOINT_NOISE = 0.02
-"""Standard deviation, rad, of the robot's joints in the stored states: robosuite's default."""
+"""Standard deviation, rad, of the noise on the robot's joints in the stored states: robosuite's default."""
 
 VIEW_SUBSTEP = 23
 """Substep (of 25) whose positions the benchmark's observations show.
 
-Robosuite samples its cameras and poses after substep 24, but MuJoCo's derived poses then still belong to the
-positions before that substep. The gripper opening is read from the positions after substep 24.
-"""
+Robosuite reads cameras and poses after substep 24, but MuJoCo's derived poses are then still those before that substep.
+The gripper opening is read from the positions after substep 24."""
 
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
-"""A group of geoms that robosuite does not draw."""
+"""A group of geoms that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
-"""Parts of the compiled model that change while running: fixture poses in reset, visible sites (a burner), cameras."""
+"""Fields of the compiled model that change at run time: fixture poses in reset, visible sites (a burner), cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
-"""What `TaskSimulator` itself knows of the running episode."""
+"""State of the running episode in `TaskSimulator` itself."""
 _CLOCK_FIELDS = ("timestep", "cur_time")
 FRONT_CAMERA = "agentview"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimState:
-    """Everything that decides the future of one episode; owns its arrays."""
+    """Complete state of one episode; owns its arrays."""
 
     physics: DoubleArray
-    """MuJoCo integration state, warm start included."""
+    """MuJoCo integration state, including the warm start."""
     model: dict[str, np.ndarray]
     own: dict[str, Any]
     clock: dict[str, float]
-    """Of robosuite's environment."""
+    """Clock of robosuite's environment."""
     gripper_command: DoubleArray
-    """The integrated open / close command of the gripper."""
+    """Integrated open / close command of the gripper."""
     controller: dict[str, Any]
 
 
 class TaskSimulator:
     """One LIBERO task in MuJoCo, stepped by the benchmark's own code.
 
-    The observables of robosuite are removed: they only read the simulation, and would render every camera at every
-    step. What the benchmark would have observed is reconstructed exactly from the positions at the sampled substep.
+    Robosuite's observables are removed: they only read the simulation, and would render every camera at every step. The
+    benchmark's observation is reconstructed exactly from the positions at the sampled substep.
     """
 
     def __init__(self, bddl_file: Path, *, lean: bool = False, fast: bool = False) -> None:
@@ -86,14 +85,14 @@ class TaskSimulator:
         """
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
-        # The constructor draws poses from the global generator; a fixed seed makes a reloaded model the same model.
+        # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
         with quiet(), _numpy_seed(0), lean_models() if lean else contextlib.nullcontext():
             wrapper = OffScreenRenderEnv(
                 bddl_file_name=str(bddl_file), use_camera_obs=False, hard_reset=False, ignore_done=True
             )
         self._env: Any = wrapper.env
         self.instruction = str(wrapper.language_instruction)
-        """Of the task's description."""
+        """Instruction in the task's description."""
         self._lean = lean
         if lean:
             self._env.sim._render_context_offscreen.scn.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
@@ -115,18 +114,17 @@ class TaskSimulator:
         self._usual_front = tuple(part.copy() for part in self._front)
         self._usual_start = np.array(self._robot.init_qpos)
         self._grain: Variant | None = None
-        """Whose sensor noise the front camera has."""
+        """Variant with sensor noise of the front camera."""
 
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
-        """Start from a stored state [1 + nq + nv]; return whether the goal holds then.
+        """Start from a stored state [1 + nq + nv]; return whether the goal is reached there.
 
-        `seed` draws the fixture poses, which the state does not hold.
+        `seed` determines the fixture poses, which are not part of the state. `variant`: changes of LIBERO-Plus. As in
+        the benchmark, the stored state moves the arm back to its default pose, and the controller, whose goal is still
+        the variant's pose, moves it again.
 
-        `variant` is what LIBERO-Plus changes. As there, the stored state puts the arm back to its usual place, and the
-        controller, which still aims at the variant's start, moves it on.
-
-        Equal to a fresh construction of the task with the same seed, to the last bit, for a fraction of its time:
-        the gripper's last command and the visible sites, which a robosuite soft reset keeps, are reset here.
+        The result is bit-identical to a newly built task with the same seed, in a fraction of the time: the gripper's
+        last command and the visible sites, which a robosuite soft reset keeps, are reset here.
 
         Raises:
             EnvError: the objects could not be placed, or the state does not fit the model.
@@ -135,7 +133,7 @@ class TaskSimulator:
         if init_state.shape != expected:
             raise EnvError(
                 f"LIBERO task '{self.instruction}': initial state has shape {init_state.shape}, the "
-                f"model expects {expected}. The package's states and scenes are of different versions."
+                f"model expects {expected}. The package's states and scenes have different versions."
             )
         self._model.site_rgba[:] = self._new_sites
         self._robot.gripper.current_action = np.zeros(self._robot.gripper.dof)
@@ -153,7 +151,9 @@ class TaskSimulator:
         return [self.step(SETTLE_ACTION).success for _ in range(SETTLE_STEPS)][-1]
 
     def sample_state(self, seed: int) -> DoubleArray:
-        """Draw an initial state [1 + nq + nv] as the stored ones were: placements, and noise on the robot's joints."""
+        """Sample an initial state [1 + nq + nv] like the stored ones: object placements, and noise on the robot's
+        joints.
+        """
         self._robot.init_qpos = self._usual_start
         with quiet(), _numpy_seed(seed):
             self._place_objects()
@@ -167,8 +167,8 @@ class TaskSimulator:
         self._view_sites = self._model.site_rgba.copy()
         command = np.asarray(action, np.float64)
         self._env.timestep += 1
-        # The first step after a reset uses the controller's measurements from before the initial state was set; the
-        # benchmark's own controller repeats that.
+        # The first step after a reset uses the controller's measurements from before the initial state was set, as in
+        # the benchmark.
         if self._fast is None or not self._robot.controller.new_update:
             self._run_stock(command)
         else:
@@ -180,9 +180,9 @@ class TaskSimulator:
         return SimStep(reward=float(reward), terminated=done, success=done)
 
     def _run_stock(self, command: DoubleArray) -> None:
-        """The benchmark's own substeps and controller, bit for bit, with one forward dynamics per substep, not three.
+        """Run the benchmark's own substeps and controller, bit-identical, with one forward dynamics per substep.
 
-        Robosuite evaluates them twice before its controller, which only reads what positions and velocities decide
+        Robosuite evaluates the dynamics twice before its controller, which needs only positions and velocities
         (`mj_step1`), and MuJoCo once more with the controls (`mj_step2` does the rest).
         """
         env, sim = self._env, self._env.sim
@@ -210,7 +210,7 @@ class TaskSimulator:
             state[6:8] = self._gripper_qpos
 
     def frame(self, camera: str, height: int, width: int) -> ByteArray:
-        """Return an upright, not mirrored frame [H, W, 3] to look at."""
+        """Return an upright frame [H, W, 3] for people, not mirrored."""
         with self._viewed():
             return np.ascontiguousarray(self._picture(camera, height, width)[::-1])
 
@@ -228,7 +228,7 @@ class TaskSimulator:
         )
 
     def load(self, state: SimState) -> None:
-        """Continue a saved episode of this task, also one that was saved by another instance of the model."""
+        """Continue a saved episode of this task, also one of another instance of the model."""
         for name, value in state.model.items():
             getattr(self._model, name)[:] = value
         mujoco.mj_setState(self._model, self._data, state.physics, _PHYSICS)
@@ -240,10 +240,10 @@ class TaskSimulator:
 
     def close(self) -> None:
         """Free the model and its OpenGL objects."""
-        # The context deletes objects by number in whatever context is current, so it must be its own.
+        # The context deletes objects by number in the current context, so make it current.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
         self._env.close()
-        # Robosuite's objects refer to each other in cycles; gigabytes would wait for the next collection.
+        # Robosuite's objects form reference cycles; gigabytes would wait for the next garbage collection.
         vars(self).clear()
         gc.collect()
 
@@ -251,8 +251,8 @@ class TaskSimulator:
         from robosuite.utils.errors import RandomizationError  # pyright: ignore[reportMissingImports]
 
         for _ in range(_PLACEMENT_TRIES):
-            # Where a new model has them. The sampler adds a fixture's place to where it finds the sites of what stands
-            # on it, so that after another episode bowls would hang in the air.
+            # Restore the positions in a new model. The sampler adds a fixture's position to that of its sites, so that
+            # after another episode bowls would float in the air.
             self._model.body_pos[self._fixtures] = 0.0
             self._model.body_quat[self._fixtures] = 1.0, 0.0, 0.0, 0.0
             with contextlib.suppress(RandomizationError):
@@ -264,7 +264,7 @@ class TaskSimulator:
         )
 
     def _look(self, substep: int) -> None:
-        """Stand where robosuite updates its observables, after each physics substep (from 1 on)."""
+        """Record observations after each physics substep (from 1 on), where robosuite updates its observables."""
         if substep == VIEW_SUBSTEP:
             self._view_qpos = self._data.qpos.copy()
         elif substep == VIEW_SUBSTEP + 1:
@@ -272,12 +272,12 @@ class TaskSimulator:
 
     @contextlib.contextmanager
     def _viewed(self) -> Iterator[None]:
-        """Pose the scene as the benchmark's observation shows it, and put the state back."""
+        """Set the poses of the benchmark's observation, and restore the state afterwards."""
         qpos, sites = self._data.qpos.copy(), self._model.site_rgba.copy()
         self._data.qpos[:] = self._view_qpos
         self._model.site_rgba[:] = self._view_sites
         try:
-            # Poses of bodies, centres, cameras and lights: what drawing reads, and no dynamics.
+            # Poses of bodies, centres, cameras and lights: inputs of rendering, without dynamics.
             mujoco.mj_kinematics(self._model, self._data)
             mujoco.mj_comPos(self._model, self._data)
             mujoco.mj_camlight(self._model, self._data)
@@ -289,13 +289,13 @@ class TaskSimulator:
     def _picture(self, camera: str, height: int, width: int) -> ByteArray:
         if self._grain is None or camera != FRONT_CAMERA:
             return self._draw(camera, height, width)
-        # The corruptions are about pixels, so they are made at the benchmark's size, and other sizes from that.
+        # The corruptions depend on pixels: apply them at the benchmark's size, then resize.
         rng = np.random.RandomState([*self._grain.place, self._env.timestep])
         seen = corrupt(self._draw(camera, NOISE_SIZE, NOISE_SIZE), self._grain.noise, rng)
         return seen if seen.shape == (height, width, 3) else resized(seen, height, width)
 
     def _draw(self, camera: str, height: int, width: int) -> ByteArray:
-        # Several models share this process, and robosuite draws into whatever context is current.
+        # Several models share this process, and robosuite renders into the current context.
         self._env.sim._render_context_offscreen.gl_ctx.make_current()
         hidden = self._out_of_view(camera, width / height) if self._lean else np.zeros(0, np.intp)
         groups = self._model.geom_group[hidden]
@@ -306,9 +306,9 @@ class TaskSimulator:
             self._model.geom_group[hidden] = groups
 
     def _out_of_view(self, camera: str, aspect: float) -> npt.NDArray[np.intp]:
-        """Geoms whose bounding spheres lie outside of what a camera sees.
+        """Return geoms whose bounding spheres are outside the view of a camera.
 
-        A software renderer spends its time on vertices, and without reflections and shadows no pixel changes.
+        A software renderer spends its time on vertices; without reflections and shadows, no pixel changes.
         """
         number = self._model.camera(camera).id
         place = self._data.geom_xpos - self._data.cam_xpos[number]
@@ -317,18 +317,18 @@ class TaskSimulator:
         radius = self._model.geom_rbound
         outside = depth < -radius
         for across, slope in ((x, tangent * aspect), (y, tangent)):
-            # Distance from the nearer of two side planes, each of which turns by the angle with that slope.
+            # Distance from the nearer of two side planes.
             outside |= np.abs(across) - depth * slope > radius * np.hypot(1.0, slope)
         return np.flatnonzero(outside & (radius > 0))  # planes have none
 
 
 def _nothing(force: bool = False) -> None:
-    """Stand in for work of robosuite's that would not change anything."""
+    """Replace work of robosuite without any effect."""
 
 
 @contextlib.contextmanager
 def _numpy_seed(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, which LIBERO draws from, and give it back as it was."""
+    """Seed numpy's global generator, which LIBERO uses, and restore it afterwards."""
     before = np.random.get_state()
     np.random.seed(seed % 2**32)
     try:
@@ -344,7 +344,9 @@ def _plain_values(owner: object) -> dict[str, Any]:
 
 
 def _axis_angle(quat_wxyz: DoubleArray) -> DoubleArray:
-    """Rotation vector [3] of a unit quaternion, rad, as robosuite's `quat2axisangle` (no sign normalisation)."""
+    """Return the rotation vector [3] of a unit quaternion, rad, like robosuite's `quat2axisangle` (no sign
+    normalisation).
+    """
     w, xyz = float(np.clip(quat_wxyz[0], -1.0, 1.0)), quat_wxyz[1:]
     sine = np.sqrt(1.0 - w * w)
     return np.zeros(3) if np.isclose(sine, 0.0) else xyz * 2.0 * np.arccos(w) / sine

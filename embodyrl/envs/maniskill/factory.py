@@ -1,4 +1,4 @@
-"""Checks, description and construction of ManiSkill tasks; light until `make` is called."""
+"""Checks, description and construction of ManiSkill tasks; imports the simulator only in `make`."""
 
 from collections.abc import Iterator
 
@@ -25,39 +25,39 @@ _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
-    """Builds the task that `env.id` names."""
+    """Builds the task of `env.id`."""
 
     settings = ManiSkillSettings
 
     def problems(self, cfg: ManiSkillSettings) -> Iterator[str]:
-        """Yield what ManiSkill would not say, or only late."""
+        """Yield errors that ManiSkill would not report, or only late."""
         if cfg.id is None:
             yield "env.id is not set. Name the id of a ManiSkill task, for example env.id=PushCube-v1."
         if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:
             yield (
-                f"env.sim_backend=gpu: env.id={cfg.id} lets its objects settle by stepping the whole batch at each "
-                "reset, also episodes that are running; set env.sim_backend=cpu."
+                f"env.sim_backend=gpu: env.id={cfg.id} steps the whole batch at each reset to let objects settle, "
+                f"which would change running episodes; set env.sim_backend=cpu."
             )
         yield from camera_problems(cfg)
         reserved = {"num_envs", "sim_backend", "render_backend", "obs_mode", "control_mode", "reward_mode"} & {
             *cfg.kwargs
         }
         for key in sorted(reserved):
-            yield f"env.kwargs.{key}={cfg.kwargs[key]}: this is decided elsewhere; see env.{key} and env.train."
+            yield f"env.kwargs.{key}={cfg.kwargs[key]}: set this with env.{key} and env.train."
         if sized := _sizes(cfg.kwargs.get("sensor_configs"), "env.kwargs.sensor_configs"):
-            yield f"{', '.join(sized)}: set env.init_params.camera_heights and camera_widths, which all cameras have."
+            yield f"{', '.join(sized)}: use env.init_params.camera_heights and camera_widths for all cameras."
 
     def describe(self, cfg: ManiSkillSettings, context: EnvContext) -> EnvSpec:
         """Describe the task; it is built once in another process, which takes some seconds.
 
         Raises:
             MissingDependencyError: ManiSkill, its Vulkan driver or an asset is missing.
-            ConfigError: the task is unknown, refuses its settings, or lacks a camera.
+            ConfigError: the task is unknown, rejects its settings, or lacks a camera.
         """
         return _spec(cfg, describe_apart(cfg))
 
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
-        """Make the simulators, each at its first reset, or one for all slots."""
+        """Build the simulators, each at its first reset, or one for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 

@@ -1,4 +1,4 @@
-"""What ManiSkill needs of the machine, and a task's description, both found out in a process of its own."""
+"""System requirements of ManiSkill, and a task's description, both probed in a separate process."""
 
 import functools
 import importlib.util
@@ -37,7 +37,7 @@ _FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a built task says about itself."""
+    """Declarations of a built task."""
 
     control_mode: str
     action_low: tuple[float, ...]
@@ -45,29 +45,29 @@ class Description:
     action_high: tuple[float, ...]
     """[A]"""
     has_gripper: bool
-    """The last action dimension commands a gripper."""
+    """The last action dimension is the gripper."""
     state_dim: int
     cameras: tuple[str, ...]
     max_episode_steps: int
     """The task's own time limit, env steps; 0: none."""
     draws_scene: bool = False
-    """A reset id would not decide which objects a scene holds that is built once, as in a batch."""
+    """Objects of a scene are sampled when it is built, as in a batch, so a reset id would not determine the episode."""
 
 
 def vulkan_problem(device: str) -> str | None:
-    """Start SAPIEN's renderer on a device, cpu or cuda; None: it works.
+    """Start SAPIEN's renderer on a device, cpu or cuda; return the error, None: it works.
 
-    The software driver answers for the CPU also where a GPU's own is broken.
+    The CPU is rendered by the software driver even if a GPU's driver is broken.
     """
     done = run_isolated(_START_RENDERER, arguments=(device,))
     return None if done.code == 0 else done.reason
 
 
 def fetch_physx() -> None:
-    """Let SAPIEN download PhysX for GPUs, as its first scene would: with a deadline of its own and a word about it.
+    """Let SAPIEN download PhysX for GPUs before its first scene, with a timeout and a message.
 
     Raises:
-        MissingDependencyError: it could not be fetched or loaded; the message names the file to copy.
+        MissingDependencyError: the download or loading failed; the message names the file to copy.
     """
     found = run_isolated(_FIND_PHYSX)
     version = found.output.strip() if found.code == 0 else "VERSION"
@@ -83,10 +83,10 @@ def fetch_physx() -> None:
 
 
 def describe_apart(cfg: ManiSkillSettings) -> Description:
-    """Describe a task: importing and building it takes seconds, may crash in a driver, and must not ask questions.
+    """Describe a task in a separate process: building it takes seconds, may crash in a driver, and must not prompt.
 
     Raises:
-        EmbodyError: the task cannot be built; the message says why.
+        EmbodyError: the task cannot be built; the message gives the reason.
     """
     if importlib.util.find_spec("mani_skill") is None or importlib.util.find_spec("sapien") is None:
         raise MissingDependencyError(f"ManiSkill is not installed. Fix: {INSTALL}")

@@ -1,4 +1,4 @@
-"""Keys of ManiSkill tasks, and what it does not say of them itself: instructions, fixed episodes, experts."""
+"""Keys of ManiSkill tasks, and data that ManiSkill lacks: instructions, numbered initial states, experts."""
 
 import re
 import tomllib
@@ -14,20 +14,20 @@ SimBackend = StrEnum("SimBackend", ["cpu", "gpu"])
 
 
 class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Any ManiSkill task."""
+    """Settings of any ManiSkill task."""
 
     id: Annotated[str | None, NumbersStates] = None
     """Id of a task."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Passed to the task's constructor."""
+    """Keyword arguments of the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb
-    """rgb: camera images and proprioception; state: all that the task observes, no images."""
+    """rgb: camera images and proprioception; state: all state observations of the task, no images."""
     sim_backend: SimBackend = SimBackend.cpu
-    """cpu: a simulator per slot, exact repetition; gpu: one batch for all slots of a worker."""
+    """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
     control_mode: str | None = None
-    """How actions drive the robot; default: the task's own."""
+    """Controller of the robot; default: the task's own."""
     reward_mode: Literal["normalized_dense", "dense", "sparse", "none"] | None = None
-    """normalized_dense, dense, sparse or none (success counts); default: the task's own."""
+    """normalized_dense, dense, sparse or none (success as the reward); default: the task's own."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
 
@@ -38,12 +38,12 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
 
 
 SEEDS = 100_000
-"""Reset ids of a task; each one is the seed of an episode."""
+"""Number of reset ids of a task; each one is the seed of an episode."""
 
 _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
-"""Tasks whose initial states are numbered placements instead of seeds, and how many there are."""
+"""Tasks whose initial states are numbered placements instead of seeds, and their number."""
 
 HAND_CAMERA = "hand_camera"
 
@@ -55,6 +55,6 @@ DEMONSTRATED = ("PickCube-v1", "PullCube-v1", "PushCube-v1", "StackCube-v1")
 
 
 def instruction(env_id: str) -> str:
-    """Language instruction of a task; one that nobody wrote is read off the id."""
+    """Return the language instruction of a task; without an entry, it is derived from the id."""
     name = env_id.split("-v")[0]
     return _TOLD["instructions"].get(env_id) or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-_]", " ", name).lower()

@@ -1,7 +1,4 @@
-"""ManiSkill as slot simulators: several CPU simulators in one process share the renderer and its shaders.
-
-And their scripted experts.
-"""
+"""ManiSkill as slot simulators, and scripted experts. CPU simulators of one process share renderer and shaders."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +15,13 @@ _UNIT = 0.1
 """Metres and radians of an action of 1."""
 
 _ABOVE = 0.06
-"""Height over a cube at which the hand travels, metres."""
+"""Travel height of the hand above a cube, metres."""
 
 _OPEN, _CLOSED = 1.0, -1.0
 
 
 class Expert:
-    """Plays one episode; stays within the tasks' 50 steps."""
+    """Solves one episode within the tasks' 50 steps."""
 
     def __init__(self, env: Any, name: str) -> None:
         self._env = env
@@ -36,7 +33,7 @@ class Expert:
         }
         self._plan = plans[name]
         self._in_place = False
-        """Sliding: behind the cube; stacking: the cube lies on the other one."""
+        """Sliding: the hand is behind the cube; stacking: the cube is on the other one."""
         self._waited = 0
 
     def act(self) -> FloatArray:
@@ -55,7 +52,7 @@ class Expert:
 
     def _grasp(self, cube: Any) -> DoubleArray:
         hand, target = self._hand, _position(cube)
-        # A cube looks the same after a quarter turn; the hand points down, so it turns the other way round.
+        # A cube is symmetric under a quarter turn; the hand points down, so it turns the other way round.
         turn = (_yaw(cube) - _yaw(self._env.agent.tcp) + np.pi / 4) % (np.pi / 2) - np.pi / 4
         aside = np.linalg.norm(hand[:2] - target[:2]) > 0.012
         if aside and hand[2] < target[2] + 0.04:
@@ -74,7 +71,7 @@ class Expert:
         cube, base = _position(env.cubeA), _position(env.cubeB)
         offset = cube - base
         centred = np.linalg.norm(offset[:2])
-        # 0.04 m is the side of a cube.
+        # The side of a cube is 0.04 m.
         lies = centred < 0.012 and abs(offset[2] - 0.04) < 0.006
         held = bool(env.agent.is_grasping(env.cubeA)[0])
         if self._in_place or (lies and held):
@@ -93,7 +90,7 @@ class Expert:
         return _move(cube, goal, _CLOSED, speed=0.5)
 
     def _slide(self, forward: float) -> DoubleArray:
-        """Get behind the cube with a closed hand, then take it along +x or -x to its target."""
+        """Move behind the cube with a closed hand, then push it along +x or -x to its target."""
         hand, cube, goal = self._hand, _position(self._env.obj), _position(self._env.goal_region)
         height = 0.02 if forward > 0 else 0.03
         start = np.array([cube[0] - forward * 0.06, cube[1], height])
@@ -107,7 +104,7 @@ class Expert:
 
 
 def _move(start: DoubleArray, goal: npt.ArrayLike, gripper: float, *, speed: float = 1.0) -> DoubleArray:
-    """Action [7] towards `goal`, no component of it faster than `speed`."""
+    """Return an action [7] towards `goal`, with each component limited to `speed`."""
     delta = (np.asarray(goal) - start) / _UNIT
     largest = np.abs(delta).max()
     action = np.zeros(7)
@@ -121,13 +118,13 @@ def _position(body: Any) -> DoubleArray:
 
 
 def _yaw(body: Any) -> float:
-    """Heading of the body's x axis, rad."""
+    """Return the heading of the body's x axis, rad."""
     w, x, y, z = body.pose.q[0].tolist()
     return float(np.arctan2(2 * (x * y + w * z), 1 - 2 * (y * y + z * z)))
 
 
 class _Slots(Simulators):
-    """What simulators one by one and a batch share. Renders only what is observed or recorded."""
+    """Common parts of single simulators and a batch. Renders only observed or recorded frames."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings) -> None:
         super().__init__(spec)
@@ -136,7 +133,7 @@ class _Slots(Simulators):
     def _outcomes(self, env: Any, reward: Any, terminated: Any, info: dict[str, Any]) -> SimSteps:
         """Return the outcome of a step of every environment of a batch."""
         success = info.get("success", terminated & False)
-        # Some tasks have no reward of their own, or none unless it is asked for.
+        # Some tasks have no reward, or only on request.
         earned = success if env.reward_mode == "none" else reward
         ended, reached = terminated.cpu().numpy(), success.cpu().numpy()
         return SimSteps(
@@ -163,7 +160,7 @@ class ManiSkillSims(_Slots, PerSlot):
         self._experts: dict[int, Expert] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Start the episode of the reset id, which decides everything."""
+        """Start the episode of the reset id, which determines all randomness."""
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
         self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
@@ -194,7 +191,7 @@ class ManiSkillSims(_Slots, PerSlot):
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return what the task evaluates, as numbers."""
+        """Return the task's evaluation as numbers."""
         return _row(self._infos[slot], 0)
 
     def close(self) -> None:
@@ -204,7 +201,7 @@ class ManiSkillSims(_Slots, PerSlot):
 
 
 class BatchSims(_Slots):
-    """Slots of one simulation of them all, which steps in lock-step."""
+    """Slots of one batched simulation, which steps in lock-step."""
 
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
@@ -214,7 +211,7 @@ class BatchSims(_Slots):
         self._seen: list[np.ndarray] = []
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
-        """Start the episodes of the reset ids, which decide everything."""
+        """Start the episodes of the reset ids, which determine all randomness."""
         chosen = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
         self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras)
         for slot in chosen:
@@ -235,7 +232,7 @@ class BatchSims(_Slots):
         )
 
     def observe(self, slots: IntArray, images: ByteArray, state: FloatArray, rows: IntArray) -> None:
-        """Copy the slots' parts of what was rendered and read for all slots at once."""
+        """Copy the slots' parts of the observations, which are rendered for all slots together."""
         if not self._seen:
             self._seen = self._read(self._env, self._info)
         state[rows] = self._seen[0][slots]
@@ -247,7 +244,7 @@ class BatchSims(_Slots):
         return self._env.render_rgb_array()[slot].cpu().numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return what the task evaluates for the slot, as numbers."""
+        """Return the task's evaluation for the slot, as numbers."""
         return _row(self._info, slot)
 
     def close(self) -> None:

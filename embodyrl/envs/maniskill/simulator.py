@@ -1,4 +1,4 @@
-"""Builds ManiSkill tasks in this process; what goes wrong becomes an error with a fix."""
+"""Construction of ManiSkill tasks in this process, with errors that contain the fix."""
 
 import contextlib
 import functools
@@ -22,12 +22,12 @@ from embodyrl.extensions.meshes.decimate import decimate, small_copy, weld
 from embodyrl.registry import closest
 
 MAX_FACES = 400
-"""Triangles per part of a mesh; a robot link has about a dozen parts."""
+"""Maximum triangles per part of a mesh; a robot link has about a dozen parts."""
 
 
 @contextlib.contextmanager
 def lean_visuals() -> Iterator[None]:
-    """Within this context SAPIEN's builders take small copies of GLB meshes."""
+    """Replace GLB meshes by reduced copies in SAPIEN's builders inside this context."""
     from sapien.wrapper.actor_builder import ActorBuilder  # pyright: ignore[reportMissingImports]
 
     original = ActorBuilder.add_visual_from_file
@@ -68,7 +68,7 @@ def _reduced(path: Path) -> bytes:
 
 
 _FRAME_PIXELS = 320
-"""Side of a frame to look at."""
+"""Side of a frame for people, in pixels."""
 
 _HAND_CAMERA_PIXELS = 128
 
@@ -81,7 +81,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     Raises:
         MissingDependencyError: a package, asset or the Vulkan driver is missing.
         UnknownNameError: no such task.
-        ConfigError: the task refuses its settings.
+        ConfigError: the task rejects its settings.
     """
     task = _task(cfg)
     size = {"height": cfg.init_params.camera_heights, "width": cfg.init_params.camera_widths}
@@ -97,7 +97,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
     }
     try:
         with _quiet(), _lean(cfg):
-            # The user's own arguments last: they may replace everything but what `problems` reserves.
+            # The user's own arguments last: they may replace all but the reserved ones (`problems`).
             sensors = {**size, "shader_pack": "minimal", **cfg.kwargs.get("sensor_configs", {})}
             return task.cls(**{**task.default_kwargs, **settings, **cfg.kwargs, "sensor_configs": sensors})
     except (EOFError, SystemExit) as error:
@@ -117,10 +117,10 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
 
 
 def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
-    """Begin the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
+    """Start the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
 
-    The scene is made anew: PhysX remembers more than ManiSkill resets (the order of contacts, what sleeps), so that a
-    former episode would otherwise show in the last bits, and after a touch in more than those.
+    The scene is built again, because PhysX keeps state across ManiSkill's resets (the order of contacts, sleeping
+    bodies), so that an earlier episode would change the last bits, and after a contact more than those.
     """
     placement = {"episode_id": reset_id} if cfg.id in BRIDGE_EPISODES else {}
     return _reset(cfg, env, [reset_id], cameras, {"reconfigure": True, **placement})
@@ -129,10 +129,10 @@ def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str,
 def restart_rows(
     cfg: ManiSkillSettings, env: Any, reset_ids: Mapping[int, int], cameras: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Begin in each of these rows of a batch the episode whose seed is its reset id, by one reset; return the info.
+    """Reset rows of a batch to the episodes whose seeds are their reset ids; return the info.
 
-    ManiSkill would draw all rows from the first one's seed, so that an episode depended on its neighbours. Here each
-    row is drawn by itself; what costs time on a GPU is done once for all.
+    ManiSkill would sample all rows from the first row's seed, so that an episode depended on its neighbours. Here each
+    row is sampled separately; the expensive parts on a GPU run once for all.
     """
     draw = env._initialize_episode
 
@@ -158,7 +158,7 @@ def _reset(
     cfg: ManiSkillSettings, env: Any, seeds: list[int], cameras: tuple[str, ...], options: dict[str, Any]
 ) -> dict[str, Any]:
     if cfg.obs_mode is ObsMode.rgb:
-        # Resets and steps would draw all cameras; `observe` draws those of the spec when somebody looks.
+        # Resets and steps would render all cameras; `observe` renders those of the spec when needed.
         env._obs_mode = "none"
     with _quiet(), _lean(cfg):
         info = env.reset(seed=seeds, options=options)[1]
@@ -168,17 +168,17 @@ def _reset(
 
 
 def describe(cfg: ManiSkillSettings) -> Description:
-    """Build the task, read what it declares, and close it again.
+    """Build the task, read its declarations, and close it.
 
     Raises:
         EmbodyError: see `build`.
     """
-    # Drawing would cost seconds; the tasks on Bridge data know no other mode.
+    # Rendering would take seconds; the tasks on Bridge data have no other mode.
     env = build(cfg, ObsMode.rgb if cfg.id in BRIDGE_EPISODES else ObsMode.state)
     try:
         agent, space = env.agent, env.single_action_space
         if not hasattr(space, "low"):
-            raise ConfigError(f"env.id={cfg.id}: its actions are {space}; only tasks with one robot can be played.")
+            raise ConfigError(f"env.id={cfg.id}: its actions are {space}; only tasks with one robot are supported.")
         return Description(
             control_mode=agent.control_mode,
             action_low=tuple(float(x) for x in space.low),
@@ -194,7 +194,7 @@ def describe(cfg: ManiSkillSettings) -> Description:
 
 
 def draws_scene(env: Any) -> bool:
-    """Whether the task draws random numbers while its scene is built: objects, sizes, colours."""
+    """Return True if the task samples objects, sizes or colours while its scene is built."""
     build, drawn = env._reconfigure, []
 
     def watched(options: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def draws_scene(env: Any) -> bool:
         build(options)
         drawn.append(_generators(env) != before)
 
-    # On the object, and taken away again: other environments of the process keep the class's.
+    # Set on the object and removed again: other environments of the process keep the method of the class.
     env._reconfigure = watched
     try:
         with _quiet():
@@ -213,7 +213,7 @@ def draws_scene(env: Any) -> bool:
 
 
 def _generators(env: Any) -> list[bytes]:
-    """States of all generators that tasks draw from."""
+    """Return the states of all generators that tasks use."""
     torches = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else ())]
     numpies = [np.random.get_state(), *(rng.get_state() for rng in env._batched_episode_rng.rngs)]
     return [t.numpy().tobytes() for t in torches] + [
@@ -222,7 +222,7 @@ def _generators(env: Any) -> list[bytes]:
 
 
 def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
-    """State vectors [N, S], torch: all that the task observes, or beside images joint angles and the hand's pose."""
+    """Return state tensors [N, S]: all observations of the task, or joint angles and hand pose next to images."""
     from mani_skill.utils import common  # pyright: ignore[reportMissingImports]
 
     if mode is ObsMode.state:
@@ -234,7 +234,7 @@ def state(env: Any, mode: ObsMode, info: dict[str, Any]) -> Any:
 
 
 def _task(cfg: ManiSkillSettings) -> Any:
-    """ManiSkill's entry of the task, whose files are there."""
+    """Return ManiSkill's entry of the task after checking that its files exist."""
     _prepare_process()
     from mani_skill.utils import assets, registration  # pyright: ignore[reportMissingImports]
 
@@ -242,7 +242,7 @@ def _task(cfg: ManiSkillSettings) -> Any:
     assert name is not None, "validate first"
     if name not in registration.REGISTERED_ENVS:
         raise UnknownNameError(
-            f"env.id={name} is no ManiSkill task.{closest(name, registration.REGISTERED_ENVS)} "
+            f"env.id={name} is not a ManiSkill task.{closest(name, registration.REGISTERED_ENVS)} "
             "All: https://maniskill.readthedocs.io/en/latest/tasks/"
         )
     task = registration.REGISTERED_ENVS[name]
@@ -273,13 +273,14 @@ def _prepare_process() -> None:
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
     robot._sensor_configs = property(_hand_camera)
-    # ManiSkill collects garbage whenever it makes a scene; without the objects of all imports that takes 1 ms, not 150.
+    # ManiSkill runs the garbage collector for each scene; with the objects of all imports frozen that takes 1 ms, not
+    # 150.
     gc.collect()
     gc.freeze()
 
 
 def _hand_camera(panda: Any) -> list[Any]:
-    """Cameras of the plain Panda: one at its wrist, where `panda_wristcam` has it, without the housing."""
+    """Return the cameras of the plain Panda: one at its wrist, like `panda_wristcam` without its housing."""
     import sapien  # pyright: ignore[reportMissingImports]
     from mani_skill.sensors.camera import CameraConfig  # pyright: ignore[reportMissingImports]
 
@@ -296,7 +297,7 @@ def _lean(cfg: ManiSkillSettings) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Swallow what ManiSkill prints and warns while it is imported and builds."""
+    """Suppress output and warnings of ManiSkill during import and construction."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""MetaWorld: fifty manipulation tasks of one arm (arXiv 1910.10897), package metaworld 3.0.0. Light until `make`."""
+"""MetaWorld: fifty manipulation tasks of one arm (arXiv 1910.10897), package metaworld 3.0.0."""
 
 import importlib.util
 import os
@@ -14,30 +14,32 @@ from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
 
 SEEDS = 100_000
-"""Initial states of each task; the number of one seeds its goal and its objects."""
+"""Number of initial states of each task; a state's number is the seed of its goal and objects."""
 CAMERAS = ("corner", "corner2", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
 
 
 class MetaWorldFactory(SimFactory[MetaWorldSettings]):
-    """Builds the tasks that `env.id` names."""
+    """Builds the tasks of `env.id`."""
 
     settings = MetaWorldSettings
 
     def problems(self, cfg: MetaWorldSettings) -> Iterator[str]:
-        """Yield what MetaWorld would not say, or only late."""
+        """Yield errors that MetaWorld would not report, or only late."""
         if unknown := [name for name in cfg.names if name not in TASKS]:
-            yield f"env.id={unknown[0]}: no task or benchmark of MetaWorld.{closest(unknown[0], [*BENCHMARKS, *TASKS])}"
+            hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
+            yield f"env.id={unknown[0]}: not a task or benchmark of MetaWorld.{hint}"
         yield from camera_problems(cfg, CAMERAS if cfg.pixels else None)
 
     def describe(self, cfg: MetaWorldSettings, context: EnvContext) -> EnvSpec:
-        """Describe the tasks; nothing is imported for that.
+        """Describe the tasks, without importing MetaWorld.
 
         Raises:
             MissingDependencyError: the package is missing.
         """
         if importlib.util.find_spec("metaworld") is None:
             raise MissingDependencyError(
-                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 needs more)."
+                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 has further "
+                "dependencies)."
             )
         names, params = cfg.names, cfg.init_params
         which = len(names) if len(names) > 1 else 0
@@ -48,7 +50,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             states_per_task=(SEEDS,) * len(names),
             cameras=tuple(params.camera_names) if cfg.pixels else (),
             image_size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
-            image_rotation_deg=180 if cfg.pixels else 0,  # the arm hangs from the top in its cameras
+            image_rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
             state_dim=PROPRIOCEPTION if cfg.pixels else STATE + which,
             gripper=GripperConvention(open=-1.0, closed=1.0),
             max_episode_steps=500,
@@ -58,7 +60,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:
-        """Make the simulators, each where its task first begins."""
+        """Build the simulators when their tasks first start."""
         # Read when MuJoCo is imported.
         os.environ.setdefault("MUJOCO_GL", choose_renderer().backend)
         choose_device()

@@ -1,4 +1,4 @@
-"""Keys of MetaWorld; its tasks, instructions and groups (instructions and difficulties as lerobot evaluates)."""
+"""Keys of MetaWorld; tasks, instructions and difficulty groups as in LeRobot's evaluation."""
 
 import tomllib
 from pathlib import Path
@@ -20,24 +20,24 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "ML45": (*(name for name in sorted(TASKS) if name not in _HELD_OUT), *_HELD_OUT),
     **{name: tuple(group) for name, group in _GROUPS.items()},
 }
-"""Tasks by what they are known as; of ML45 the last five are held out."""
+"""Tasks of each benchmark; the last five of ML45 are its test tasks."""
 HIDDEN_GOALS = ("ML45",)
-"""Benchmarks that do not show the goal."""
+"""Benchmarks with a hidden goal."""
 
 
 STATE, PROPRIOCEPTION = 39, 4
-"""Numbers that a task observes, and those of them that are the arm's own."""
+"""Number of state observations of a task, and number of proprioceptive ones."""
 
 
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
-    """MetaWorld."""
+    """Settings of MetaWorld."""
 
     needs = {"pixels": "init_params.camera_names"}
 
     id: Annotated[str, NumbersStates] = "MT50"
     """A task (reach-v3), a benchmark (MT10, MT50, ML45), or a group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
-    """Camera images, and hand and gripper as the state; false: all 39 numbers, and which of several tasks it is."""
+    """Camera images, with hand and gripper as the state; false: all 39 state numbers and a one-hot task id."""
     render_profile: RenderProfile = RenderProfile.lean
     """full: pixel-identical to the package; lean: without multisampling and shadows, same physics."""
 
@@ -48,5 +48,5 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tasks that `id` names."""
+        """Tasks of `id`."""
         return BENCHMARKS.get(self.id, (self.id,))

@@ -1,4 +1,4 @@
-"""MetaWorld's simulators, one for each task that a slot plays, and their scripted experts."""
+"""MetaWorld's simulators, one for each task of a slot, and their scripted experts."""
 
 import copy
 import warnings
@@ -17,19 +17,19 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 
 mujoco: Any = _mujoco
 
-# Said once a task by experts that mean to be clipped.
+# Logged once per task by experts whose actions are clipped on purpose.
 warnings.filterwarnings("ignore", message=r"Constant\(s\) may be too high")
 
 _GOAL = slice(36, 39)
 _CORNER2 = (0.75, 0.075, 0.7)
-"""Where the public data sets and evaluations have this camera."""
+"""Camera position of the public data sets and evaluations."""
 
 
 class MetaWorldSims(PerSlot):
-    """Slots of MetaWorld; a reset id is the seed of a task, and the goal it draws is visible but in ML benchmarks.
+    """Slots of MetaWorld. A reset id is the seed of a task; the sampled goal is visible except in ML benchmarks.
 
-    Observations, rewards and successes are those of the package with `seeded_rand_vec`. It never terminates; here a
-    success does.
+    Observations, rewards and successes are those of the package with `seeded_rand_vec`. The package never terminates
+    episodes; here a success terminates.
     """
 
     def __init__(self, spec: EnvSpec, cfg: MetaWorldSettings, *, hidden: bool, pictures: bool) -> None:
@@ -40,7 +40,7 @@ class MetaWorldSims(PerSlot):
         self._seen: dict[int, np.ndarray] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Draw goal and objects from the reset id; nothing else is random."""
+        """Sample goal and objects from the reset id; there is no other randomness."""
         task, state = self.spec.task_of(reset_id)
         if slot in self._envs and self._envs[slot][0] != task:
             before, env = self._envs.pop(slot)
@@ -53,7 +53,7 @@ class MetaWorldSims(PerSlot):
         self.note_start(slot, solved=_goal_holds(env))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action; the package clips its first three numbers, here all are."""
+        """Execute one action; the package clips its first three numbers, here all are clipped."""
         self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)
@@ -78,7 +78,7 @@ class MetaWorldSims(PerSlot):
         return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras, "corner2")[0])[::-1, ::-1])
 
     def expert(self, slot: int) -> FloatArray:
-        """The package's own policy of the task; it sees the goal."""
+        """Return the action of the package's scripted policy, which uses the goal."""
         task = self._cfg.names[self._envs[slot][0]]
         return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._seen[slot]), -1.0, 1.0).astype(np.float32)
 
@@ -100,9 +100,9 @@ class MetaWorldSims(PerSlot):
         )
         env._set_task_called, env._freeze_rand_vec, env.seeded_rand_vec = True, False, True
         env._partially_observable = False
-        vars(env).pop("sawyer_observation_space", None)  # computed for hidden goals, which it would clip to 0
-        env.max_path_length = 10**9  # the time limit is the run's
-        # Half of a step of push-v3, and only for the `info` of the package, which nobody sees here.
+        vars(env).pop("sawyer_observation_space", None)  # cached for hidden goals, which it would clip to 0
+        env.max_path_length = 10**9  # the run sets the time limit
+        # Half of a step of push-v3, and only for the package's `info`, which is unused.
         env.touching_object = lambda _: False
         env.model.camera("corner2").pos = _CORNER2
         if self._cfg.render_profile is RenderProfile.lean:

@@ -1,1 +1,1 @@
-"""A small built-in table with blocks and plates (numpy only): a place to learn and to test, never a benchmark."""
+"""A small built-in tabletop simulator with blocks and plates (numpy only), for learning and tests; not a benchmark."""

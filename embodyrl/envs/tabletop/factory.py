@@ -15,17 +15,18 @@ from embodyrl.types import EnvSpec, GripperConvention
 STATES_PER_TASK = 4000
 
 HORIZON = 48
-"""Step limit: about twice what the expert needs."""
+"""Step limit: about twice the steps of the expert."""
 
 SMALLEST_IMAGE = 32
-"""Pixels; on anything smaller a block has less than three."""
+"""Minimum image size in pixels; in smaller images a block has less than three pixels."""
 
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of the tabletop."""
 
     axis: Annotated[Axis, NumbersStates] = Axis.base
-    """base, or what is changed: colours (other shades), positions (plates in front), phrasings (other words)."""
+    """Variation of the tables: base (none), colours (other shades), positions (plates in front), phrasings (other
+    instructions)."""
 
     @property
     def title(self) -> str:
@@ -45,7 +46,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         for key, value in sizes.items():
             if not SMALLEST_IMAGE <= value <= MAX_SIZE:
                 bounds = f"{SMALLEST_IMAGE}..{MAX_SIZE}"
-                yield f"env.init_params.{key}={value} is not in {bounds}, the sizes that show a block."
+                yield f"env.init_params.{key}={value} is not in {bounds}, the sizes at which blocks are visible."
         if len({*sizes.values()}) > 1:
             yield (
                 f"env.init_params: {' and '.join(f'{key}={value}' for key, value in sizes.items())} differ; tabletop's "
@@ -54,11 +55,11 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         yield from camera_problems(cfg, CAMERAS)
 
     def suites(self, cfg: TabletopSettings) -> tuple[str, ...]:
-        """The other axes."""
+        """Return the other variations."""
         return tuple(axis.value for axis in Axis if axis is not cfg.axis)
 
     def own_suite(self, cfg: TabletopSettings) -> str | None:
-        """The chosen axis."""
+        """Return the configured variation."""
         return cfg.axis.value
 
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
@@ -83,7 +84,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         )
 
     def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:
-        """Lay no table yet: a slot has one from its first reset on."""
+        """Build the slots; each table is built at the first reset."""
         return TabletopSims(self.describe(cfg, context))
 
 

@@ -1,4 +1,4 @@
-"""Tabletop as slot simulators: plain Python per table, which at a few microseconds a step needs no batching."""
+"""Tabletop as slot simulators: plain Python per table; at a few microseconds a step it needs no batching."""
 
 import math
 
@@ -24,14 +24,14 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, ObservationOut
 OPEN, CLOSED = -1.0, 1.0
 
 _ABOVE = 0.02
-"""Close enough to a point above which the gripper goes down."""
+"""Horizontal distance from a point at which the gripper descends."""
 _CONE = 0.05
-"""Open fingers, or a held block, may come down from this far away: nothing is in their way."""
+"""Horizontal distance at which open fingers, or a held block, may descend: there are no obstacles."""
 _HALF = STEP / 2
 _PUSH_GAP = PUSH_RADIUS + 0.015
 
 Command = tuple[float, float, float, float]
-"""Where to go from here, metres, and the gripper value."""
+"""Next waypoint, metres, and the gripper value."""
 
 
 def expert_action(world: World) -> FloatArray:
@@ -75,7 +75,7 @@ def _push(world: World) -> Command:
     if low and aside < 0.75 * PUSH_RADIUS and 0.0 < along < PUSH_RADIUS + 2 * STEP:
         free = max(along - PUSH_RADIUS, 0.0)
         dx, dy = dx + free * ux, dy + free * uy
-        # A straight way: turning would lose the block.
+        # Without rotation: it would lose the block.
         slower = min(1.0, STEP / max(abs(dx), abs(dy), 1e-6))
         return slower * dx, slower * dy, -world.z, CLOSED
     behind = block[0] - _PUSH_GAP * ux, block[1] - _PUSH_GAP * uy
@@ -83,11 +83,11 @@ def _push(world: World) -> Command:
 
 
 def _go_down_at(world: World, point: Point, gripper: float) -> Command:
-    """Travel high, go down above the point."""
+    """Move at travel height, then descend above the point."""
     near = _ABOVE if gripper == CLOSED and world.held is None else _CONE
     height = 0.0 if world.distance(point) < near else TRAVEL_HEIGHT
-    # Far away and low: the first step goes up and along at once, which keeps episodes short. Each axis on its own and
-    # in half steps: a few distinct numbers, which a small policy learns sooner than slanted ways.
+    # Far away and low: rise and move in the same step, which shortens episodes. Axes are independent and in half steps:
+    # few distinct numbers are easier to learn for a small policy than diagonal motions.
     way = np.array((point[0] - world.x, point[1] - world.y, height - world.z))
     dx, dy, dz = np.round(way / _HALF) * _HALF
     return float(dx), float(dy), float(dz), gripper
@@ -103,7 +103,7 @@ FRAME_SIZE = 288
 
 
 def suite_name(axis: Axis) -> str:
-    """What the suite of an axis is called: `tabletop` without change, else `tabletop_<axis>`."""
+    """Return the suite of a variation: `tabletop` without change, else `tabletop_<axis>`."""
     return "tabletop" if axis is Axis.base else f"tabletop_{axis}"
 
 
@@ -113,16 +113,16 @@ def axis_of(suite: str) -> Axis:
 
 
 class TabletopSims(PerSlot):
-    """Slots of the tabletop environment. It has no randomness beside the reset id."""
+    """Slots of the tabletop environment. All randomness depends on the reset id."""
 
     def __init__(self, spec: EnvSpec) -> None:
         super().__init__(spec)
         self._worlds: dict[int, World] = {}
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
-        """Lay the table of `reset_id`; the seed has nothing to decide."""
+        """Build the table of `reset_id`; the seed has no effect."""
         task, _ = self.spec.task_of(reset_id)
-        # The same tables on every axis: reset ids of other suites count on from those of the first.
+        # The same tables in every variation: reset ids of other suites are offset.
         table = reset_id % self.spec.reset_ids_of(len(TASKS) - 1).stop
         self._worlds[slot] = new_world(TASKS[task % len(TASKS)], table, axis_of(self.spec.suite_of(task)))
         self.note_start(slot, solved=self._worlds[slot].success())
@@ -140,7 +140,7 @@ class TabletopSims(PerSlot):
         return expert_action(self._worlds[slot])
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        """Draw the cameras of the spec and write proprioception [4] into the views."""
+        """Render the cameras of the spec and write proprioception [4] into the views."""
         world = self._worlds[slot]
         for view, camera in zip(out.images, self.spec.cameras, strict=True):
             view[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(view))

@@ -19,7 +19,7 @@ _BLOCK_RGB: tuple[tuple[Colour, ...], ...] = (
     ((214, 58, 50), (58, 164, 82), (52, 104, 214)),
     ((158, 26, 62), (112, 196, 150), (112, 168, 240)),
 )
-"""By palette: the usual shades, and those of `Axis.colours`."""
+"""Colours by palette: the default shades, and those of `Axis.colours`."""
 _PLATE_RGB: tuple[tuple[Colour, ...], ...] = (
     ((246, 200, 52), (150, 84, 186), (250, 248, 244)),
     ((226, 216, 116), (104, 48, 150), (216, 222, 228)),
@@ -28,7 +28,7 @@ _STEEL: Colour = (66, 70, 78)
 _FINGER: Colour = (40, 42, 48)
 _LAMP_OPEN: Colour = (236, 242, 246)
 _LAMP_CLOSED: Colour = (255, 176, 0)
-"""No hue of a block, which a lamp could be mistaken for."""
+"""Not a colour of any block."""
 _SHADOW: Colour = (52, 38, 28)
 _WALL = np.array((222, 228, 232), np.float32)
 _WOOD = np.array((192, 164, 130), np.float32)
@@ -37,7 +37,7 @@ _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 _SLANT = 0.82
 """A metre in y is this many metres high in the front image ..."""
 _RISE = 0.57
-"""... and a metre in z this many (sine and cosine of one camera angle)."""
+"""... and per metre in z (sine and cosine of one camera angle)."""
 _FRONT_WIDTH = 0.72
 _FRONT_BOTTOM = -0.32
 _TABLE = REACH + 0.02
@@ -45,7 +45,7 @@ _TEXELS_PER_M = 800
 _TEXTURE_HALF = 0.6
 
 _WRIST_LOW, _WRIST_RISE = 0.12, 0.9
-"""The wrist view reaches this far to each side at height 0, and this much further per metre of height."""
+"""Half width of the wrist view at height 0, and its increase per metre of height."""
 
 _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
 """Distance of each finger from the middle."""
@@ -53,7 +53,7 @@ _FINGER_OPEN, _FINGER_HOLDING, _FINGER_SHUT = 0.046, 0.035, 0.008
 
 _COUNT = np.arange(MAX_SIZE, dtype=np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-"""Ready-made arrays: most shapes cover few pixels, so that each numpy call counts."""
+"""Preallocated arrays: most shapes cover few pixels, so each numpy call matters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Canvas:
         blur: float = 0.0,
         strength: float = 1.0,
     ) -> None:
-        """Blend an upright box; its edges fade over `blur` metres, at least over one pixel."""
+        """Blend an axis-aligned box; its edges fade over `blur` metres, at least over one pixel."""
         soft = max(blur * self.scale, 1.0)
         rows, cover_v = self._ramp((self.top - v) * self.scale, half_v * self.scale, soft)
         cols, cover_u = self._ramp((u - self.left) * self.scale, half_u * self.scale, soft)
@@ -96,16 +96,16 @@ class _Canvas:
         self._blend(rows, cols, cover, colour)
 
     def finish(self) -> ByteArray:
-        """Round to bytes."""
+        """Round to uint8."""
         return (self.pixels + 0.5).astype(np.uint8)
 
     def _ramp(self, centre: float, half: float, soft: float) -> tuple[slice, FloatArray]:
-        """Pixels near a stripe and how much each is covered: exact for boxes whose edges fade over one pixel."""
+        """Return the pixels near a stripe and their coverage: exact for boxes whose edges fade over one pixel."""
         where = _span(centre, half + 0.5 * soft, len(self.pixels))
         cover = np.abs(_COUNT[where] - np.float32(centre - 0.5))
         cover *= np.float32(-1.0 / soft)
         cover += np.float32(half / soft + 0.5)
-        # Where a stripe is thinner than its fading edges, no pixel is covered fully.
+        # If a stripe is thinner than its fading edges, no pixel is fully covered.
         np.minimum(cover, np.float32(min(1.0, 2.0 * half / soft)), out=cover)
         return where, np.maximum(cover, _ZERO, out=cover)
 
@@ -115,7 +115,7 @@ class _Canvas:
 
 
 def draw_front(world: World, size: int) -> ByteArray:
-    """Draw the front view [size, size, 3] uint8: near edge at the bottom, height upwards."""
+    """Render the front view [size, size, 3] uint8: near edge at the bottom, height upwards."""
     canvas = _Canvas(
         _front_background(size).copy(), size / _FRONT_WIDTH, -_FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH
     )
@@ -129,7 +129,7 @@ def draw_front(world: World, size: int) -> ByteArray:
             x + shift, (y - 0.3 * shift) * _SLANT, half, half * _SLANT, _SHADOW, blur=0.02 + 0.2 * z, strength=0.45
         )
     canvas.box(world.x, world.y * _SLANT, 0.045, 0.02, _SHADOW, blur=0.02 + 0.15 * world.z, strength=0.5)
-    # Far things first; the gripper is drawn with the block that it could hold.
+    # Painter's order, far objects first; the gripper is painted with the block that it could hold.
     things = [(y, index) for index, (_, y) in enumerate(world.blocks)]
     things.append((world.y - 0.005, -1))
     for _, index in sorted(things, reverse=True):
@@ -141,7 +141,7 @@ def draw_front(world: World, size: int) -> ByteArray:
 
 
 def draw_wrist(world: World, size: int) -> ByteArray:
-    """Draw the wrist view [size, size, 3] uint8: the gripper in the middle, y upwards; it sees more from higher up."""
+    """Render the wrist view [size, size, 3] uint8: gripper in the middle, y upwards; it widens with height."""
     half = _WRIST_LOW + _WRIST_RISE * world.z
     canvas = _Canvas(_texture_window(world.x, world.y, half, size), size / (2 * half), world.x - half, world.y + half)
     for (x, y), colour in zip(world.plates, _PLATE_RGB[world.palette], strict=True):
@@ -212,7 +212,7 @@ def _shade(colour: Colour, factor: float) -> Colour:
 
 @lru_cache(maxsize=1)
 def _texture() -> ByteArray:
-    """The table from above [rows, columns, 3], first row at the far end, floor around it."""
+    """Return the table from above [rows, columns, 3], first row at the far end, with the floor around."""
     count = int(2 * _TEXTURE_HALF * _TEXELS_PER_M)
     axis = (np.arange(count, dtype=np.float32) + 0.5) / _TEXELS_PER_M - _TEXTURE_HALF
     rng = np.random.default_rng(7)
@@ -229,7 +229,7 @@ def _texture() -> ByteArray:
 
 
 def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
-    """Cut out the table around a point, `half` metres to each side."""
+    """Return the part of the table around a point, `half` metres to each side."""
     offsets = ((np.arange(size, dtype=np.float32) + 0.5) * (2 * half / size) - half + _TEXTURE_HALF) * _TEXELS_PER_M
     columns = (offsets + x * _TEXELS_PER_M).astype(np.intp)
     rows = (offsets - y * _TEXELS_PER_M).astype(np.intp)
@@ -238,7 +238,7 @@ def _texture_window(x: float, y: float, half: float, size: int) -> FloatArray:
 
 @lru_cache(maxsize=4)
 def _front_background(size: int) -> FloatArray:
-    """Wall, table top and its near edge."""
+    """Return wall, table top and its near edge."""
     pixel = _FRONT_WIDTH / size
     centres = (np.arange(size, dtype=np.float32) + 0.5) * pixel
     u, v = centres - _FRONT_WIDTH / 2, _FRONT_BOTTOM + _FRONT_WIDTH - centres

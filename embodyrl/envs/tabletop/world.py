@@ -1,6 +1,6 @@
-"""One table: where everything is, how an action changes it, and when the task is done.
+"""State, dynamics and success of one table. Lengths in metres.
 
-Lengths in metres. x points right, y away from the front camera, z up from the table top.
+x points right, y away from the front camera, z up from the table top.
 """
 
 import math
@@ -13,24 +13,24 @@ BLOCK_COLOURS = ("red", "green", "blue")
 PLATE_COLOURS = ("yellow", "purple", "white")
 
 STEP = 0.04
-"""Way of the gripper for an action of 1."""
+"""Displacement of the gripper for an action of 1."""
 REACH = 0.32
-"""The gripper stays within +-REACH in x and y."""
+"""Limit of the gripper in x and y, +-REACH."""
 TOP = 0.12
-"""The gripper stays between the table (0) and this height."""
+"""Maximum height of the gripper above the table (0)."""
 TRAVEL_HEIGHT = 0.10
 BLOCK_SIDE = 0.06
 BLOCK_HEIGHT = 0.05
 PLATE_RADIUS = 0.065
 GRASP_RADIUS = 0.04
-"""Closing fingers catch a block whose centre is at most this far away ..."""
+"""Maximum horizontal distance of a block's centre for a grasp ..."""
 GRASP_HEIGHT = 0.035
-"""... if the gripper is at most this high."""
+"""... and maximum height of the gripper."""
 PUSH_RADIUS = 0.042
-"""Distance that a low, closed gripper keeps to the centre of every block, by pushing it."""
+"""Distance of a low, closed gripper from the centre of every block, which is pushed."""
 PUSH_HEIGHT = 0.04
 ON_PLATE = 0.05
-"""A block lies on a plate if their centres are closer than this."""
+"""Maximum distance of the centres of a block and the plate below it."""
 
 _LAYOUT_SEED = 20261
 _PLATE_COLUMNS = (-0.2, 0.0, 0.2)
@@ -40,20 +40,20 @@ Point = tuple[float, float]
 
 
 class Axis(StrEnum):
-    """What is changed of the tables that are trained on."""
+    """Variations of the training tables."""
 
     base = "base"
-    """Nothing."""
+    """No change."""
     colours = "colours"
     """Other shades of the same colours."""
     positions = "positions"
-    """Plates in front and blocks at the back, where none ever lay."""
+    """Plates in front and blocks at the back, unlike in training."""
     phrasings = "phrasings"
-    """The same tasks in other words."""
+    """Rephrased instructions."""
 
 
 class Skill(StrEnum):
-    """What is to be done with a block."""
+    """Skill of a task."""
 
     touch = "touch"
     push = "push"
@@ -62,7 +62,7 @@ class Skill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One instruction; `plate` has no meaning for `touch`."""
+    """One instruction; `plate` is unused for `touch`."""
 
     skill: Skill
     block: int
@@ -70,7 +70,7 @@ class Task:
 
     @property
     def instruction(self) -> str:
-        """What the policy is told."""
+        """Instruction of the policy."""
         block, plate = BLOCK_COLOURS[self.block], PLATE_COLOURS[self.plate]
         if self.skill is Skill.touch:
             return f"touch the {block} block"
@@ -78,7 +78,7 @@ class Task:
 
     @property
     def other_words(self) -> str:
-        """The same in words that no other instruction has."""
+        """The instruction with words that no other instruction has."""
         block, plate = f"the {BLOCK_COLOURS[self.block]} cube", f"the {PLATE_COLOURS[self.plate]} dish"
         return {
             Skill.touch: f"make contact with {block}",
@@ -109,15 +109,15 @@ class World:
     held: int | None = None
     """Index of the block between the closed fingers."""
     lifted: bool = False
-    """The task's block has been grasped at some time: it was not pushed only."""
+    """The task's block was grasped in this episode, not only pushed."""
     palette: int = 0
-    """Which shades the colours have; 1: those of `Axis.colours`."""
+    """Palette index; 1: the shades of `Axis.colours`."""
 
     def step(self, dx: float, dy: float, dz: float, close: bool) -> None:
         """Move the gripper by (dx, dy, dz) in -1..1, then open or close the fingers.
 
-        A held block travels along; a released one drops straight down. Open fingers straddle blocks, closed ones push
-        them out of the way. Blocks pass through each other.
+        A held block moves along; a released one drops straight down. Open fingers straddle blocks, closed ones push
+        them away. Blocks do not collide with each other.
         """
         before = self.x, self.y
         self.x = _clip(self.x + STEP * _clip(dx, 1.0), REACH)
@@ -126,7 +126,7 @@ class World:
         if self.held is not None:
             self.blocks[self.held] = self.x, self.y
         if close and not self.closed:
-            # Only at the moment of closing: closed fingers that come upon a block push it.
+            # Only at the moment of closing: closed fingers push blocks.
             self.held = self._between_fingers()
             self.lifted |= self.held == self.task.block
         elif not close:
@@ -136,7 +136,7 @@ class World:
             self._push(self.x - before[0], self.y - before[1])
 
     def success(self) -> bool:
-        """Whether the task's goal holds now."""
+        """Return True if the goal is reached."""
         block = self.blocks[self.task.block]
         if self.task.skill is Skill.touch:
             return self.z < BLOCK_HEIGHT and self.distance(block) < PUSH_RADIUS + 0.005
@@ -146,7 +146,7 @@ class World:
         return not (self.task.skill is Skill.push and self.lifted)
 
     def distance(self, point: Point) -> float:
-        """Horizontal distance of the gripper."""
+        """Return the horizontal distance of the gripper."""
         return math.hypot(point[0] - self.x, point[1] - self.y)
 
     def _between_fingers(self) -> int | None:
@@ -159,7 +159,7 @@ class World:
         return nearest
 
     def _push(self, dx: float, dy: float) -> None:
-        """Slide touched blocks along the gripper's way (sticking contact: they do not roll off sideways)."""
+        """Push touched blocks along the gripper's motion (sticking contact: they do not roll off sideways)."""
         way = math.hypot(dx, dy)
         for index, block in enumerate(self.blocks):
             if index == self.held:
@@ -181,16 +181,16 @@ class World:
 
 
 def new_world(task: Task, reset_id: int, axis: Axis = Axis.base) -> World:
-    """Lay the table: three plates at the back in random order, three blocks in front, the gripper above them.
+    """Build the table: three plates at the back in random order, three blocks in front, the gripper above them.
 
-    `Axis.positions` mirrors it, so that plates lie in front.
+    `Axis.positions` mirrors it, so that plates are in front.
     """
     rng = np.random.default_rng([_LAYOUT_SEED, reset_id])
     columns = rng.permutation(len(_PLATE_COLUMNS))
     shift = rng.uniform((-0.03, 0.14), (0.03, 0.24), (len(columns), 2))
     plates = tuple((_PLATE_COLUMNS[c] + float(sx), float(sy)) for c, (sx, sy) in zip(columns, shift, strict=True))
     blocks: list[Point] = []
-    # Drawn again until it has room. The order of draws is part of a table: another one would lay all tables anew.
+    # Rejection sampling. The order of samples is part of a table: changing it would change all tables.
     while len(blocks) < len(BLOCK_COLOURS):
         x, y = rng.uniform((-0.25, -0.25), (0.25, 0.03)).tolist()
         if all(math.dist((x, y), other) > _BLOCK_SPACING for other in blocks):

@@ -1,1 +1,1 @@
-"""Tasks in words: the prompt is the observation, a reply is one chunk of tokens, the reward function the simulator."""
+"""Text tasks: the prompt is the observation, a reply is one chunk of tokens, the reward function the simulator."""

@@ -24,25 +24,25 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Takes the call's text and returns the answer; a ValueError becomes an answer that says what is wrong."""
+"""Takes the call's text and returns the answer; a ValueError becomes an answer with its message."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
 TOOLS.add("python", "embodyrl.extensions.text.sandbox:python_tool")
 
 LAST_BYTES = 1 << 10
-"""Room in the last observation for the reply that ended the episode; nobody but people reads it."""
+"""Bytes of the last observation for the final reply, which is stored for display only."""
 TURN_BYTES = 1 << 12
-"""Room for a reply and a tool's answer, per turn after the first; a conversation that needs more ends."""
+"""Bytes for a reply and a tool's answer, per turn after the first; a conversation that needs more ends."""
 ANSWER_BYTES = 1 << 10
 """Bytes kept of a tool's answer."""
 
 
 def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
-    """(tool, text) of the call that a reply makes, or None.
+    """Return (tool, text) of the tool call in a reply, or None.
 
-    `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, as chat models are trained to write it (of the arguments,
-    the first value is taken), or `?text`, which asks the first tool and suits a model of single characters.
+    Formats: `<tool_call>{"name": ..., "arguments": ...}</tool_call>` as in chat templates (the first value of the
+    arguments is used), or `?text`, which calls the first tool and suits a model of single characters.
     """
     if tools and reply.startswith("?"):
         return tools[0], reply[1:].strip()
@@ -59,10 +59,10 @@ def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
 
 
 def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
-    """Carry out a call; whatever the model got wrong is the answer."""
+    """Execute a tool call; errors of the model become the answer."""
     name, text = call
     if name not in tools:
-        return f"error: no tool '{name}'; there are {', '.join(tools)}"
+        return f"error: no tool '{name}'; tools are {', '.join(tools)}"
     try:
         return TOOLS.get(name)(text)
     except ValueError as error:
@@ -76,10 +76,10 @@ def clip(text: str, width: int) -> str:
 
 
 def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, IntArray]:
-    """The result of replies and where each one ends [n]; `actions` [n, K, 1] are tokens, below 0 where none is."""
+    """Return an empty result, and the index of each reply's last token [n]; `actions` [n, K, 1], padding below 0."""
     result = ChunkResult.empty(*actions.shape[:2], parts=parts)
     result.valid[:] = actions[:, :, 0] >= 0
-    result.valid[:, 0] = True  # an empty reply is a decision too
+    result.valid[:, 0] = True  # an empty reply is a decision, too
     return result, result.valid.sum(axis=1) - 1
 
 
@@ -96,10 +96,9 @@ class _Conversation:
 
 
 class ConversationEnv:
-    """Implements `TextEnv`.
+    """Implements `TextEnv`. An episode always terminates: there is no state to bootstrap after the last reply.
 
-    An episode always terminates: there is nothing after the last reply to bootstrap from. One whose last reply was cut
-    off is truncated as well.
+    An episode whose last reply hit the length limit is truncated as well.
     """
 
     task_limit: int | None = None
@@ -112,13 +111,13 @@ class ConversationEnv:
         self._conversations: list[_Conversation | None] = [None] * num_slots
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Begin the conversation of row `reset_id` in each slot."""
+        """Start the conversation of row `reset_id` in each slot."""
         for slot, start in zip(slots, starts, strict=True):
             row = self._rows[start.reset_id]
             self._conversations[slot] = _Conversation(row, list(row.messages), [p.pixels() for p in row.pictures])
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Take the replies that the next `step_chunk` is about, and which of them were cut off [n]."""
+        """Set the replies of the next `step_chunk`, and whether each hit the length limit [n]."""
         for slot, reply, cut in zip(slots, replies, cut_off, strict=True):
             conversation = self._conversation(slot)
             conversation.reply, conversation.cut_off = reply, bool(cut)
@@ -126,9 +125,10 @@ class ConversationEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Answer tool calls and judge all other replies; `actions` [n, K, 1] are token ids, below 0 where none is.
+        """Answer tool calls and compute rewards of all other replies; `actions` [n, K, 1] are token ids, padding below
+        0.
 
-        The reward belongs to the last token of the last reply.
+        The reward is that of the last token of the last reply.
         """
         result, last = begin_replies(actions, parts=len(self.spec.components))
         assert result.components is not None
@@ -156,7 +156,7 @@ class ConversationEnv:
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Answer the tool call that a reply makes, if it makes one and a further reply can follow."""
+        """Answer the tool call of a reply, if there is one and a further reply can follow."""
         conversation.turns += 1
         call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.max_chunks else None
         if call is None:
@@ -170,7 +170,7 @@ class ConversationEnv:
         return True
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Refuse: the answers are in the data; `embodyrl sft` learns from them."""
+        """Raise: the answers are in the data; use `embodyrl sft`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
@@ -189,7 +189,7 @@ class ConversationEnv:
         raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:
-        """End the judge; idempotent."""
+        """Close the reward functions; idempotent."""
         self._judge.close()
 
     def _conversation(self, slot: int) -> _Conversation:

@@ -10,7 +10,7 @@ from embodyrl.specs import picture_names
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec
 
 _TURNS = 4
-"""Turns after which the sequence of roles only goes on as before."""
+"""Turns after which the sequence of roles repeats."""
 
 
 class TextFactory:
@@ -20,7 +20,7 @@ class TextFactory:
     reads_rows = True
 
     def run_problems(self, cfg: Any) -> list[str]:
-        """Return what the sections `data` and `reward` of a run lack, one line each."""
+        """Return errors in the sections `data` and `reward` of a run, one line each."""
         return text_problems(cfg)
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
@@ -32,12 +32,12 @@ class TextFactory:
         return give_task(cfg, context)
 
     def validate(self, cfg: TextSettings) -> list[str]:
-        """Return config problems, one line each."""
+        """Return config errors, one line each."""
         problems = TOOLS.problems(cfg.tools, "env.tools")
         if bool(cfg.tools) != (cfg.max_turns > 1):
             problems.append(
-                f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools and further turns "
-                "need each other; set both or neither."
+                f"env.max_turns={cfg.max_turns} with env.tools={list(cfg.tools)}: tools require max_turns above 1 and "
+                f"vice versa; set both or neither."
             )
         return problems
 
@@ -46,7 +46,7 @@ class TextFactory:
         assert context.rows is not None and context.judge is not None
         rows, judge = context.rows, context.judge
         turns = ("assistant", cfg.tool_role)
-        known = f"{rows.repeated} of the {rows.held_out} rows held out ask what a row for training asks too"
+        known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
         return EnvSpec(
             name=f"text/{rows.name}",
             doubts=(*((known,) if rows.repeated else ()), *rows.doubts),

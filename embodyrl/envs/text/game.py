@@ -1,4 +1,4 @@
-"""Gymnasium environments as conversations: what is seen is told in words, a reply names the action."""
+"""Gymnasium environments as conversations: observations are described in text, a reply names the action."""
 
 import importlib
 import re
@@ -20,29 +20,29 @@ from embodyrl.registry import Registry, takes
 from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
 
 SUFFIXES = (".z8", ".ulx")
-"""What `tw-make` writes."""
+"""File names written by `tw-make`."""
 COMMANDS = "admissible_commands"
-"""In an info: the texts of which the next action is one."""
+"""Key of info with the allowed commands."""
 
 
 def game_files(place: str) -> list[Path]:
-    """The games of a file or folder, in the order of their names; none if it is no such place."""
+    """Return the games of a file or folder, sorted by name; empty if there are none."""
     path = Path(place)
     found = sorted(path.iterdir()) if path.is_dir() else [path]
     return [file for file in found if file.suffix in SUFFIXES and file.is_file()]
 
 
 class TextWorldGame:
-    """One game after the other: the seed of an episode chooses the file. Success is a game that is won."""
+    """TextWorld games: the seed of an episode selects the file. Success is a won game."""
 
     action_space = None
 
     def __init__(self, files: list[Path], seen_bytes: int) -> None:
-        """`seen_bytes`: an observation with its commands is no longer than this.
+        """Prepare the games; `seen_bytes` limits an observation with its commands.
 
         Raises:
             MissingDependencyError: textworld is not installed.
-            ConfigError: a file is no game.
+            ConfigError: a file is not a game.
         """
         try:
             self._textworld: Any = importlib.import_module("textworld")
@@ -57,7 +57,7 @@ class TextWorldGame:
         self.reset(seed=0)
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
-        """Begin the seed's game; its goal stands before what is seen."""
+        """Start the game of the seed; the first observation begins with its goal."""
         file = self._files[seed % len(self._files)]
         if file != self._open:
             self.close()
@@ -66,14 +66,14 @@ class TextWorldGame:
             )
             try:
                 self._env, self._open = self._textworld.start(str(file), infos), file
-            except Exception as error:  # whatever the interpreter raises
-                raise ConfigError(f"env.id: {file} is no game of TextWorld ({error}).") from error
+            except Exception as error:  # any error of the interpreter
+                raise ConfigError(f"env.id: {file} is not a TextWorld game ({error}).") from error
         state = self._env.reset()
         self._score = 0.0
         return self._tell(state, f"{state['objective']}\n{state['description']}")
 
     def step(self, command: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Carry out a command; the reward is what it adds to the score."""
+        """Execute a command; the reward is the change of the score."""
         state, score, done = self._env.step(command)
         earned, self._score = float(score) - self._score, float(score)
         seen, info = self._tell(state, str(state["feedback"]).split("\n>")[0])
@@ -87,7 +87,7 @@ class TextWorldGame:
         return self._seen, {COMMANDS: commands}
 
     def render(self) -> str:
-        """What was seen last, and the commands that are allowed."""
+        """Return the last observation, and the allowed commands."""
         return self._seen
 
     def close(self) -> None:
@@ -102,34 +102,34 @@ WORDS: Registry[Words] = Registry(
     "words", group="embodyrl.words", wants="a function of (observation, info)", fits=takes(2)
 )
 SEEDS = 100_000
-"""Reset ids; each one is the seed of an episode."""
+"""Number of reset ids; each one is the seed of an episode."""
 SEEN_BYTES, REPLY_BYTES = 1 << 11, 1 << 9
-"""Room for an observation and for a reply in the conversation."""
+"""Maximum bytes of an observation and of a reply in the conversation."""
 _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
 class GameSettings(EnvSettings):
-    """A Gymnasium environment with categories as actions, told in words."""
+    """A Gymnasium environment with discrete actions, described in text."""
 
     id: Annotated[str | None, NumbersStates] = None
-    """Gymnasium id, for example FrozenLake-v1; or a game of TextWorld, or a folder of them (*.z8, *.ulx), whose replies
-    say one of the commands that are allowed; there the reset id chooses the game."""
+    """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a
+    TextWorld game contain one of its allowed commands, and the reset id selects the game."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Passed to the environment's constructor."""
+    """Keyword arguments of the environment's constructor."""
     words: str | None = None
     """package.module:function of (observation, info) -> text; default the environment's own image in characters
     (render_mode=ansi), what it highlights in brackets."""
     action_words: list[str] = []
-    """What a reply may say, by number of the action, for example [left,down,right,up]; default the numbers. The last
-    one in a reply counts; a part of another word or number is none."""
+    """Words of a reply by action number, for example [left,down,right,up]; default: the numbers. The last word of a
+    reply counts; parts of other words or numbers do not."""
     prompt: str = ""
-    """In front of every observation: the rules."""
+    """Text before every observation, such as the rules."""
     history: Index = 0
-    """Earlier turns that the model sees beside the present observation."""
+    """Earlier turns in the prompt, in addition to the current observation."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
-    """Replies of one episode."""
+    """Maximum replies of one episode."""
     unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1
-    """Reward of a reply that names no action; the game then stands still."""
+    """Reward of a reply without an action; the state of the game does not change."""
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""
 
@@ -141,7 +141,7 @@ class GameSettings(EnvSettings):
 
 @dataclass
 class _Game:
-    """One slot's game."""
+    """Game of one slot."""
 
     env: Any
     seen: str = ""
@@ -149,13 +149,13 @@ class _Game:
     steps: int = 0
     reply: str = ""
     commands: Sequence[str] = ()
-    """What a reply may say, where that changes from turn to turn."""
+    """Words of a reply, if they change from turn to turn."""
 
 
 class GameEnv:
-    """Implements `TextEnv`: a chunk is a reply, whose last token carries the reward of the action it names.
+    """Implements `TextEnv`: a chunk is a reply, whose last token gets the reward of the action.
 
-    The goal is reached by an action that ends the game and earns more than 0, unless info["is_success"] says.
+    The goal is reached by an action that ends the game with a reward above 0, unless info has "is_success".
     """
 
     task_limit: int | None = None
@@ -168,20 +168,20 @@ class GameEnv:
         self._pattern = _any_of(self._names)
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
-        """Begin a game in each slot; the reset id is its seed."""
+        """Start a game in each slot; the reset id is its seed."""
         for slot, start in zip(slots, starts, strict=True):
             game = self._games[slot] = _Game(self._games[slot].env)
             game.seen = self._tell(game, *game.env.reset(seed=start.reset_id))
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
-        """Take the replies that the next `step_chunk` is about."""
+        """Set the replies of the next `step_chunk`."""
         for slot, reply in zip(slots, replies, strict=True):
             self._games[slot].reply = reply
 
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Play the action that each reply names; `actions` [n, K, 1] are token ids, below 0 where none is."""
+        """Execute the action of each reply; `actions` [n, K, 1] are token ids, padding below 0."""
         result, last = begin_replies(actions)
         for i, slot in enumerate(slots):
             game, at = self._games[slot], (i, last[i])
@@ -193,7 +193,7 @@ class GameEnv:
         return result
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
-        """Reward, terminated, truncated and success of a reply."""
+        """Return reward, terminated, truncated and success of a reply."""
         said = [
             Message(role="user", content=game.seen),
             Message(role="assistant", content=clip(game.reply, REPLY_BYTES)),
@@ -217,20 +217,20 @@ class GameEnv:
         return clip(text, SEEN_BYTES)
 
     def instruction(self, slot: int) -> str:
-        """The rules, the last turns, and what is seen."""
+        """Return the rules, the last turns, and the current observation."""
         game = self._games[slot]
         rules = [Message(role="system", content=self._cfg.prompt)] if self._cfg.prompt else []
         return join_messages([*rules, *game.turns, Message(role="user", content=game.seen)])
 
     def observe(self, slots: Sequence[int], images: Any, state: Any, rows: Any = None) -> None:
-        """Do nothing: all there is to see is in the instruction."""
+        """Write nothing: the observation is in the instruction."""
 
     def render(self, slot: int) -> np.ndarray:
         """Refuse: there is no image."""
         raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Refuse: nobody knows how to play."""
+        """Raise: there is no scripted expert."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def close(self) -> None:
@@ -240,9 +240,12 @@ class GameEnv:
 
 
 def _any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """Whole words only: "10" is neither action 1 nor 0. Longer ones first, for one may be the beginning of another."""
+    """Match whole words only:
+
+    "10" is neither action 1 nor 0. Longer words first, because one may be a prefix of another.
+    """
     words = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-    # Words of ASCII, as not every script puts blanks between its own.
+    # ASCII word boundaries, because not every script separates words by spaces.
     return re.compile(rf"(?<!\w)(?:{words})(?!\w)" if words else "$^", re.ASCII)
 
 
@@ -269,16 +272,16 @@ def make_game(cfg: GameSettings) -> Any:
 
 
 def action_names(cfg: GameSettings, env: Any) -> list[str]:
-    """What a reply may say, by number of the action.
+    """Return the words of a reply by action number.
 
     Raises:
-        ConfigError: the actions are no categories, or as many words as actions are not there.
+        ConfigError: the actions are not discrete, or their number differs from that of the words.
     """
     if isinstance(env, TextWorldGame):
         return []
     count = getattr(env.action_space, "n", None)
     if count is None:
-        raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; a reply can only name categories.")
+        raise ConfigError(f"env.id={cfg.id}: its actions are {env.action_space}; only discrete actions are supported.")
     names = cfg.action_words or [str(number) for number in range(int(count))]
     if len(names) != count or len({*names}) < len(names):
         raise ConfigError(f"env.action_words={names}: env.id={cfg.id} has {count} actions and needs one word for each.")
@@ -286,17 +289,17 @@ def action_names(cfg: GameSettings, env: Any) -> list[str]:
 
 
 class GameFactory:
-    """Builds games in words."""
+    """Builds text games."""
 
     settings = GameSettings
 
     def validate(self, cfg: GameSettings) -> list[str]:
-        """Return config problems, one line each."""
+        """Return config errors, one line each."""
         return [*self._problems(cfg)]
 
     def _problems(self, cfg: GameSettings) -> Iterator[str]:
         if cfg.id is None:
-            yield "env.id is not set: a Gymnasium id with categories as actions, for example env.id=FrozenLake-v1."
+            yield "env.id is not set. Set it to a Gymnasium id with discrete actions, for example env.id=FrozenLake-v1."
         if cfg.words is not None:
             yield from WORDS.problems([cfg.words], "env.words")
 
@@ -328,7 +331,7 @@ class GameFactory:
 
 
 def number(seen: Any, info: Mapping[str, Any]) -> str:
-    """Tell an observation that is a number, for models that read single characters (`env.words`)."""
+    """Describe an observation that is a number, for models that read single characters (`env.words`)."""
     return f"{int(seen)}:"
 
 

@@ -8,14 +8,14 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 
 
 class TextSettings(EnvSettings):
-    """A conversation; `data` and `reward` say about what and what it earns."""
+    """Settings of a conversation, with data from `data` and rewards from `reward`."""
 
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Replies of one text episode; more than one where tools answer in between."""
+    """Maximum replies of an episode; more than one if tools answer in between."""
     tools: list[str] = []
-    """Tools that a text reply may call: calculator, python, or package.module:function of a text."""
+    """Tools that a reply may call: calculator, python, or package.module:function of a text."""
     tool_role: Literal["tool", "user"] = "tool"
-    """Role of a tool's answer; user where the model's chat template has no tool role."""
+    """Role of a tool's answer; use user if the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0
     """Factor on every reward."""
 

@@ -1,4 +1,4 @@
-"""`env.render_profile=lean`: fewer triangles for meshes that are only looked at; copies are kept on disk."""
+"""`env.render_profile=lean`: meshes for rendering only get fewer triangles; the reduced copies are cached on disk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from embodyrl.errors import EnvError, MissingDependencyError
 
 _NORMAL_WEIGHT = 0.5
 _TEXCOORD_WEIGHT = 1.0
-"""How much a change of a unit normal, or of the texture coordinate, counts beside a change of position."""
+"""Weight of a change of the unit normal or texture coordinate, relative to a change of position."""
 
 _WELD = 1.0e-6
-"""Vertices closer than this part of the mesh's size are one vertex."""
+"""Vertices closer than this fraction of the mesh's size are merged."""
 
 _SEAM_SLACK = 3
-"""Texture seams may stop the careful simplification this far above its goal before the sloppy one is taken."""
+"""Factor by which topology-preserving simplification may miss the target before the sloppy one is used."""
 
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.uint32]
@@ -66,7 +66,7 @@ class VisualMesh:
 
 
 def read_mesh(path: Path) -> VisualMesh:
-    """Read any mesh file that MuJoCo reads; equal vertices are welded, normals are smooth and weighted by area."""
+    """Read a mesh file in any format of MuJoCo; equal vertices are merged, normals are smooth and weighted by area."""
     import mujoco as _mujoco  # pyright: ignore[reportMissingImports]
 
     mujoco: Any = _mujoco
@@ -75,7 +75,7 @@ def read_mesh(path: Path) -> VisualMesh:
     geom = mujoco.mjtGeom.mjGEOM_MESH
     spec.worldbody.add_body().add_geom(type=geom, meshname="mesh", contype=0, conaffinity=0)
     model = spec.compile()
-    # MuJoCo moves a mesh into its inertial frame; undo that.
+    # MuJoCo transforms a mesh into its inertial frame; undo that.
     rotation = np.zeros(9)
     mujoco.mju_quat2Mat(rotation, model.mesh_quat[0])
     position = (model.mesh_vert @ rotation.reshape(3, 3).T + model.mesh_pos[0]).astype(np.float32)
@@ -91,7 +91,7 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
     """
     if len(mesh.faces) <= max_faces:
         return mesh
-    # The careful way keeps seams of textures, where it may have to stop early.
+    # This simplification preserves texture seams, which may stop it early.
     faces = _fewer_faces(mesh, max_faces, sloppy=False)
     if len(faces) > _SEAM_SLACK * max_faces:
         rough = _fewer_faces(mesh, max_faces, sloppy=True)
@@ -100,9 +100,9 @@ def decimate(mesh: VisualMesh, max_faces: int) -> VisualMesh:
 
 
 def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarray] | None) -> VisualMesh:
-    """One vertex per different (position, texture coordinate); normals are shared by all vertices at a position.
+    """Merge equal vertices (position and texture coordinate); all vertices at a position share a normal.
 
-    `painted`: texture coordinates [T, 2], and which of them the corners of `faces` [F, 3] have.
+    `painted`: texture coordinates [T, 2], and their indices for the corners of `faces` [F, 3].
     """
     texcoord, texcoord_faces = painted or (np.zeros((1, 2), np.float32), np.zeros_like(faces))
     size = float(np.ptp(position, axis=0).max()) or 1.0
@@ -133,7 +133,7 @@ def weld(position: _Floats, faces: np.ndarray, painted: tuple[_Floats, np.ndarra
 
 
 def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
-    """Edge collapse with attributes, or a sloppy clustering that ignores topology; [F', 3]."""
+    """Return fewer faces [F', 3] by edge collapse with attributes, or by clustering without topology (`sloppy`)."""
     library = _library()
     source, out = np.ascontiguousarray(mesh.faces.ravel()), np.zeros(mesh.faces.size, np.uint32)
     position = mesh.position
@@ -150,10 +150,9 @@ def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Bind meshoptimizer's two simplifiers.
+    """Load the bindings of meshoptimizer's two simplifiers.
 
-    The wheel's own Python wrapper declares a wrong argument list for the first one (no vertex locks), hence these
-    bindings on a handle of our own.
+    The Python wrapper of the wheel declares wrong arguments for the first one (no vertex locks), so these are our own.
     """
     try:
         import meshoptimizer  # pyright: ignore[reportMissingImports]
@@ -174,22 +173,22 @@ def _library() -> ctypes.CDLL:
 
 
 _VERSION = 2
-"""Part of the cache key; raise it when the same settings give other files."""
+"""Part of the cache key; increase it when the same settings give other files."""
 
 
 def cache_folder() -> Path:
-    """Where small copies are kept; may be deleted at any time."""
+    """Return the folder of the reduced copies; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "lean"
 
 
 def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
-    """Path of the copy of `source` that `reduce` makes.
+    """Return the path of a copy of `source` that `reduce` makes if it is not cached.
 
-    It is written under another name first, so that no process ever sees half a file. A process that is killed while it
-    writes may leave a `.new-*` folder, which nothing reads.
+    The copy is written under a temporary name first, so that no process reads a partial file. A killed process may
+    leave an unused `.new-*` folder.
 
     Raises:
-        EnvError: the cache folder cannot be written.
+        EnvError: the cache folder is not writable.
     """
     stat = source.stat()
     key = f"{source.resolve()} {stat.st_size} {stat.st_mtime_ns} {setting} {_VERSION}"

@@ -279,7 +279,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._look_at_nodes()
         for name in self._late():
             late = self._handles[name]
-            self._reap(name, f"gave no answer for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
+            self._reap(name, f"did not respond for {late.limits[0]:g} s on {late.node}{self._last_output(late)}")
         return self._take_events()
 
     def _look_at_nodes(self) -> None:

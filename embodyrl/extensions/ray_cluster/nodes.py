@@ -161,7 +161,7 @@ def in_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def _silent() -> str:
-    return f"the Ray head at {head()} gave no answer for {_HEAD_S:g} s. Check that host, and start the cluster again."
+    return f"the Ray head at {head()} did not respond for {_HEAD_S:g} s. Check that host, and start the cluster again."
 
 
 def _living(nodes: list[dict[str, Any]]) -> dict[str, Node]:

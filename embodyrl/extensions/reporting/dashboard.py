@@ -18,7 +18,7 @@ from embodyrl.monitor.timing import duration, step_seconds, time_tree
 
 _KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76
-"""Columns from which on there is room for bars, and below which the panes stand below each other."""
+"""Minimum width for bars, and minimum width for panes in columns."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("success (eval)", "eval/success_once", "{:.3f}"),
@@ -38,7 +38,7 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw the newest values as blocks between their smallest and largest.
+    """Return the newest values as block characters, scaled between their minimum and maximum.
 
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
@@ -50,7 +50,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class Dashboard:
-    """What is known so far; rich draws it again whenever it likes."""
+    """Data and rendering of the dashboard; rich renders it at any time."""
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
         """`clock`: seconds; None for an image from files, where the time is that of the steps."""
@@ -65,7 +65,7 @@ class Dashboard:
         self._opened = clock() if clock else 0.0
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Take in a row of metrics."""
+        """Add a row of metrics."""
         self._last["step"] = step
         for name, value in metrics.items():
             if value is not None:
@@ -79,11 +79,11 @@ class Dashboard:
         self._phase = ""
 
     def event(self, line: str) -> None:
-        """Take in a human-readable line."""
+        """Add an event line."""
         self._events.append(line)
 
     def progress(self, done: int, total: int, what: str) -> None:
-        """Show how far the running phase is."""
+        """Show the progress of the current phase."""
         self._phase = f"{what}: {done} of {total} done" if total else what
         self._share = done / total if total else 0.0
 
@@ -154,7 +154,7 @@ class Dashboard:
         table = _pairs(3)
         for name, metric, form in _LEARNING:
             kind, what = metric.split("/")
-            # A reward of 1 per success says everything twice.
+            # A reward of 1 per success would duplicate the success rate.
             repeated = what == "return" and self._values.get(metric) == self._values.get(f"{kind}/success_once")
             if metric in self._values and not repeated:
                 text = form.format(self._last[metric])
@@ -166,7 +166,7 @@ class Dashboard:
         return table
 
     def _tasks(self) -> Table | None:
-        """Success per task, newest validation first choice; the weakest where not all fit."""
+        """Return the table of success per task of the newest validation; the weakest tasks if not all fit."""
         found = []
         for number, task in enumerate(self.info.tasks):
             metric = next(
@@ -178,7 +178,7 @@ class Dashboard:
             return None
         table = _pairs(4)
         weakest = sorted(found)[:_TASKS]
-        for value, task, metric in (row for row in found if row in weakest):  # rows keep their places
+        for value, task, metric in (row for row in found if row in weakest):  # keep the order of tasks
             table.add_row(
                 task[:48],
                 f"{value:.2f}",

@@ -251,7 +251,7 @@ class PolicyServer:
         except EmbodyError:
             raise
         except TimeoutError as error:
-            raise EmbodyError(f"The policy gave no answer for {limit:g} s (serve.answer_timeout_s).") from error
+            raise EmbodyError(f"The policy did not respond for {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:  # whatever a network says of an image it cannot take
             raise MessageError(f"the observation {_UNFIT}: {type(error).__name__}: {error}") from error
 

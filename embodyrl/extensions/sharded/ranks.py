@@ -1,7 +1,7 @@
 """Ranks that share one policy by FSDP2 (`fully_shard`).
 
-While acting, the parameters are gathered on every rank: no collective runs during a rollout, so that ranks may act a
-different number of times. While training they are sharded.
+During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may act a different number
+of times. During training the parameters are sharded.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class _Root(nn.Module):
-    """Forward passes of a policy run inside its forward, wherever in the policy they begin."""
+    """Runs the policy's forward passes inside its own forward, from any entry point of the policy."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,13 +46,13 @@ class _Root(nn.Module):
         if compute is None:
             return ()
         scores = compute()
-        # Copies, because FSDP hangs its hooks on these tensors and cannot on views.
+        # Copies, because FSDP registers hooks on these tensors, which views do not support.
         given = {f.name: value for f in fields(scores) if (value := getattr(scores, f.name)) is not None}
         return type(scores), {name: value.clone() for name, value in given.items()}
 
 
 class ShardedRanks:
-    """N processes, each of which holds a shard of the fp32 weights, gradients and optimizer state."""
+    """N processes, each with a shard of the fp32 weights, gradients and optimizer state."""
 
     shards = True
 
@@ -82,13 +82,13 @@ class ShardedRanks:
         self._each = gradient_sync == "micro_batch"
         self._acts = acts
         device = next(module.parameters()).device.type
-        # Before the mesh, which is made of the process group.
+        # Before the mesh, which needs the process group.
         _join(rank_info, device)
         shards = rank_info.world if cfg.shard_size == -1 else cfg.shard_size
         if shards == rank_info.world:
             mesh = init_device_mesh(device, (rank_info.world,))
         else:
-            # Hybrid: each group of `shards` ranks holds the weights once, and groups average their gradients.
+            # Hybrid: each group of `shards` ranks has one copy of the weights, and groups average their gradients.
             mesh = init_device_mesh(device, (rank_info.world // shards, shards), mesh_dim_names=("replicate", "shard"))
         offload = CPUOffloadPolicy(pin_memory=device == "cuda") if cfg.cpu_offload else OffloadPolicy()
         common: dict[str, Any] = {
@@ -99,32 +99,32 @@ class ShardedRanks:
         mixed = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        # Inner units first, the root last: what is not in a unit yet belongs to the one that wraps it.
+        # Inner units first, the root last: parameters without a unit belong to the enclosing one.
         for unit in layers(module):
             fully_shard(unit, mp_policy=mixed, **common)
         root: Any = _Root(module)
         self._root = root
         fully_shard(root, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **common)
         self._units = [m for m in root.modules() if isinstance(m, FSDPModule)]
-        root(None)  # FSDP takes the module that runs first for the root
-        self.act()  # gathered once: FSDP accumulates gradients even of blocks that no forward pass runs through
-        self.train()  # the optimizer must get the shards
+        root(None)  # FSDP treats the first module that runs as the root
+        self.act()  # gathered once: FSDP accumulates gradients also for blocks without a forward pass
+        self.train()  # the optimizer needs the shards
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
         """See `Ranks.score`."""
         adds_up = last or self._each
         self._root.set_requires_gradient_sync(adds_up)
-        # FSDP reduces gradients in the last backward pass only; before it whole ones pile up on every rank.
+        # FSDP reduces gradients in the last backward pass only; until then every rank accumulates full gradients.
         self._root.set_is_last_backward(adds_up)
         kind, tensors = self._root(compute)
         return kind(**tensors)
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:
         """See `Ranks.exchange`."""
-        # As JSON: torch's own exchange of objects unpickles whatever arrives.
+        # As JSON: torch's exchange of objects unpickles received data.
         device = next(self._module.parameters()).device
         mine = torch.frombuffer(bytearray(json.dumps(parts).encode()), dtype=torch.uint8).to(device)
-        # Gathered texts must be of one length, so the lengths go first.
+        # Gathered texts need equal lengths, so exchange the lengths first.
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(self.rank_info.world)]
         dist.all_gather(lengths, torch.tensor([len(mine)], device=device))
         longest = max(int(length) for length in lengths)
@@ -140,7 +140,7 @@ class ShardedRanks:
 
     def train(self) -> None:
         """See `Ranks.train`."""
-        # Ranks that acted a different number of times would prefetch in different orders. It also frees what is whole.
+        # Ranks that acted a different number of times would prefetch in different orders. This also frees full weights.
         self._root.reset_iter_state()
         self._root.set_reshard_after_forward(self._cfg.reshard_after_forward)
 
@@ -159,17 +159,17 @@ class ShardedRanks:
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
-        """Where they are written, the other ranks hold the shapes, and get their shards."""
+        """On `write`, the other ranks have meta tensors and receive their shards."""
         self.train()
         first = self.rank_info.rank == 0
-        # Tied weights come up under each of their names, and are gathered once (`whole` is by identity).
+        # Tied weights occur under each of their names and are gathered once (`whole` is by identity).
         shards = {name: p for name, p in self._module.named_parameters(remove_duplicate=False)}
         whole: dict[int, nn.Parameter] = {}
         for name, shard in shards.items():
             if id(shard) not in whole:
                 tensor = _whole(shard, keep=first)  # collective
                 if write and not first:
-                    # The other ranks hold names and shapes only, so that all run the same code.
+                    # The other ranks have names and shapes only, so that all ranks run the same code.
                     tensor = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
                 whole[id(shard)] = nn.Parameter(tensor, requires_grad=shard.requires_grad)
             _replace(self._module, name, whole[id(shard)])
@@ -217,48 +217,48 @@ class ShardedRanks:
 
 def _join(rank_info: RankInfo, device: str) -> None:
     if device == "cuda":
-        torch.cuda.set_device(0)  # the only one that the process sees
+        torch.cuda.set_device(0)  # the only visible GPU
     limit = timedelta(seconds=rank_info.timeout_s)
-    for library in ("GLOO", "NCCL"):  # left to themselves, they listen on the interface of the host's name, or on all
+    for library in ("GLOO", "NCCL"):  # by default they listen on the interface of the host's name, or on all
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface_to(rank_info.host or LOOPBACK))
     host, port = rank_info.host, rank_info.port
     if rank_info.secret:
         host, port = forward_to_proxy(host, port, rank_info.secret).getsockname()
-    # A rank that meets nobody needs no listening socket.
+    # A single rank needs no listening socket.
     store: Store = TCPStore(host, port, is_master=False, timeout=limit) if host else HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank_info.rank, world_size=rank_info.world, timeout=limit)
 
 
 def interface_to(host: str) -> str:
-    """Name of the network interface through which this host reaches another one, or itself."""
+    """Return the network interface through which this host reaches another host, or itself."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((host, 9))  # sends no packet
         address = probe.getsockname()[0]
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode())
             try:
                 reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
             except OSError:
-                continue  # it has no address
+                continue  # no address
             if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
                 return name
     raise EmbodyError(f"No network interface has the address {address}, by which this host reaches {host}.")
 
 
 def _whole(shard: Tensor, *, keep: bool) -> Tensor:
-    """The whole tensor on the CPU; empty where nobody wants it, but every rank takes part."""
+    """Gather a tensor on the CPU; empty if `keep` is False. Every rank takes part."""
     with torch.no_grad():
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
         if not keep:
             return full.new_empty(0, device="cpu")
-        # Gathering pads uneven shards: the result may be a view into more memory than it needs.
+        # Gathering pads uneven shards: the result may be a view of larger memory.
         padded = full.untyped_storage().nbytes() != full.nbytes
         return full.to("cpu", copy=True) if padded else full.cpu()
 
 
 def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
-    """This rank's shard of a tensor that `source` holds; None: every rank does, and nothing is sent."""
+    """Return this rank's shard of the tensor of rank `source`; None: every rank has it, and no data are sent."""
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
     return shard.to(like.to_local().device)
 

@@ -21,13 +21,13 @@ class ActorCriticFactory:
     settings: ClassVar = ActorCriticSettings
 
     def validate(self, cfg: ActorCriticSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         if cfg.precision is Precision.fp32:
             return []
-        return [f"model.precision={cfg.precision.value}: {self.name} computes in fp32 only; set model.precision=fp32."]
+        return [f"model.precision={cfg.precision.value}: {self.name} supports fp32 only; set model.precision=fp32."]
 
     def spec(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: it fits itself to the environment's observations and actions."""
+        """Describe the policy, whose sizes follow from the environment's observations and actions."""
         shape = self._shape(cfg, env, value_dim)
         return PolicySpec(
             name=self.name,
@@ -35,7 +35,7 @@ class ActorCriticFactory:
             action_dim=env.action_dim,
             tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
             value_dim=value_dim,
-            # At least one, so that an environment without images is refused with the other mismatches.
+            # At least one, so that an environment without images is rejected with the other mismatches.
             num_images=max(1, len(env.cameras)) if self.reads_images else 0,
             uses_state=env.state_dim > 0 or not self.reads_images,
             gripper=env.gripper,
@@ -46,14 +46,14 @@ class ActorCriticFactory:
         )
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes (see `ComparesWeights`)."""
+        """Compare the shapes of weights in a folder (see `ComparesWeights`)."""
         self._shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with fresh weights from the seed, or with those in `cfg.path`.
+        """Build the policy with weights initialised from the seed, or with those in `cfg.path`.
 
         Raises:
-            CheckpointError: the folder does not hold weights of this shape.
+            CheckpointError: the folder has no weights of this shape.
         """
         from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
@@ -77,7 +77,7 @@ class ActorCriticFactory:
             hidden=tuple(cfg.hidden_sizes),
             value_dim=value_dim,
             activation=cfg.activation or ("relu" if sees else "tanh"),
-            # Real actions come with states of many units; categories mostly with small, bounded worlds.
+            # Continuous actions mostly come with many state dimensions; discrete ones with small, bounded environments.
             normalized=bool(env.state_dim) and (real if cfg.normalize_state is None else cfg.normalize_state),
             squashed=cfg.squashed and real,
             cameras=env.cameras if sees else (),

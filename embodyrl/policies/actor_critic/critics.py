@@ -1,4 +1,4 @@
-"""Critics of features and actions, all of them in one product per layer."""
+"""Critics of features and actions, evaluated with one matrix product per layer."""
 
 from itertools import pairwise
 
@@ -8,22 +8,24 @@ from torch.nn import functional
 
 
 class Critics(nn.Module):
-    """`count` networks of their own; each says a value for features [B, F] and chunks [B, L]: [count, B]."""
+    """`count` independent critics: features [B, F] and chunks [B, L] to values [count, B]."""
 
     def __init__(self, count: int, widths: tuple[int, ...], generator: torch.Generator, *, layer_norm: bool) -> None:
-        """`widths`: inputs F + L, then those of the hidden layers. Layers are normalised as in arXiv 2302.02948, but
-        without a scale and shift of their own.
+        """Initialise the critics.
+
+        `widths`: inputs F + L, then those of the hidden layers. Layer normalisation as in arXiv 2302.02948, without a
+        learned scale and shift.
         """
         super().__init__()
         self._normalised = layer_norm
         shapes = [(count, a, b) for a, b in pairwise((*widths, 1))]
-        bounds = [a**-0.5 for _, a, _ in shapes]  # as torch.nn.Linear has it
+        bounds = [a**-0.5 for _, a, _ in shapes]  # like torch.nn.Linear
         uniform = [(torch.rand(s, generator=generator) * 2 - 1) * k for s, k in zip(shapes, bounds, strict=True)]
         self.weights = nn.ParameterList(uniform)
         self.biases = nn.ParameterList(torch.zeros(count, 1, b) for _, _, b in shapes)
 
     def forward(self, features: Tensor, actions: Tensor) -> Tensor:
-        """[count, B]"""
+        """Return the values [count, B]."""
         x = torch.cat([features, actions], 1).expand(len(self.weights[0]), -1, -1)
         last = len(self.weights) - 1
         for index, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):

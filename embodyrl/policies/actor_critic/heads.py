@@ -1,6 +1,6 @@
-"""What the policy network's outputs mean: categories, factorised over the action's dimensions, or a Gaussian.
+"""Action distributions of the policy network: categorical, factorised over action dimensions, or Gaussian.
 
-Both heads speak of choices [B, K, A]: category ids (int64), or real numbers x where -1..1 spans a bounded dimension.
+Both heads use choices [B, K, A]: category ids (int64), or real numbers x where -1..1 spans a bounded dimension.
 """
 
 import math
@@ -18,7 +18,7 @@ from embodyrl.types import FloatArray, IntArray
 
 _WITHIN = 1.0 - 1e-6
 _NEVER = -1e9
-"""Logit of padding: its probability is exactly 0, and 0 * -1e9 is still a number."""
+"""Logit of padding: its probability is exactly 0, and 0 * -1e9 is finite."""
 
 
 class CategoricalHead(nn.Module):
@@ -31,7 +31,7 @@ class CategoricalHead(nn.Module):
         super().__init__()
         widest = max(sizes)
         self._even = (len(sizes), widest) if min(sizes) == widest else None
-        """Dimensions and categories of each, where all have as many."""
+        """Dimensions and categories of each, if all dimensions have equally many."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -44,11 +44,11 @@ class CategoricalHead(nn.Module):
         if noise is None:
             return logits.argmax(-1)
         drawn = sample_inverse_cdf(logits, noise)
-        # A rounded sum may end below 1, and the last places of short dimensions are padding.
+        # A rounded sum may be below 1, and the last entries of short dimensions are padding.
         return drawn if self._even else drawn.minimum((~self._padding).sum(-1) - 1)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability (density) and entropy of choices, all [B, K, A]."""
+        """Return log-probability (density) and entropy of choices, all [B, K, A]."""
         return categorical_scores(self._logits(outputs, temperature), choice)
 
     def to_tokens(self, choice: Tensor) -> IntArray:
@@ -56,34 +56,35 @@ class CategoricalHead(nn.Module):
         return choice.flatten(1).cpu().numpy()
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
+        """Convert tokens [B, L] back to choices [B, L], bit by bit."""
         return tokens
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Actions of choices, both [B, K, A]."""
+        """Convert choices to actions, both [B, K, A]."""
         return choice.astype(np.float32)
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Choices of actions, both [B, K, A]."""
+        """Convert actions to choices, both [B, K, A]."""
         return np.rint(actions).astype(np.int64)
 
     def _logits(self, outputs: Tensor, temperature: float) -> Tensor:
-        """[B, K, A, widest]"""
+        """Return logits [B, K, A, widest]."""
         outputs = outputs if temperature == 1.0 else outputs / temperature
-        if self._even:  # nothing to pad
+        if self._even:  # no padding needed
             return outputs.view(*outputs.shape[:-1], *self._even)
         return outputs[..., self._place].masked_fill(self._padding, _NEVER)
 
 
 class GaussianHead(nn.Module):
-    """Independent Gaussians with a standard deviation per dimension that no observation changes; as `CategoricalHead`.
+    """Independent Gaussians whose standard deviation per dimension is independent of the observation.
 
-    Temperature multiplies the standard deviation. Choices are not bounded: the environment clips the action. A token
-    is the bit pattern of a float32, so that what was sampled is what is scored.
+    Same interface as `CategoricalHead`. Temperature multiplies the standard deviation. Choices are unbounded: the
+    environment clips the action. A token is the bit pattern of a float32, so that scores are those of the exact
+    samples.
 
     With a correlation r the noise of a chunk is autoregressive, e_k = r e_(k-1) + sqrt(1 - r^2) n_k (Korenkevych et
-    al., arXiv 1903.11524, order 1): of the same deviation as n, but it moves K actions one way instead of averaging
-    out. Each action is scored given the one before it, so that the sum over a chunk is the chunk's log-probability.
+    al., arXiv 1903.11524, order 1): it has the same deviation as n, but its sum over K actions does not average out.
+    Each action is scored given the one before, so that the sum over a chunk is the chunk's log-probability.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class GaussianHead(nn.Module):
         self._correlation, self._fresh = correlation, math.sqrt(1.0 - correlation**2)
         self.log_std = nn.Parameter(torch.full((len(low),), log_std))
         bounds = list(zip(low, high, strict=True))
-        # A dimension of one value has no span, and must not divide by it.
+        # A dimension with one value has no span; avoid dividing by it.
         spans = [(0.0, 1.0) if a is None or b is None else ((a + b) / 2, (b - a) / 2 or 1.0) for a, b in bounds]
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean [B, K, A] and logarithm of the deviation, which broadcasts to it; outputs [B, K, A] are the means."""
+        """Return the mean [B, K, A] and the logarithm of the deviation, which broadcasts; outputs [B, K, A] are the
+        means.
+        """
         return outputs, self.log_std
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:
@@ -110,7 +113,7 @@ class GaussianHead(nn.Module):
         return mean + deviation * self._linked(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log density and entropy of choices, all [B, K, A]."""
+        """Return log density and entropy of choices, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
         log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
         if not self._correlation and not choice.requires_grad and torch.is_grad_enabled():
@@ -123,7 +126,7 @@ class GaussianHead(nn.Module):
         return _density(distance, log_std)
 
     def _linked(self, noise: Tensor) -> Tensor:
-        """Normal noise [B, K, A] whose actions are correlated within each chunk."""
+        """Return normal noise [B, K, A] whose actions are correlated within each chunk."""
         if not self._correlation:
             return noise
         steps = [noise[:, 0]]
@@ -136,15 +139,15 @@ class GaussianHead(nn.Module):
         return choice.flatten(1).cpu().numpy().astype(np.float32, copy=False).view(np.int32).astype(np.int64)
 
     def to_choice(self, tokens: IntArray) -> np.ndarray:
-        """Read tokens [B, L] back, bit for bit, as choices [B, L]."""
+        """Convert tokens [B, L] back to choices [B, L], bit by bit."""
         return tokens.astype(np.int32).view(np.float32)
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Actions of choices, both [B, K, A]: -1..1 spans the bounds."""
+        """Convert choices to actions, both [B, K, A]: -1..1 spans the bounds."""
         return self._centre + self._half * choice
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Choices of actions, both [B, K, A]."""
+        """Convert actions to choices, both [B, K, A]."""
         return ((actions - self._centre) / self._half).astype(np.float32)
 
 
@@ -158,7 +161,7 @@ _LOG_ROOT = 0.5 * math.log(2 * math.pi)
 
 
 class _Density(torch.autograd.Function):
-    """As one operation for autograd."""
+    """`_density` as one operation for autograd."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, log_std: Tensor, choice: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,58 +174,58 @@ class _Density(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (distance, deviation), (of_logprob, of_entropy) = ctx.saved_tensors, grads
-        # With d = (choice - mean) / deviation the derivatives are d / deviation and d^2 - 1.
+        # With d = (choice - mean) / deviation, the derivatives are d / deviation and d^2 - 1.
         of_distance = of_logprob * distance
         of_log_std = (of_distance * distance).sub_(of_logprob).add_(of_entropy)
         return of_distance / deviation, of_log_std.sum_to_size(deviation.shape), None
 
 
 class SquashedHead(GaussianHead):
-    """Hyperbolic tangent of independent Gaussians whose mean and deviation both depend on the observation.
+    """Tanh of independent Gaussians whose mean and deviation depend on the observation.
 
-    Outputs are [B, K, 2A], means and logarithms of deviations. A choice is the Gaussian's sample; what is scored is its
-    tangent (arXiv 1812.05905, appendix C). Actions stay within their bounds; unbounded ones within -1..1.
+    Outputs are [B, K, 2A], means and logarithms of deviations. A choice is the Gaussian's sample; its tanh is scored
+    (arXiv 1812.05905, appendix C). Actions stay within their bounds; unbounded dimensions within -1..1.
     """
 
     def __init__(self, low: tuple[float | None, ...], high: tuple[float | None, ...]) -> None:
         super().__init__(low, high, 0.0)
-        # The spread is an output here: nothing would read the parameter.
+        # The deviation is an output here: the parameter would be unused.
         del self.log_std
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the deviation, both [B, K, A]."""
+        """Return mean and logarithm of the deviation, both [B, K, A]."""
         mean, log_std = outputs.chunk(2, -1)
         return mean, log_std.clamp(-20.0, 2.0)
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log density of the tangents of choices and, with the same sample, an estimate of the entropy [B, K, A]."""
+        """Return the log density of tanh(choices) and a single-sample estimate of the entropy [B, K, A]."""
         logprob, _ = super().score(outputs, choice, temperature)
-        # log(1 - tanh(u)^2), which rounds to log(0) in that form.
+        # log(1 - tanh(u)^2) in a form that does not round to log(0).
         logprob = logprob - 2.0 * (math.log(2.0) - choice - functional.softplus(-2.0 * choice))
         return logprob, -logprob
 
     def draw(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tangents [B, K * A] and the log density [B] of each row, with gradients."""
+        """Sample squashed actions [B, K * A] with their log density [B] per row, with gradients."""
         mean, log_std = self.spread(outputs)
         choice = mean + log_std.exp() * torch.randn_like(mean)
         logprob, _ = self.score(outputs, choice, 1.0)
         return choice.tanh().flatten(1), logprob.sum((1, 2))
 
     def to_actions(self, choice: np.ndarray) -> FloatArray:
-        """Actions of choices, both [B, K, A]."""
+        """Convert choices to actions, both [B, K, A]."""
         return super().to_actions(np.tanh(choice))
 
     def from_actions(self, actions: FloatArray) -> np.ndarray:
-        """Choices of actions, both [B, K, A]; a bound would be infinity."""
+        """Convert actions to choices, both [B, K, A]; a bound would give infinity."""
         return np.arctanh(self.normalise(actions).clip(-_WITHIN, _WITHIN))
 
     def normalise(self, actions: FloatArray) -> FloatArray:
-        """Actions [B, K, A] in shares of their bounds, -1..1."""
+        """Scale actions [B, K, A] to -1..1 of their bounds."""
         return super().from_actions(actions).clip(-1.0, 1.0)
 
 
 def build_head(shape: NetShape, log_std: float = 0.0, correlation: float = 0.0) -> CategoricalHead | GaussianHead:
-    """Head for an action space; `log_std` of real actions, at first, and `correlation` of their noise."""
+    """Build the head for an action space; `log_std`: initial value for real actions, `correlation`: of their noise."""
     if shape.sizes:
         return CategoricalHead(shape.sizes)
     if shape.squashed:

@@ -1,4 +1,4 @@
-"""The actor-critic policy: acting and scoring are one code path, so that their log-probabilities agree."""
+"""Actor-critic policy: acting and scoring share one code path, so that their log-probabilities agree."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,11 +25,11 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 VALUE_HEAD = "value_head"
 
 _Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
-"""Fills a layer's weights, with a gain."""
+"""Initialises a layer's weights, with a gain."""
 
 
 class ActorCritic(nn.Module):
-    """Networks of their own for policy and value, above convolutions that they share."""
+    """Separate networks for policy and value, on shared convolutions."""
 
     def __init__(
         self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0, orthogonal: bool = True
@@ -39,13 +39,13 @@ class ActorCritic(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         init = partial(_init, generator=generator, orthogonal=orthogonal)
         self.encoder = _convolutions(shape, init) if shape.num_images else None
-        # Nearly equal probabilities at first; orthogonal weights as in arXiv 2005.12729.
+        # Nearly uniform probabilities at first; orthogonal weights as in arXiv 2005.12729.
         widths = (shape.features, *shape.hidden)
         self.policy = _dense((*widths, shape.num_actions * shape.outputs), shape.activation, init, gain=0.01)
         if shape.squashed:
             last = self.policy[-1]
             assert isinstance(last, nn.Linear)
-            # The second half of the outputs are logarithms of deviations, which begin at `log_std`.
+            # The second half of the outputs are logarithms of deviations, initialised to `log_std`.
             last.bias.data.view(shape.num_actions, 2, -1)[:, 1] = log_std
         self.head = build_head(shape, log_std, correlation)
         self.states = RunningMoments(shape.state_dim) if shape.normalized else None
@@ -54,26 +54,26 @@ class ActorCritic(nn.Module):
         )
 
     def features(self, images: Tensor | None, state: Tensor) -> Tensor:
-        """[B, F] of images [B, C, H, W, 3] uint8, or of one colour, or none, and state [B, S] float32."""
+        """Return features [B, F] of images [B, C, H, W, 3] (uint8, or one channel, or None) and states [B, S]."""
         if self.states is not None:
             state = self.states(state)
         if self.encoder is None:
             return state
         assert images is not None
         pixels = images.permute(0, 1, 4, 2, 3).flatten(1, 2).float().div_(255.0)
-        # A CPU's convolutions take half as long where the planes of a pixel lie side by side.
+        # On a CPU, convolutions take half as long with channels-last memory.
         return torch.cat([self.encoder(pixels.contiguous(memory_format=torch.channels_last)), state], dim=1)
 
     def outputs(self, features: Tensor) -> Tensor:
-        """[B, K, O] for the head."""
+        """Return outputs [B, K, O] for the head."""
         return self.policy(features).view(-1, self.shape.num_actions, self.shape.outputs)
 
     def value(self, features: Tensor) -> Tensor:
-        """[B, V]"""
+        """Return values [B, V]."""
         return features[:, :0] if self.value_head is None else self.value_head(features)
 
     def both(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """`outputs` and `value`."""
+        """Return `outputs` and `value`."""
         if self.value_head is None:
             return self.outputs(features), self.value(features)
         outputs, value = stacked(features, self.policy, self.value_head)
@@ -81,7 +81,7 @@ class ActorCritic(nn.Module):
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of all vectors [S] that were taken so far; buffers, so that the weights bring them along."""
+    """Mean and variance of all vectors [S] so far; buffers, so that they are saved with the weights."""
 
     mean: Tensor
     var: Tensor
@@ -94,12 +94,12 @@ class RunningMoments(nn.Module):
         self.register_buffer("count", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shift and scale x [B, S], bounded by +-10."""
+        """Standardise x [B, S], clipped to +-10."""
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10.0, 10.0)
 
     def take(self, x: Tensor) -> None:
-        """Add vectors [B, S]; batches are merged as by Chan, Golub and LeVeque (1979)."""
-        # In float32 the mean of millions of states would stop moving.
+        """Update the statistics with vectors [B, S]; batches are merged as in Chan, Golub and LeVeque (1979)."""
+        # In float32 the mean of millions of states would stop changing.
         x = x.double()
         old, new = self.count.double(), float(len(x))
         total = old + new
@@ -131,7 +131,7 @@ class ActorCriticPolicy:
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`).
+        """Sample a chunk for each observation (see `Policy.act`).
 
         Tokens are category ids, or bit patterns of the Gaussian's float32 samples (see `heads.GaussianHead`).
         """
@@ -151,7 +151,7 @@ class ActorCriticPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value estimates [B, V] (see `Policy.values`)."""
+        """Return value estimates [B, V] (see `Policy.values`)."""
         return self._net.value(self.features(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
@@ -176,26 +176,26 @@ class ActorCriticPolicy:
 
     @torch.no_grad()
     def take_statistics(self, obs: Observation) -> None:
-        """Take the states of a batch into what normalises them (see `LearnsStatistics`)."""
+        """Update the observation statistics with the states of a batch (see `LearnsStatistics`)."""
         if self._net.states is not None and len(obs):
             self._net.states.take(on_device(np.ascontiguousarray(obs.state), self._device))
 
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw chunks [B, L], within -1..1, and their log-probability [B] (see `SoftActor.draw`)."""
+        """Sample chunks [B, L], within -1..1, with their log-probability [B] (see `SoftActor.draw`)."""
         assert isinstance(self._net.head, SquashedHead)
         return self._net.head.draw(self._net.outputs(features))
 
     def chosen(self, tokens: IntArray) -> Tensor:
-        """Chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
+        """Return chunks [B, L] within -1..1 (see `SoftActor.chosen`)."""
         return on_device(self._net.head.to_choice(tokens), self._device).tanh()
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
+        """Return chunks [B, L] within -1..1 (see `SoftActor.normalise`)."""
         assert isinstance(self._net.head, SquashedHead)
         return on_device(self._net.head.normalise(actions), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Networks as large as the policy's (see `SoftActor.build_critics`)."""
+        """Build critics as large as the policy's network (see `SoftActor.build_critics`)."""
         widths = (self._shape.features + self.width, *self._shape.hidden)
         generator = torch.Generator().manual_seed(seed)
         return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
@@ -208,18 +208,18 @@ class ActorCriticPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`).
 
-        A value head that only one side has is left out: GRPO starts from PPO's weights, and the other way round.
+        A value head that only one side has is ignored: GRPO can start from PPO's weights, and vice versa.
         """
         self._shape.check(folder)
-        fix = "Use the same environment and model settings as then."
+        fix = "Use the environment and model settings of that run."
         fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
     def features(self, obs: Observation) -> Tensor:
-        """What the networks see [B, F], with gradients."""
+        """Return the inputs of the networks [B, F], with gradients."""
         shape, state = self._shape, on_device(np.ascontiguousarray(obs.state), self._device)
         if not shape.num_images:
             return self._net.features(None, state)
-        # The slices read nothing of what is left out.
+        # The slices do not read the unused part.
         images = obs.images[:, : shape.num_images, ..., : 1 if shape.grey else 3]
         return self._net.features(on_device(images, self._device), state)
 
@@ -228,12 +228,12 @@ def _dense(widths: tuple[int, ...], activation: str, init: _Init, *, gain: float
     pairs = list(pairwise(widths))
     gains = [2.0**0.5] * (len(pairs) - 1) + [gain]
     layers = (init(nn.Linear(a, b), own) for (a, b), own in zip(pairs, gains, strict=True))
-    # Their names in weights saved when activations were layers of their own.
+    # Names in weights saved when activations were separate layers.
     return Stack({str(2 * index): layer for index, layer in enumerate(layers)}, activation)
 
 
 def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
-    """Planes [B, P, H, W] to [B, IMAGE_FEATURES]."""
+    """Build convolutions from channels [B, P, H, W] to [B, IMAGE_FEATURES]."""
     planes = (shape.planes, *CHANNELS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(planes):
@@ -244,10 +244,10 @@ def _convolutions(shape: NetShape, init: _Init) -> nn.Sequential:
 
 
 class _Flat(nn.Flatten):
-    """Flattens, and brings the gradient into the order in memory that the convolutions have."""
+    """Flatten layer whose gradient has the memory format of the convolutions."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Planes [B, P, H, W] to [B, P * H * W]."""
+        """Flatten [B, P, H, W] to [B, P * H * W]."""
         if input.requires_grad:
             input.register_hook(partial(Tensor.contiguous, memory_format=torch.channels_last))
         return input.flatten(1)
@@ -259,7 +259,7 @@ def _init(layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generat
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
         return layer
-    # As torch begins layers, but from the policy's own seed.
+    # torch's default initialisation, but from the policy's own seed.
     bound = layer.weight[0].numel() ** -0.5
     for tensor in (layer.weight, layer.bias):
         nn.init.uniform_(tensor, -bound, bound, generator=generator)

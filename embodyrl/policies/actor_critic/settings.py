@@ -9,22 +9,22 @@ from embodyrl.policies.settings import WeightSettings
 
 
 class ActorCriticSettings(WeightSettings):
-    """Small networks."""
+    """Settings of small actor-critic networks."""
 
     hidden_sizes: Annotated[list[Count], Field(min_length=1), Must("a list of widths, for example [64,64]")] = [
         64,
         64,
     ]
-    """Widths of the hidden layers (mlp, cnn), of the policy's and of the value's network."""
+    """Widths of the hidden layers (mlp, cnn) of the policy and value networks."""
     activation: Literal["tanh", "relu"] | None = None
-    """Between the hidden layers; default tanh, with images relu."""
+    """Activation of the hidden layers; default: tanh, with images relu."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
-    """Real-valued actions: logarithm of the standard deviation at first, in shares of half the action range."""
+    """Continuous actions: initial log standard deviation, relative to half the action range."""
     ortho_init: bool = True
-    """Begin with orthogonal weights and the policy's last layer near 0; false: as torch begins layers."""
+    """Orthogonal initialisation with a small last layer of the policy; false: torch's default."""
     noise_correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Real-valued actions: correlation of the exploration of one action with that of the next in the same chunk."""
+    """Continuous actions: correlation of the exploration noise of consecutive actions in a chunk."""
     normalize_state: bool | None = None
-    """Shift and scale states by running statistics of training, which the weights keep; default with real actions."""
+    """Normalise states by running statistics, which are saved with the weights; default: for continuous actions."""
     squashed: bool = False
-    """Real-valued actions: tanh of a Gaussian whose spread depends on the observation too, as SAC wants it."""
+    """Continuous actions: tanh of a Gaussian whose deviation depends on the observation, as in SAC."""

@@ -1,4 +1,4 @@
-"""Sizes of the networks: what a checkpoint must agree with. No torch."""
+"""Sizes of the networks, which a checkpoint must match. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)
-"""Output channels of the convolutions: kernel 3, stride 2, padding 1, so that images of any size work."""
+"""Output channels of the convolutions: kernel 3, stride 2, padding 1, for images of any size."""
 IMAGE_FEATURES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetShape:
-    """Everything that decides the shapes and the meaning of the weights."""
+    """All sizes and options that determine shapes and meaning of the weights."""
 
     state_dim: int
     """S"""
@@ -32,22 +32,22 @@ class NetShape:
     """Categories of each action dimension; empty for `box`."""
     low: tuple[float | None, ...]
     high: tuple[float | None, ...]
-    """Bounds of each action dimension; None: unbounded. Empty but for `box`."""
+    """Bounds of each action dimension; None: unbounded. Empty for discrete actions."""
     num_actions: int
     """K"""
     hidden: tuple[int, ...]
     value_dim: int
     """V"""
     activation: str = "tanh"
-    """Between the hidden layers: tanh or relu."""
+    """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False
-    """States are shifted and scaled by running statistics."""
+    """States are normalised by running statistics."""
     squashed: bool = False
-    """Real actions are tangents of Gaussians whose spread depends on the observation."""
+    """Actions are tanh of Gaussians whose deviation depends on the observation."""
     cameras: tuple[str, ...] = ()
-    """Names of the C cameras, in their order."""
+    """Names of the C cameras, in order."""
     grey: bool = False
-    """One colour of each image is read: all three are equal."""
+    """One channel of each image is used: all three are equal."""
 
     @property
     def action_dim(self) -> int:
@@ -56,7 +56,7 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the policy network gives for one action: logits, or means and maybe spreads."""
+        """Outputs of the policy network per action: logits, or means and possibly deviations."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property
@@ -66,7 +66,7 @@ class NetShape:
 
     @property
     def convolved(self) -> int:
-        """Numbers that are left after the convolutions."""
+        """Number of outputs of the convolutions."""
         height, width = self.image_size
         for _ in CHANNELS:
             height, width = -(-height // 2), -(-width // 2)
@@ -74,12 +74,12 @@ class NetShape:
 
     @property
     def features(self) -> int:
-        """Inputs of the policy's and the value's networks."""
+        """Number of inputs of the policy and value networks."""
         return (IMAGE_FEATURES if self.num_images else 0) + self.state_dim
 
     @property
     def num_parameters(self) -> int:
-        """All weights and biases."""
+        """Number of weights and biases."""
         count = _dense((self.features, *self.hidden, self.num_actions * self.outputs))
         count += 0 if self.sizes or self.squashed else self.action_dim
         if self.value_dim:
@@ -95,10 +95,10 @@ class NetShape:
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare with the `config.json` of a folder; a value head may be there or not.
+        """Compare with the `config.json` of a folder; a value head is optional.
 
         Raises:
-            CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs; names it.
+            CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs.
         """
         path = folder / CONFIG_FILE
         try:
@@ -110,18 +110,18 @@ class NetShape:
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."
             ) from error
         mine = json.loads(json.dumps(asdict(self)))
-        # What older folders do not say.
+        # Defaults for older folders.
         older = {"activation": "relu" if saved.get("num_images") else "tanh", "normalized": False}
         older |= {"squashed": False, "grey": False}
         saved = older | {"cameras": mine["cameras"]} | saved
         wrong = [key for key in mine if key != "value_dim" and saved.get(key) != mine[key]]
         if wrong:
-            differences = ", ".join(f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in wrong)
-            cure = "Use the same environment and model settings as then."
+            differences = ", ".join(f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in wrong)
+            cure = "Use the environment and model settings of that run."
             if "grey" in wrong:
                 cure = (
-                    "Older policies, and data sets, have grey images in three equal colours: such a policy has to be "
-                    "trained anew, on demonstrations that are collected anew."
+                    "Older policies and data sets store grey images as three equal channels: train the policy again, "
+                    "on new demonstrations."
                 )
             raise CheckpointError(f"{path} does not fit: {differences}. {cure}")
 

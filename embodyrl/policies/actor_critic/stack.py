@@ -1,4 +1,4 @@
-"""Small networks as one operation for autograd, on a CPU: their calls cost more than their arithmetic."""
+"""Small networks as one autograd operation on a CPU, where call overhead exceeds the arithmetic."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Stack(nn.Sequential):
     """Linear layers of a small network with an activation between them."""
 
     def __init__(self, layers: dict[str, nn.Module], activation: str) -> None:
-        """`layers`: linear ones by name; `activation`: tanh or relu."""
+        """Build the network from linear layers by name and an activation, tanh or relu."""
         super().__init__(OrderedDict(layers))
         self.activation = activation
 

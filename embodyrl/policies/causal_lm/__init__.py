@@ -19,10 +19,10 @@ from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 BYTES_PER_TOKEN = 32
-"""Room for what a reply says: longer ones, far above the average of any language, keep their beginning."""
+"""Maximum bytes per token of a reply, far above the average of any language; longer replies are truncated."""
 
 BYTES_OF_PROMPT_TOKEN = 4
-"""Of a prompt, about; English text has four to five."""
+"""Average bytes per token of a prompt; English text has four to five."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,15 @@ class CausalLMFactory:
 
     name: str
     start: str | None = None
-    """Shipped folder, without weights, that it starts from without `model.path`: a small Llama whose tokens are single
-    characters, with random weights from the seed."""
+    """Included folder without weights, used without `model.path`: a small Llama with character tokens, initialised from
+    the seed."""
     start_parameters: int = 0
     sees: bool = False
     """A vision-language model (`AutoModelForImageTextToText`), which reads the images of rows."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         if cfg.path is None:
             if self.start is not None:
                 return []
@@ -51,17 +51,16 @@ class CausalLMFactory:
             return [str(error)]
         missing = [file for file in ("config.json", "tokenizer_config.json") if not (folder / file).is_file()]
         if cfg.chat and not missing and ChatTemplate.read(folder) is None:
-            return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; leave model.chat out."]
+            return [f"model.chat=true: the tokenizer in {cfg.path} has no chat template; remove model.chat."]
         return [
-            f"model.path={cfg.path}: no {file} there; it wants a folder as `save_pretrained` writes it."
-            for file in missing
+            f"model.path={cfg.path}: no {file} there; use a folder written by `save_pretrained`." for file in missing
         ]
 
     def spec(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: a chunk is a reply, an action one token of it.
+        """Describe the policy: a chunk is a reply, an action is one token.
 
         Raises:
-            ConfigError: the chat template refuses messages that the environment has.
+            ConfigError: the chat template rejects messages of the environment.
         """
         folder = self._folder(cfg)
         template = None if cfg.chat is False else ChatTemplate.read(folder)
@@ -107,11 +106,11 @@ class CausalLMFactory:
         )
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return keys of a run that the policy cannot follow, one line each."""
+        """Return keys of a run that the policy does not support, one line each."""
         return sampling_problems(cfg, spec)
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with the weights in `cfg.path`, or the small one that ships with random ones from the seed.
+        """Build the policy with the weights in `cfg.path`, or the included small one with weights from the seed.
 
         Raises:
             CheckpointError: the folder cannot be loaded.
@@ -128,12 +127,12 @@ class CausalLMFactory:
 
 
 def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
-    """Parameters of modules that are trained whole beside adapters, as far as they are embeddings or output matrix."""
+    """Return the number of fully trained parameters next to adapters, for embeddings and output matrix."""
     return len({"lm_head", "embed_tokens"} & {*cfg.lora.modules_to_save}) * size.vocabulary * size.width
 
 
 def _count(folder: Path) -> int:
-    """Parameters, as far as the headers of the weight files tell."""
+    """Return the number of parameters according to the headers of the weight files."""
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         with open(file, "rb") as f:

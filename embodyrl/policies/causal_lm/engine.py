@@ -1,4 +1,4 @@
-"""Rollouts by vLLM inside the policy's process: the same tokens in, the same weights, only faster."""
+"""Rollouts by vLLM inside the policy's process, with the same tokens and weights."""
 
 import fcntl
 import hashlib
@@ -20,15 +20,15 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""Of a CPU build; on a GPU vLLM takes the share of the memory that the run's plan leaves it."""
+"""For a CPU build; on a GPU vLLM gets the share of memory of the run's plan."""
 
 
 @contextmanager
 def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
-    """Let `save` write a folder for vLLM whose path depends on the model's config only; it is gone afterwards.
+    """Provide a temporary folder for vLLM, which `save` writes, with a path that depends on the model's config only.
 
-    The path is a part of the key under which vLLM keeps what it compiled, so a random one would never be found again.
-    Engines of one config that start at the same time take turns.
+    The path is a part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
+    config that start at the same time take turns.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "vllm"
     cache.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
         folder = cache / hashlib.sha256((written / "config.json").read_bytes()).hexdigest()[:16]
         with open(f"{folder}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the start of a worker has a deadline
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(folder, ignore_errors=True)  # left by a killed process
             try:
                 yield written.rename(folder)
             finally:
@@ -47,18 +47,18 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
 
 
 class VllmEngine:
-    """One vLLM engine whose weights follow a module's."""
+    """One vLLM engine with the weights of a module."""
 
     tempered = True
-    """Its log-probabilities are those at the temperature."""
+    """Log-probabilities include the temperature."""
 
     def __init__(self, save: Callable[[Path], None], request: PolicyRequest, *, dtype: str) -> None:
-        """Build the engine from a folder that `save` writes; vLLM's own arguments win over all that is chosen here.
+        """Build the engine from a folder that `save` writes; the user's arguments of vLLM take precedence.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
         """
-        # In the engine's own process weights cannot be handed over as tensors.
+        # Weights can be passed as tensors only within the engine's process.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         try:
@@ -78,7 +78,7 @@ class VllmEngine:
                 model=str(folder),
                 dtype=dtype,
                 seed=request.seed % 2**31,
-                # vLLM's own default is before the temperature.
+                # vLLM's default is before the temperature.
                 logprobs_mode="raw_logprobs" if request.temperature == 1.0 else "processed_logprobs",
                 disable_log_stats=True,
                 **memory | request.engine,
@@ -88,9 +88,9 @@ class VllmEngine:
         self._sleeps = bool(request.engine.get("enable_sleep_mode"))
 
     def sleep(self) -> None:
-        """Give up the GPU's memory until the next `sync`, where `enable_sleep_mode` is set.
+        """Free the GPU's memory until the next `sync`, if `enable_sleep_mode` is set.
 
-        Weights are dropped, not copied to the host: after training the module has others anyway.
+        Weights are dropped instead of copied to the host: training changes them anyway.
         """
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
@@ -99,13 +99,13 @@ class VllmEngine:
     def sync(
         self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Take over the module's weights if their version is another than in the last call; wake up.
+        """Load the module's weights if their version has changed since the last call; wake up.
 
-        After the first change the engine must agree with the module on the log-probability of what it says next to
+        After the first change, the engine must agree with the module on the log-probability of its next token after
         `probe`; `logprob(prompt, token)` is the module's.
 
         Raises:
-            EmbodyError: it does not; the engine's weights are not the module's.
+            EmbodyError: they differ; the engine has other weights.
         """
         if version == self._synced and not self._asleep:
             return
@@ -114,7 +114,7 @@ class VllmEngine:
                 self._llm.wake_up(tags=["weights"])
             weights = ((name, p.detach().clone()) for name, p in module.named_parameters())
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            if self._asleep:  # only now, so that copies of weights and the cache are not there at once
+            if self._asleep:  # only now, so that weight copies and the cache are not allocated together
                 self._llm.wake_up(tags=["kv_cache"])
                 self._asleep = False
             # Cached prefixes were computed with the old weights.
@@ -137,10 +137,10 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Tokens (-1 after the end) and log-probabilities [B, limit], and `no_best` filled.
+        """Return tokens (-1 after the end) and log-probabilities [B, limit], and filled `no_best`.
 
-        Each reply's seed comes from its noise; on a GPU, where vLLM draws replies that have seeds one after the other,
-        only in deterministic mode.
+        Each reply's seed is derived from its noise; on a GPU, where vLLM samples replies with seeds one by one, only in
+        deterministic mode.
         """
         seeds: list[int | None] = [None] * len(prompts)
         if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):

@@ -1,4 +1,4 @@
-"""The network of a language-model policy: loaded, adapted, read for logits, values and scores of tokens."""
+"""Network of a language-model policy: loading, adapters, logits, values and token scores."""
 
 import logging
 import warnings
@@ -35,7 +35,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Let transformers read or write weights without its progress bars: a run has a line of its own for progress."""
+    """Suppress transformers' progress bars while weights are read or written: a run has its own progress line."""
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
@@ -47,7 +47,7 @@ def without_bars() -> Iterator[None]:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Leave out what peft warns of for every model: of tied embeddings, which `untie` and exports take care of."""
+    """Suppress peft's warnings about tied embeddings, which `untie` and exports handle."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*(`tie_word_embeddings=True`|no longer tied)")
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -57,15 +57,15 @@ def _without_warnings() -> Iterator[None]:
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), of a model that sees images (model, processor); the folder's own code is never run.
 
-    With a `seed` the folder has no weights, and they are drawn.
+    With a `seed` the folder has no weights, and they are initialised randomly.
 
     Raises:
-        CheckpointError: the folder holds no such model, or a file is damaged.
+        CheckpointError: the folder has no such model, or a file is damaged.
         MissingDependencyError: its processor needs a package that is not installed.
     """
     if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
-        # The library would look for it, or for what the adapter names, in its cache of the hub.
-        raise CheckpointError(f"{folder} is no folder of a whole model; an adapter goes to model.lora.path.")
+        # The library would search its hub cache for the folder, or for the adapter's base model.
+        raise CheckpointError(f"{folder} is not the folder of a full model; set an adapter with model.lora.path.")
     try:
         kind, model_kind = (
             (AutoProcessor, AutoModelForImageTextToText) if sees else (AutoTokenizer, AutoModelForCausalLM)
@@ -89,14 +89,16 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
         kind = "vision-language" if sees else "causal language"
         raise CheckpointError(f"{folder} cannot be loaded as a {kind} model: {one_line(error)}") from error
     except (ImportError, AttributeError) as error:
-        # Without torchvision the library's table of video processors is an empty shell, even where none is asked for.
+        # Without torchvision the library's table of video processors is empty, even if none is used.
         raise MissingDependencyError(
             f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Most that also take "
             "videos (Qwen-VL, SmolVLM) need `pip install torchvision num2words`, torchvision from where torch is from."
         ) from error
     model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):
-        raise CheckpointError(f"{folder}: its weight files lack or misfit {', '.join(wrong[:5])}; fetch them again.")
+        raise CheckpointError(
+            f"{folder}: missing or mismatched weights {', '.join(wrong[:5])}; download the files again."
+        )
     return model, processor
 
 
@@ -111,8 +113,8 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
     if path is not None:
         folder = resolve_asset(path)
         for name in (_ADAPTER_CONFIG, "adapter_model.safetensors"):
-            if not (folder / name).is_file():  # or the library would ask the hub, or take a pickle
-                raise CheckpointError(f"{folder}: {name} is missing; it is no complete adapter folder.")
+            if not (folder / name).is_file():  # otherwise the library would query the hub, or load a pickle
+                raise CheckpointError(f"{folder}: {name} is missing; the adapter folder is incomplete.")
         with _without_warnings():
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=trainable)  # type: ignore[arg-type]
             return adapted if cfg.is_lora else adapted.merge_and_unload()  # type: ignore[operator]
@@ -136,7 +138,7 @@ def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, pa
 
 
 class LanguageModel(nn.Module):
-    """A causal LM and, where values are asked for, a head on its last hidden states."""
+    """A causal LM with an optional value head on its last hidden states."""
 
     def __init__(self, lm: Any, value_dim: int) -> None:
         super().__init__()
@@ -155,7 +157,7 @@ class LanguageModel(nn.Module):
         cache: DynamicCache | None = None,
         **beside: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
+        """Return logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
 
         `beside` are the tensors of images, under the names that the model gives them.
         """
@@ -182,16 +184,16 @@ class LanguageModel(nn.Module):
 
     @property
     def _whole(self) -> Any:
-        """The model below its adapters."""
+        """Model without its adapters."""
         return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
 
     @property
     def vocabulary(self) -> int:
-        """V: rows of the output matrix."""
+        """V: number of rows of the output matrix."""
         return int(self.lm.get_output_embeddings().weight.shape[0])
 
     def head_is_last(self, precision: torch.autocast) -> bool:
-        """Whether the logits are the output matrix times the last hidden states, which few models scale or cap."""
+        """Return True if the logits are the output matrix times the last hidden states, without scaling or capping."""
         given: list[Tensor] = []
 
         def replace(head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
@@ -207,9 +209,9 @@ class LanguageModel(nn.Module):
     def scores_in_chunks(
         self, ids: Tensor, mask: Tensor, positions: Tensor, count: int, temperature: float, **beside: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What `scores_of` says of the last `count` tokens, and the values at them, without all logits at a time.
+        """Return `scores_of` the last `count` tokens, and their values, without storing all logits.
 
-        The logits of `CHUNK_LOGITS` are there at once, and are computed again in the backward pass.
+        At most `CHUNK_LOGITS` logits are stored; they are computed again in the backward pass.
         """
         out = self._whole.base_model(
             input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **beside
@@ -229,14 +231,14 @@ class LanguageModel(nn.Module):
         return first, second, third, self._values(hidden, first)
 
     def _values(self, hidden: Tensor, like: Tensor) -> Tensor:
-        """Values [B, n] of hidden states [B, n, D]; zeros without a head."""
+        """Return values [B, n] of hidden states [B, n, D]; zeros without a head."""
         if self.value_head is None:
             return torch.zeros_like(like)
         return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
 
 class _Scores(torch.autograd.Function):
-    """`scores_of` logits [n, V] of any type as one node: of several, what an unused entropy kept would stay there."""
+    """`scores_of` logits [n, V] as one autograd node: separate nodes would keep tensors of an unused entropy."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,19 +255,19 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         log_probs, said, entropy = ctx.saved_tensors
         of_said, of_entropy = (grad[:, None] for grad in grads[:2])
-        # Of log p(said): 1 where it is said, less p. Of the entropy H: -p (log p + H).
+        # Gradient of log p(said): one-hot minus p. Gradient of the entropy H: -p (log p + H).
         out = torch.add(log_probs, entropy).mul_(of_entropy).add_(of_said).mul_(log_probs.exp()).neg_()
         return out.scatter_add_(-1, said, of_said).div_(ctx.temperature).to(ctx.dtype), None, None
 
 
 def scores_of(logits: Tensor, said: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability, entropy and whether it is the most probable one, of tokens [...] by float32 logits [..., V]."""
+    """Return log-probability, entropy and greedy match of tokens [...] for float32 logits [..., V]."""
     scaled = logits / temperature
     return *categorical_scores(scaled, said), scaled.argmax(-1) == said
 
 
 def untie(lm: Any, like: Any) -> None:
-    """Give the output matrix weights of its own if only those of `like` are not the input embeddings."""
+    """Untie the output matrix from the input embeddings if it is untied in `like`."""
     head = lm.get_output_embeddings()
     tied = [m.get_output_embeddings().weight is m.get_input_embeddings().weight for m in (lm, like)]
     if tied == [True, False]:
@@ -276,19 +278,19 @@ def untie(lm: Any, like: Any) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
-    """Copy weights into those of a module; its own `load_state_dict` does not take whole ones where it is sharded.
+    """Copy full weights into a module that may be sharded, which its `load_state_dict` does not support.
 
     Raises:
-        CheckpointError: `state`, of a folder, has neither adapters nor everything, or something of another shape.
+        CheckpointError: `state` has neither adapters nor all weights, or a different shape.
     """
     own = module.state_dict()
     kept = {_saved_name(name): w for name, w in own.items() if ".lora_" in name or ".modules_to_save." in name}
     own = kept or own
-    check_weights(own, state, where, fix="Use the model and the adapters that it was saved with.")
+    check_weights(own, state, where, fix="Use the model and the adapters of that run.")
     for name, weight in state.items():
         own[name].copy_(weight)
 
 
 def _saved_name(name: str) -> str:
-    """Of an adapter's weight in its file."""
+    """Return the name of an adapter's weight in its file."""
     return name.replace(".modules_to_save.default", "").replace(".default.", ".")

@@ -1,4 +1,4 @@
-"""The language-model policy: prompts in, replies out; the same distribution acts and is trained."""
+"""Language-model policy: prompts in, replies out; acting and training use the same distribution."""
 
 import math
 from collections.abc import Sequence
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
-"""Seed of random weights below adapters: checkpoints hold the adapters only, and fit every run."""
+"""Seed of random weights below adapters: checkpoints contain the adapters only, which fit every run."""
 VALUE_FILE = "value_head/model.safetensors"
-"""In a folder of its own: others take every weight file beside config.json for the language model's."""
+"""In its own folder: other tools read every weight file next to config.json as a part of the language model."""
 
 
 class CausalLMPolicy:
-    """Implements `Policy`. A chunk is one reply of at most K tokens; the token that ends it counts."""
+    """Implements `Policy`. A chunk is one reply of at most K tokens, including the end token."""
 
     def __init__(
         self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, sees: bool
     ) -> None:
-        """Load a folder's model; without `cfg.path` its weights are drawn from the seed.
+        """Load a folder's model; without `cfg.path` its weights are initialised from the seed.
 
         `sees`: it is a vision-language model, which reads the images of an observation.
         """
@@ -49,7 +49,7 @@ class CausalLMPolicy:
         self._temperature, self._sampling = request.temperature, request.sampling
         self._device = torch.device(request.device)
         compute = torch.bfloat16 if cfg.precision is Precision.bf16 else torch.float32
-        # fp32 master weights are only worth their memory where something is trained.
+        # fp32 master weights are needed for training only.
         whole = not cfg.is_lora or cfg.lora.modules_to_save
         self._autocast = compute if request.trainable and whole else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
@@ -88,17 +88,17 @@ class CausalLMPolicy:
 
     @property
     def vocabulary(self) -> frozenset[tuple[str, int]]:
-        """Every token with its number."""
+        """Set of all tokens with their ids."""
         return frozenset(self.tokenizer.get_vocab().items())
 
     # --- acting -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Write a reply to each conversation (see `Policy.act`).
+        """Generate a reply to each conversation (see `Policy.act`).
 
-        `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch that is
-        computed together have one length, so that a row's numbers do not depend on the others.
+        `actions` are the token ids, -1 after the end. With deterministic algorithms all prompts of a batch have one
+        length, so that a row's result is independent of the others.
         """
         prompts = self.read(obs)
         count, length = len(prompts), self.spec.num_action_chunks
@@ -107,9 +107,10 @@ class CausalLMPolicy:
         best = no_best(count, length, self._request.top)
         if self._engine_asked:
             tokens, logprob, value, best = self._ask_engine(obs, prompts, noise, temperature or self._temperature)
-        with self._precision():  # around all replies, so that float32 weights are cast once and not for each token
+        # one block for all replies, so that float32 weights are cast once and not for each token
+        with self._precision():
             for rows in [] if self._engine_asked else self._buckets(prompts):
-                # Rows of other buckets are fillers, so that each one is computed in the shape of the whole batch.
+                # Rows of other buckets are padding, so that each row is computed in the shape of the whole batch.
                 batch = [prompts[i if i in rows else rows[0]] for i in range(count)]
                 out = self._generate(batch, noise, temperature)
                 for array, part in zip((tokens, logprob, value, best), out, strict=True):
@@ -131,7 +132,7 @@ class CausalLMPolicy:
     def _ask_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, log-probabilities, values [B, K] and `best` by vLLM; what it cannot say, the module does."""
+        """Return tokens, log-probabilities, values [B, K] and `best` from the engine, or else from the module."""
         if self._engine is None:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
@@ -139,8 +140,8 @@ class CausalLMPolicy:
         tokens, logprob, best = self._engine.generate(prompts, noise, temperature, length, top)
         value = np.zeros_like(logprob)
         s = self._sampling
-        # vLLM's log-probabilities are those of the truncated distribution; the loss has the whole one's. A server's are
-        # those before the temperature.
+        # vLLM's log-probabilities are those of the truncated distribution, but the loss uses the full one. A server's
+        # are those before the temperature.
         penalties = (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
         untouched = (s.top_k, s.top_p, *penalties, s.min_new_tokens) == (-1, 1.0, 1.0, 0.0, 0.0, 0)
         truncated = self._temperature != 1.0 and not (untouched and self._engine.tempered)
@@ -168,7 +169,7 @@ class CausalLMPolicy:
         return VllmEngine(self.save, request, dtype=dtype)
 
     def _next_logprob(self, prompt: Sequence[int], token: int) -> float:
-        """Log-probability of the token after a prompt."""
+        """Return the log-probability of a token after a prompt."""
         ids, mask, positions, _ = self._inputs([Prompt(prompt)])
         with self._precision():
             logits, _ = self._net(ids, mask, positions, 1)
@@ -185,11 +186,11 @@ class CausalLMPolicy:
         self, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, log-probabilities and values, all [B, K], and `best` (`no_best`)."""
-        # In deterministic mode every row is computed in the shape of the whole batch from beginning to end: kernels
-        # may sum in another order in another shape.
+        # In deterministic mode every row is computed in the shape of the whole batch: kernels may sum in another order
+        # for other shapes.
         exact = torch.are_deterministic_algorithms_enabled()
         scale, limit, count = temperature or self._temperature, self.spec.num_action_chunks, len(prompts)
-        # Otherwise members of a group share their prompt: it is read once, by the first row that has it.
+        # Otherwise members of a group share their prompt, which the first of their rows processes.
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if exact else sorted(first.values())
         ids, mask, positions, beside = self._inputs([prompts[i] for i in source])
@@ -203,7 +204,7 @@ class CausalLMPolicy:
             cache.batch_select_indices(pick)
         logits, value, mask, position = logits[pick, 0], value[pick, 0], mask[pick], positions[..., pick, -1]
         seen = self._seen(ids[pick], mask, logits)
-        # `rows` are the replies still being written; all that follows but `out` and `uniform` has their order.
+        # `rows` are the unfinished replies; all other arrays except `out` and `uniform` have their order.
         out = [torch.full((count, limit), fill, device=self._device) for fill in (NO_TOKEN, 0.0, 0.0)]
         best = on_device(no_best(count, limit, self._request.top), self._device)
         uniform = None if noise is None else on_device(noise, self._device)
@@ -223,7 +224,7 @@ class CausalLMPolicy:
             done = done & (t + 1 >= self._sampling.min_new_tokens)
             if t + 1 == limit or bool(done.all()):
                 break
-            # Copying the cache pays once half of the rows are no longer needed.
+            # Copying the cache pays off once half of the rows are finished.
             if not exact and int(done.sum()) * 2 > len(done):
                 alive = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(alive)
@@ -239,29 +240,29 @@ class CausalLMPolicy:
         return tokens, logprobs, values, best.cpu().numpy()
 
     def _barred(self, t: int) -> Tensor | None:
-        """Tokens that a reply does not say as its token t."""
+        """Return tokens that are not allowed as token t of a reply."""
         early = self.ends if t < self._sampling.min_new_tokens else None
         both = [ids for ids in (early, self._never) if ids is not None]
         return torch.cat(both) if both else None
 
     def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
-        """[B, V] tokens of the prompts; [B, 0] where no penalty asks for them."""
+        """Return tokens of the prompts as a mask [B, V]; [B, 0] without a penalty."""
         if self._sampling.repetition_penalty == 1.0:
             return mask[:, :0].bool()
         seen = torch.zeros_like(logits, dtype=torch.bool)
         return seen.scatter_(1, ids, mask.bool())
 
     def _stops(self, tokens: Tensor, t: int) -> Tensor:
-        """[B] replies whose last tokens complete a stop text."""
+        """Return a mask [B] of replies whose last tokens complete a stop text."""
         if not self._sampling.stop:
             return torch.zeros(len(tokens), dtype=torch.bool, device=self._device)
-        # A token is a character or more; 8 more leave room for rare characters that take a token for each byte.
+        # A token is a character or more; 8 more for rare characters with a token for each byte.
         tail = max(map(len, self._sampling.stop)) + 8
         texts = self.tokenizer.batch_decode(tokens[:, max(0, t + 1 - tail) : t + 1].clamp(min=0))
         return torch.tensor([any(s in x for s in self._sampling.stop) for x in texts], device=self._device)
 
     def _cut_off(self, tokens: np.ndarray) -> np.ndarray:
-        """[B] replies that took all tokens [B, K] they could without an end among them."""
+        """Return a mask [B] of replies [B, K] that reached the maximum length without an end token."""
         ids = on_device(tokens, self._device)
         last = ids.shape[1] - 1
         ended = torch.isin(ids[:, last], self.ends) | self._stops(ids, last)
@@ -281,8 +282,8 @@ class CausalLMPolicy:
     def _score(
         self, obs: Observation, tokens: IntArray, *, dropout: bool = False
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probability, entropy, value and whether the token is the most probable one, all [B, K]."""
-        if not torch.is_grad_enabled() and len(split := in_parts(obs)) > 1:  # all slots of a run, beside an engine
+        """Return log-probability, entropy, value and greedy match of each token, all [B, K]."""
+        if not torch.is_grad_enabled() and len(split := in_parts(obs)) > 1:  # all slots of a run, with an engine
             scored = [self._score(part, tokens[rows]) for rows, part in split]
             one, two, three, four = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
             return one, two, three, four
@@ -299,7 +300,7 @@ class CausalLMPolicy:
                 logits, value = self._net(ids, mask, positions, longest + 1, **beside)
                 parts = (*scores_of(logits[:, :-1], said, self._temperature), value[:, :-1])
         self._net.train(dropout)
-        # Rows end in the same column, so that none is wider than the longest; the results begin in the same one.
+        # Rows are right-aligned, so that none is wider than the longest; results are left-aligned.
         column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
         real, column = column < longest, column.clamp(max=longest - 1)
         rest = (0, tokens.shape[1] - longest)
@@ -308,7 +309,7 @@ class CausalLMPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value of each conversation as it stands, in the first column of [B, V]."""
+        """Return the value of each conversation, in the first column of [B, V]."""
         ids, mask, positions, beside = self._inputs(self.read(obs))
         with self._precision():
             _, value = self._net(ids, mask, positions, 1, **beside)
@@ -317,14 +318,14 @@ class CausalLMPolicy:
         return out
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Mean negative log-probability of each reply's tokens, and the share that would be the most probable one."""
+        """Return the mean negative log-probability of each reply's tokens, and the share of greedy matches."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, top = self._score(obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0)
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)
         return ImitationScores(loss=-logprob.sum(1) / count, accuracy=top.sum(1) / count)
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
-        """Tokens of replies and of their ends (see `TextPolicy.encode_replies`)."""
+        """Return tokens of replies with their end tokens (see `TextPolicy.encode_replies`)."""
         encoded = self.tokenizer(list(replies), add_special_tokens=False)["input_ids"]
         tokens = np.full((len(replies), max(map(len, encoded)) + 1), NO_TOKEN, np.int64)
         for row, ids in zip(tokens, encoded, strict=True):
@@ -332,7 +333,7 @@ class CausalLMPolicy:
         return tokens
 
     def prompt_lengths(self, obs: Observation) -> IntArray:
-        """Tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
+        """Return the number of tokens of each conversation (see `TextPolicy.prompt_lengths`)."""
         return np.asarray([len(prompt) for prompt in self.read(obs)], np.int64)
 
     def served_by(self, url: str, model: str | None) -> Any:
@@ -351,14 +352,14 @@ class CausalLMPolicy:
         return ids, mask, self._net.positions(ids, mask, beside), beside
 
     def _precision(self, *, keep: bool = True) -> torch.autocast:
-        """`keep` what weights are cast to until the end; without recomputation the backward pass needs it anyway."""
+        """Return the autocast context; `keep` caches cast weights for a backward pass without recomputation."""
         mixed = self._autocast not in (None, torch.float32)
         return torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=mixed, cache_enabled=keep)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Write the public layout: model and tokenizer, or in `adapter/` the adapters; and the value head."""
+        """Write the public layout: model and tokenizer, or the adapters in `adapter/`; and the value head."""
         self.processor.save_pretrained(folder)
         with without_bars():
             self._net.lm.save_pretrained(folder / ADAPTER_FOLDER if self._adapted else folder)
@@ -369,7 +370,7 @@ class CausalLMPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`).
 
-        A value head that the folder lacks stays as it is, so that PPO can start from what SFT or GRPO left.
+        A value head that the folder lacks stays unchanged, so that PPO can start from SFT or GRPO weights.
         """
         adapter = folder / ADAPTER_FOLDER
         try:

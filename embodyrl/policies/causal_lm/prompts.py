@@ -17,11 +17,11 @@ from embodyrl.types import ROWS_AT_A_TIME, ByteArray, Observation
 _CACHED_PROMPTS = 4096
 _CACHED_PIXELS = 2**26
 _REPLY = "0x0"
-"""Told to a chat template to see what it puts behind a reply."""
+"""Placeholder reply, to find the text that a chat template adds after it."""
 
 
 class Prompt(list[int]):
-    """Token ids, and the processor's tensors beside them."""
+    """Token ids, with further tensors of the processor."""
 
     def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
@@ -35,27 +35,27 @@ class Reader:
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
         """Take a tokenizer, or the processor of a model that sees images.
 
-        `first` is the prompt's only token where it would have none; `pixels`: of one observation.
+        `first` is the only token of an otherwise empty prompt; `pixels`: of one observation.
         """
         self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
         tokenizer = processor.tokenizer if self._sees else processor
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        # Between turns the template writes them; inside of one they would let its author end it, or speak for others.
+        # The template writes these tokens between turns; in a message they would let its author end the turn.
         self._controls = special if self._chat else []
         self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
-        """Read each conversation; equal ones are the same object."""
-        # Bytes and shape, as the cache wants keys that can be hashed.
+        """Convert each conversation; equal ones are the same object."""
+        # Bytes and shape, because cache keys must be hashable.
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
         return [self._read(*each) for each in zip(obs.instructions, bits, shapes, strict=True)]
 
     def end_of_reply(self, ends: Sequence[int]) -> int:
-        """Which of the tokens that may end a reply does: the chat template's, else the tokenizer's own, else the first.
+        """Return the end-of-turn token: that of the chat template, else the tokenizer's, else the first of `ends`.
 
-        Llama-3's and Gemma's models name several, and their templates do not end a turn with the first one.
+        Llama-3 and Gemma have several, and their templates do not end a turn with the first one.
         """
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         said = [tokenizer.eos_token_id]
@@ -122,7 +122,7 @@ class Reader:
             text = "".join(_plain(Message(role=m.role, content=t)) for m, t in zip(messages, texts, strict=True))
             out = self._processor(text=[text], images=[images] if images else None, return_tensors="pt")
         ids = out.pop("input_ids")[0].tolist()
-        # All ones for a single prompt; a batch gets its own with the padding.
+        # All ones for a single prompt; a batch gets its own mask with the padding.
         out.pop("attention_mask")
         return Prompt(ids or [self._first], dict(out))
 
@@ -132,7 +132,7 @@ def _plain(message: Message) -> str:
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and mask [B, longest]."""
+    """Return ids and mask [B, longest]."""
     width = max(map(len, rows))
     ids = on_device([[pad] * (width - len(r)) + list(r) for r in rows], device)
     mask = on_device([[0] * (width - len(r)) + [1] * len(r) for r in rows], device)
@@ -140,7 +140,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 
 
 def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """The tensors beside a batch of prompts that replies of these lengths follow.
+    """Return the further tensors of a batch of prompts that are followed by replies of these lengths.
 
     Images follow each other along the first dimension; all others are filled up with zeros, which every model takes
     for what is not there.
@@ -149,7 +149,7 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
     joined = {}
     for name in names:
         if name.endswith("_type_ids"):
-            # Kinds of tokens are padded on the left like the prompts, and on the right for their replies.
+            # Token types are padded on the left like the prompts, and on the right for their replies.
             width = max(len(p) + n for p, n in zip(prompts, replies, strict=True))
             rows = [
                 nn.functional.pad(
@@ -171,6 +171,6 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
 
 
 def in_parts(obs: Observation) -> list[tuple[slice, Observation]]:
-    """Rows and observations of each part of at most `ROWS_AT_A_TIME`."""
+    """Split into parts of at most `ROWS_AT_A_TIME` rows; return their slices and observations."""
     cuts = [slice(start, start + ROWS_AT_A_TIME) for start in range(0, len(obs), ROWS_AT_A_TIME)]
     return [(r, Observation(images=obs.images[r], state=obs.state[r], instructions=obs.instructions[r])) for r in cuts]

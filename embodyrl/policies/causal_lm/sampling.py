@@ -1,4 +1,4 @@
-"""From logits to the next token: penalties and truncation, then the inverse of the cumulative distribution."""
+"""Token sampling from logits: penalties and truncation, then the inverse CDF."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def choose(
     said: Tensor | None = None,
     barred: Tensor | None = None,
 ) -> Tensor:
-    """Next tokens [B].
+    """Sample the next tokens [B].
 
     Args:
         logits: [B, V] float32, neither scaled nor truncated.
@@ -30,8 +30,8 @@ def choose(
         temperature: divides the logits after the penalty.
         params: top_k, top_p and repetition_penalty.
         seen: [B, V] bool, tokens of the prompt and the reply so far, for the penalty (arXiv 1909.05858).
-        said: [B, T] tokens of the reply so far, -1 where none is, for the penalties of frequency and presence.
-        barred: ids of tokens that are not chosen, whatever their probability.
+        said: [B, T] tokens of the reply so far, padded with -1, for frequency and presence penalties.
+        barred: ids of tokens with probability 0.
     """
     if params.repetition_penalty != 1.0:
         penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
@@ -44,7 +44,7 @@ def choose(
     if uniform is None:
         return logits.argmax(-1)
     cdf = cumulative(truncate(logits / temperature, params).softmax(-1))
-    # The last sum is 1 but for rounding; scaling by it keeps every draw inside the vocabulary.
+    # The last sum is 1 up to rounding; scaling by it keeps every sample inside the vocabulary.
     return (
         torch.searchsorted(cdf, uniform[:, None] * cdf[:, -1:], right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
     )
@@ -63,11 +63,11 @@ def truncate(logits: Tensor, params: SamplingSettings) -> Tensor:
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
-"""Largest difference of a log-probability that rounding explains, by the precision of the weights."""
+"""Largest rounding difference of a log-probability, by the precision of the weights."""
 
 
 def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
-    """How replies are drawn, by the names that vLLM and servers like it have for it."""
+    """Return sampling parameters under the names of vLLM and compatible servers."""
     names = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     return {name: getattr(params, name) for name in names} | {
         "top_k": max(params.top_k, 0),
@@ -80,25 +80,26 @@ def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
 
 
 def seeds_of(noise: FloatArray) -> list[int]:
-    """A seed for each reply, from the first of its uniform numbers [B, K]."""
+    """Return a seed for each reply, from the first of its uniform numbers [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 
 
 def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Tokens (-1 after the end), log-probabilities, both [B, limit], and `no_best`: room for an engine's replies."""
+    """Allocate tokens (-1 after the end), log-probabilities, both [B, limit], and `no_best` for replies."""
     return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 
 def no_best(count: int, length: int, top: int) -> FloatArray:
-    """Room [B, K, 1 + top, 2] for `rollout.logprobs`: id and log-probability before temperature, penalties, truncation.
+    """Allocate `rollout.logprobs` [B, K, 1 + top, 2]: ids and log-probabilities before temperature and truncation.
 
-    First the token that was said, then the most probable ones; ids below 0 where there is none, empty without `top`.
+    First the sampled token, then the most probable ones; ids below 0 are padding, empty without `top`.
     """
-    return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)  # float32 holds ids up to 2^24
+    # float32 represents ids up to 2^24 exactly
+    return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)
 
 
 def tell_best(tokens: IntArray, best: FloatArray, decode: Callable[[int], str]) -> str:
-    """One row of `no_best` as `PolicyOutput.top`; texts are cut so that they fit into `channels.layout.TOP_BYTES`."""
+    """Format one row of `no_best` as `PolicyOutput.top`; texts are cut to fit into `channels.layout.TOP_BYTES`."""
 
     def shown(token: int) -> str:
         text = "".join(c if c.isprintable() or c == "\n" else "?" for c in decode(token))

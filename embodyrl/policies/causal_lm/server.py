@@ -1,4 +1,4 @@
-"""Rollouts by a server with OpenAI's completions protocol as vLLM extends it: token ids in and out."""
+"""Rollouts by a server with OpenAI's completions protocol and vLLM's extensions: token ids in and out."""
 
 import json
 import tempfile
@@ -18,34 +18,34 @@ from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, see
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
-"""Longest wait for one reply, or for an adapter to be loaded."""
+"""Timeout of one reply, or of loading an adapter."""
 CONNECTIONS = 64
-"""Questions that are under way at once."""
+"""Maximum number of concurrent requests."""
 _ADAPTERS = (
     "Start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, --enable-lora and --max-lora-rank of model.lora.r or more."
 )
 
 
 class _Server:
-    """One model of a server, asked through `<url>/completions`."""
+    """One model of a server, called through `<url>/completions`."""
 
     key = "rollout.url"
-    """What names it."""
+    """Config key of the address."""
 
     def __init__(self, url: str, model: str | None) -> None:
-        """Ask what the server serves.
+        """Query the models of the server.
 
         Args:
             url: with its /v1.
-            model: which of the server's models; None: its first.
+            model: one of the server's models; None: its first.
 
         Raises:
-            EmbodyError: nobody answers there, or it does not serve that model.
+            EmbodyError: there is no server, or it does not serve that model.
         """
         self._url = url.rstrip("/")
         served = [str(entry["id"]) for entry in self._ask("models")["data"]]
         if model is not None and model not in served:
-            raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, no model {model}.")
+            raise EmbodyError(f"{self.key}={url} serves {', '.join(served)}, but no model {model}.")
         self._base = self._model = model or served[0]
 
     def _ask_all(self, questions: Sequence[dict[str, Any]]) -> list[Any]:
@@ -68,26 +68,26 @@ class _Server:
         try:
             return json.loads(text)
         except ValueError:
-            return text  # loading an adapter is answered in words
+            return text  # the reply to loading an adapter is plain text
 
 
 class ServerEngine(_Server):
-    """Writes replies; only low-rank adapters can follow the actor (`<url>/load_lora_adapter`)."""
+    """Generates replies; only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
 
     tempered = False
-    """Its log-probabilities are those before the temperature."""
+    """Log-probabilities are those before the temperature."""
 
     def __init__(
         self, url: str, model: str | None, save_adapter: Callable[[Path], None] | None, *, dtype: str, sampling: Any
     ) -> None:
-        """As `_Server`.
+        """Connect as `_Server` does.
 
         Args:
             url: with its /v1.
-            model: which of the server's models; None: its first.
-            save_adapter: writes the adapters into a folder that the server reads too; None: there are none.
+            model: one of the server's models; None: its first.
+            save_adapter: writes the adapters into a folder that the server can read; None: there are none.
             dtype: of the actor, for the tolerance.
-            sampling: how replies are drawn.
+            sampling: sampling parameters.
         """
         super().__init__(url, model)
         self._save, self._dtype, self._sampling = save_adapter, dtype, sampling
@@ -97,15 +97,15 @@ class ServerEngine(_Server):
     def sync(
         self, module: object, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Hand over the adapters if their version is new; then the server must agree with the module about `probe`.
+        """Upload the adapters if their version is new, then compare a log-probability after `probe` with the module's.
 
         Raises:
-            EmbodyError: it does not: other weights, or another tokenizer.
+            EmbodyError: they differ: other weights, or another tokenizer.
         """
         if version == self._synced:
             return
         if self._save is not None and self._folder is not None:
-            # Of its own: another run, or an earlier one, may have left its adapters there.
+            # A unique name: another run may have left its adapters on the server.
             old, self._model = self._model, f"{Path(self._folder.name).name}-{version}"
             target = Path(self._folder.name) / self._model
             self._save(target)
@@ -123,12 +123,12 @@ class ServerEngine(_Server):
         self._synced = version
 
     def sleep(self) -> None:
-        """It has memory of its own."""
+        """Do nothing: the server has its own memory."""
 
     def generate(
         self, prompts: Sequence[list[int]], noise: FloatArray | None, temperature: float, limit: int, top: int
     ) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Tokens (-1 after the end) and log-probabilities before the temperature [B, limit], and `no_best` filled."""
+        """Return tokens (-1 after the end), log-probabilities without temperature [B, limit], and filled `no_best`."""
         more = in_words_of_vllm(self._sampling, top) | {"return_tokens_as_token_ids": top > 0}
         seeds = [{}] * len(prompts) if noise is None else [{"seed": seed} for seed in seeds_of(noise)]
         scale = 0.0 if noise is None else temperature
@@ -152,26 +152,26 @@ class ServerEngine(_Server):
 
 
 class ServedReference(_Server):
-    """A reference that a server computes: log-probabilities of given tokens, by `echo` of prompt and reply.
+    """A reference on a server: log-probabilities of given tokens, by `echo` of prompt and reply.
 
-    The part of a `Policy` that a reference is asked for.
+    Implements the part of `Policy` that a reference needs.
     """
 
     key = "algorithm.reference_url"
 
     def __init__(self, url: str, model: str | None, read: Reader, highest: int) -> None:
-        """`read` turns conversations into token ids, of which `highest` is the last.
+        """Connect; `read` converts conversations to token ids up to `highest`.
 
         Raises:
-            EmbodyError: nobody answers there, or it does not take the ids.
+            EmbodyError: there is no server, or it rejects the ids.
         """
         super().__init__(url, model)
         self._read, self.module = read, torch.nn.Identity()
-        # One that is not in its vocabulary is an error there: the same tokens in another order are the user's to avoid.
+        # An id outside its vocabulary is an error there; the same tokens in another order cannot be detected.
         self._ask("completions", self._echo([highest]))
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies, no values."""
+        """Return log-probabilities [B, K] of replies at temperature 1, 0 after their ends; no entropies, no values."""
         prompts, replies = self._read(obs), [row[row >= 0].tolist() for row in tokens]
         answers = self._ask_all([self._echo([*p, *r]) for p, r in zip(prompts, replies, strict=True)])
         found = np.zeros(tokens.shape, np.float32)
@@ -187,13 +187,13 @@ class ServedReference(_Server):
         return PolicyScores(logprob=logprob, entropy=torch.zeros_like(logprob), value=logprob[:, :0])
 
     def _echo(self, ids: Sequence[int]) -> dict[str, Any]:
-        # Not all servers answer for no token at all.
+        # Not all servers accept zero tokens.
         asked = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0}
         return {**asked, "echo": True, "logprobs": 0}
 
 
 def _reply(answer: Any) -> tuple[list[int], list[float]]:
-    """Token ids and log-probabilities of the only choice."""
+    """Return token ids and log-probabilities of the only choice."""
     choice = answer["choices"][0]
     tokens, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if tokens is None or logprobs is None or len(tokens) != len(logprobs):
@@ -205,13 +205,13 @@ def _reply(answer: Any) -> tuple[list[int], list[float]]:
 
 
 def _most_probable(answer: Any, top: int) -> list[list[tuple[int, float]]]:
-    """For each token of the only choice the most probable ones, from `return_tokens_as_token_ids`."""
+    """Return the most probable tokens for each token of the only choice, from `return_tokens_as_token_ids`."""
     steps = answer["choices"][0]["logprobs"].get("top_logprobs")
     try:
         found = [[(int(name.removeprefix("token_id:")), float(p)) for name, p in step.items()] for step in steps]
     except (AttributeError, TypeError, ValueError) as error:
         raise EmbodyError(
-            f"The server does not name the {top} most probable tokens by their ids ({error}): rollout.logprobs takes "
-            "vLLM's `return_tokens_as_token_ids`. Set rollout.logprobs=0, or use rollout.backend=hf."
+            f"The server does not return the {top} most probable tokens by their ids ({error}), as vLLM does with "
+            f"`return_tokens_as_token_ids`. Set rollout.logprobs=0, or use rollout.backend=hf."
         ) from error
     return [sorted(step, key=lambda pair: -pair[1])[:top] for step in found]

@@ -11,13 +11,13 @@ class TextLoraSettings(LoraSettings):
     """Low-rank adapters of a language model."""
 
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the inputs of adapters that is dropped while `embodyrl sft` imitates."""
+    """Dropout on the inputs of adapters during SFT."""
     modules_to_save: list[str] = []
-    """Last parts of names of modules that are trained and saved whole beside the adapters (lm_head, embed_tokens)."""
+    """Last parts of names of modules that are fully trained and saved with the adapters (lm_head, embed_tokens)."""
 
 
 class CausalLMSettings(AdapterSettings):
-    """A causal language model; K is the length of a reply."""
+    """Settings of a causal language model; K is the maximum length of a reply."""
 
     chat: bool | None = None
     """Language models: apply the tokenizer's chat template; null: if it has one."""

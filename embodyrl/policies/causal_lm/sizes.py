@@ -1,4 +1,4 @@
-"""What a language model takes, from the numbers of its config.json alone; imports nothing heavy."""
+"""Memory estimates of a language model from its config.json; imports neither torch nor transformers."""
 
 import json
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_LOGITS = 2**26
-"""Logits that are scored at a time: a quarter of a GiB in float32, of which a backward pass holds a few copies."""
+"""Logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
 """Of an image that is seen in its own size, where the processor does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSizes:
-    """A decoder-only transformer with gated MLPs; others come out roughly."""
+    """Sizes of a decoder-only transformer with gated MLPs; approximate for others."""
 
     vocabulary: int
     width: int
@@ -25,21 +25,21 @@ class TextSizes:
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer."""
+        """Parameters of one layer."""
         return 2 * self.width * (self.width + self.keys) + 3 * self.width * self.hidden
 
     @property
     def outside_parameters(self) -> int:
-        """Embeddings and output matrix."""
+        """Parameters of embeddings and output matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Trained parameters of adapters on all linear layers but the output matrix."""
+        """Return the trained parameters of adapters on all linear layers except the output matrix."""
         w, m, k = self.width, self.hidden, self.keys
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
 
     def per_token(self, *, half: bool, adapters: bool) -> int:
-        """Bytes that a layer keeps per token for its backward pass, counted tensor by tensor.
+        """Return the bytes that a layer stores per token for its backward pass, counted tensor by tensor.
 
         bfloat16 with float32 masters: residual stream and norms in float32, a bfloat16 copy of a norm's output for each
         linear layer; keys and values are repeated for all heads.
@@ -51,11 +51,12 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """What scores take beside that, and where layers are recomputed: of a chunk of logits, or of the output matrix.
+        """Return the further bytes for scores, without and with recomputed layers: of a logits chunk, or of the output
+        matrix.
 
-        Chunks hold three float32 copies. The matrix has its gradient by the chunks so far, beside that of earlier
-        micro-batches, and that by this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16
-        sum, unless layers are recomputed: then each chunk's gradient is cast and added up in float32.
+        Chunks need three float32 copies. The matrix has its gradient of the chunks so far, that of earlier
+        micro-batches, and that of this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16
+        sum, unless layers are recomputed: then each chunk's gradient is cast and summed in float32.
         """
         logits, matrix = 4 * 3 * CHUNK_LOGITS, self.vocabulary * self.width
         if adapters:
@@ -66,7 +67,7 @@ class TextSizes:
 
 
 def read_sizes(folder: Path) -> TextSizes:
-    """Sizes of a folder, of which config.json is read."""
+    """Read the sizes from a folder's config.json."""
     config: Any = json.loads((folder / "config.json").read_text())
     return _transformer(config.get("text_config", config))
 
@@ -77,9 +78,9 @@ class PictureSizes:
 
     tower: TextSizes
     patches: int
-    """What the tower reads."""
+    """Inputs of the vision tower."""
     tokens: int
-    """What the language model reads of them."""
+    """Inputs of the language model."""
 
 
 def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:

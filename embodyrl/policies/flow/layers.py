@@ -1,8 +1,8 @@
-"""Decoder layers of Gemma's and Llama's kind, for language models and action experts alike.
+"""Decoder layers in the style of Gemma and Llama, for language models and action experts.
 
-Attention is split where the masks split it: the prefix never sees the suffix, so its keys and values are computed once
-(`Decoder.remember`), and what follows attends to them and to its own (`View.memory`). That equals one attention over
-the concatenated tokens, as the public code computes it.
+Attention is split along the masks: the prefix does not attend to the suffix, so its keys and values are computed once
+(`Decoder.remember`), and later tokens attend to them and to each other (`View.memory`). The result equals one attention
+over the concatenated tokens, as in the public code.
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
 
 ROPE_THETA = 10000.0
 UNSEEN = -2.3819763e38
-"""Added to the scores of keys that a query must not see; finite in bfloat16 too, so that a query that sees nothing
-averages all values, as in the public code."""
+"""Added to the scores of masked keys; finite in bfloat16 too, so that a fully masked query averages all values, as in
+the public code."""
 
 KeysValues = tuple[Tensor, Tensor]
 """Keys (rotated) and values of one layer, each [B, kv_heads, T, head_dim]."""
 
 
 def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
-    """Scores to add, [B, 1, 1 or Q, T], that hide the keys where `valid` [B, T] is false.
+    """Return additive scores [B, 1, 1 or Q, T] that mask the keys where `valid` [B, T] is false.
 
-    A query for which `queries` [B, Q] is false sees nothing.
+    A query for which `queries` [B, Q] is false attends to nothing.
     """
     seen = valid[:, None, None, :]
     if queries is not None:
@@ -38,18 +38,20 @@ def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
 
 
 def block_mask(blocks: Tensor) -> Tensor:
-    """Scores to add, [1, 1, T, T]: token i sees token j if the block of j is not later (blocks [T], ascending)."""
+    """Return additive scores [1, 1, T, T]: token i attends to token j if the block of j is not later (blocks [T],
+    ascending).
+    """
     hidden = blocks[None, :] > blocks[:, None]
     return torch.zeros(hidden.shape, device=blocks.device).masked_fill_(hidden, UNSEEN)[None, None]
 
 
 def positions_of(valid: Tensor) -> Tensor:
-    """Positions [B, T] of tokens; padding takes none."""
+    """Return positions [B, T] of tokens; padding is not counted."""
     return valid.long().cumsum(1) - 1
 
 
 def rotary(positions: Tensor, spec: LayersSpec) -> Rope:
-    """Tables of the half-split rotary embedding at positions [B, T]."""
+    """Return tables of the half-split rotary embedding at positions [B, T]."""
     return rope_tables(positions, spec.head_dim, ROPE_THETA)
 
 
@@ -75,7 +77,7 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the norm of [B, T, width] and the gate [B, 1, width], None without a condition [B, D]."""
+        """Return the norm of [B, T, width] and the gate [B, 1, width], which is None without a condition [B, D]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
@@ -85,7 +87,7 @@ class RmsNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; `kv_inputs` is the width that keys and values are computed from, if not the tokens'."""
+    """Grouped-query attention; `kv_inputs`: input width of keys and values, if it differs from the tokens' width."""
 
     def __init__(self, spec: LayersSpec, kv_inputs: int | None = None) -> None:
         super().__init__()
@@ -97,18 +99,18 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(spec.heads * spec.head_dim, spec.width, bias=False)
 
     def keys_values(self, x: Tensor, rope: Rope) -> KeysValues:
-        """Keys and values of tokens [B, T, width]."""
+        """Return keys and values of tokens [B, T, width]."""
         return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
 
     def translate(self, memory: KeysValues) -> KeysValues:
-        """Keys and values computed from those of another stack, which are rotated already."""
+        """Return keys and values computed from those of another stack, which are already rotated."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
         return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
 
     def attend(self, x: Tensor, rope: Rope, seen: KeysValues, mask: Tensor) -> Tensor:
-        """Let tokens [B, T, width] look at keys and values under a mask [B or 1, 1, 1 or T, keys]."""
+        """Attend from tokens [B, T, width] to keys and values under a mask [B or 1, 1, 1 or T, keys]."""
         q, (k, v) = _rotate(self._heads(self.q_proj(x)), rope), seen
-        # The memory may come from a stack of another precision, a frozen one in half for example: it decides.
+        # The memory may have another precision, such as a frozen stack in bfloat16: use its dtype.
         q, k = q.to(v.dtype), k.to(v.dtype)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(v.dtype), enable_gqa=q.shape[1] != k.shape[1])
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -136,20 +138,20 @@ class GatedMlp(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the tokens of one pass see in a layer."""
+    """Attention inputs of one pass in a layer."""
 
     rope: Rope
-    """Tables at the tokens' positions."""
+    """Rotary tables at the tokens' positions."""
     mask: Tensor
     """[B or 1, 1, 1 or T, keys]"""
     memory: KeysValues | None = None
     """Keys and values of earlier tokens, which come first."""
     among: bool = True
-    """The tokens see one another's keys; false: only the memory."""
+    """The tokens attend to each other; False: only to the memory."""
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm layer. All its uses go through `forward`, because FSDP gathers the weights of a layer there."""
+    """Pre-norm layer. All calls go through `forward`, where FSDP gathers the weights of a layer."""
 
     def __init__(self, spec: LayersSpec, *, condition_width: int = 0, kv_inputs: int | None = None) -> None:
         super().__init__()
@@ -163,8 +165,8 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor | None, KeysValues | None]:
         """Map tokens [B, T, width] to the same shape, and return their own keys and values if they have any.
 
-        Without `output` only the keys and values. Without tokens, `view` is another stack's keys and values, and what
-        is returned are those that this layer makes of them.
+        Without `output`, return only the keys and values. Without tokens, `view` contains another stack's keys and
+        values, and this layer's translation of them is returned.
         """
         if not isinstance(view, View):
             return None, self.self_attn.translate(view)
@@ -172,14 +174,14 @@ class DecoderLayer(nn.Module):
         normed, gate = self.input_layernorm(x, condition)
         own, seen = None, view.memory
         if view.among:
-            # Of the tokens' own, also where a memory is seen: the caller may keep them as the memory of others.
+            # Only the tokens' own keys and values, also with a memory: the caller may store them as a memory.
             own = seen = self.self_attn.keys_values(normed, view.rope)
             if not output:
                 return None, own
             if view.memory is not None:
                 (past_k, past_v), (k, v) = view.memory, own
                 seen = torch.cat([past_k.to(k.dtype), k], dim=2), torch.cat([past_v.to(v.dtype), v], dim=2)
-        assert seen is not None, "tokens that do not see one another need a memory"
+        assert seen is not None, "tokens that do not attend to each other need a memory"
         x = _add(x, self.self_attn.attend(normed, view.rope, seen, view.mask), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
         return _add(x, self.mlp(normed), gate), own
@@ -190,7 +192,7 @@ def _add(x: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
 
 
 class Decoder(nn.Module):
-    """Layers and final norm; token embeddings only where `vocab` is given."""
+    """Layers and final norm; with token embeddings if `vocab` is given."""
 
     def __init__(
         self, spec: LayersSpec, layers: list[DecoderLayer], *, vocab: int = 0, condition_width: int = 0
@@ -212,10 +214,9 @@ class Decoder(nn.Module):
     def remember(
         self, x: Tensor, views: Sequence[View], *, output: bool = False
     ) -> tuple[tuple[KeysValues, ...], Tensor | None]:
-        """Keys and values of each layer for tokens [B, T, width].
+        """Return keys and values of each layer for tokens [B, T, width], and hidden states or None.
 
-        The last layer's attention and MLP and the final norm influence none of them; they run for `output` only, which
-        is [B, T, width], else None.
+        Only the hidden states [B, T, width] (`output`) need the last layer's attention and MLP and the final norm.
         """
         kept: list[KeysValues] = []
         for number, (layer, view) in enumerate(zip(self.layers, views, strict=True), 1):

@@ -1,4 +1,4 @@
-"""Names of weights in public checkpoints, to our names and back; nothing is guessed, nothing dropped in silence."""
+"""Mapping between names of weights in public checkpoints and ours, without guesses or silent omissions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,36 +11,35 @@ from embodyrl.errors import CheckpointError
 
 EMBEDDING = "language.embed_tokens.weight"
 HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
-"""Heads that RL adds (the first two by RLinf's names): a model may lack what a checkpoint has, and the other way
-round."""
+"""Heads added by RL (the first two with RLinf's names): optional in both the model and the checkpoint."""
 _TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""lerobot kept the statistics of the data beside the weights until its processors got files of their own."""
+"""lerobot stored the statistics of the data with the weights before its processors got separate files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One way to name the weights."""
+    """A naming scheme of weights."""
 
     name: str
     renames: tuple[tuple[str, str], ...]
-    """(our prefix, theirs); the first that fits counts."""
+    """(our prefix, their prefix); the first match counts."""
     tied: str | None = None
-    """Their name of an output matrix that is the token embedding; the only copy in some files."""
+    """Their name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
-    """(their name, stack) of matrices [vocab, width of that stack] that nothing reads, but that their loader wants."""
+    """(their name, stack) of unused matrices [vocab, width of that stack] that their loader requires."""
 
     def likeness(self, keys: Iterable[str]) -> int:
-        """How many of the telling parts a file has under these names."""
+        """Return the number of characteristic names of this layout among the keys."""
         present = tuple(keys)
         return sum(any(key.startswith(self.theirs(part)) for key in present) for part in _TELLING)
 
     def ours(self, key: str) -> str:
-        """Our name of a weight; one that the layout does not know keeps its own."""
+        """Return our name of a weight; unknown names are unchanged."""
         return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
 
     def theirs(self, key: str) -> str:
-        """Their name of a weight."""
+        """Return their name of a weight."""
         return _rename(key, self.renames)
 
 
@@ -63,9 +62,9 @@ def _paligemma(
     tied: str | None = None,
     dead: str,
 ) -> Layout:
-    """A layout of pi0 and pi0.5.
+    """Build a layout of pi0 and pi0.5.
 
-    `head` comes before all projections of the flow head, and `actions` also before those of its inputs.
+    `head` is the prefix of all projections of the flow head, and `actions` a further prefix of those of its inputs.
     """
     inputs = ("action_in_proj.", "state_proj.", "action_time_mlp_in.", "action_time_mlp_out.")
     others = ("action_out_proj.", "time_mlp_in.", "time_mlp_out.", *HEADS)
@@ -109,17 +108,17 @@ def _transformers(name: str, vision_level: str = "", **projections: str) -> Layo
 
 
 OPENPI = _openpi("openpi")
-"""openpi's PyTorch models, and RLinf's with heads beside them."""
+"""openpi's PyTorch models, and RLinf's with RL heads."""
 LEROBOT = _openpi("lerobot", "model.")
 TRANSFORMERS = _transformers("transformers")
-"""`PI0ForConditionalGeneration` from about 5.2x."""
+"""`PI0ForConditionalGeneration` since about 5.2x."""
 TRANSFORMERS_OLD = _transformers("transformers (older)", "vision_model.")
 _TRANSFORMERS_SAVED = (
     _openpi("transformers (saved fresh)", vision_level="", language_level="model."),
     _transformers("transformers (saved again)", head="model."),
     _transformers("transformers (older, saved again)", "vision_model.", head="model."),
 )
-"""What its `save_pretrained` (5.23) writes when it reverts renamings; it keeps openpi's and lerobot's names."""
+"""Written by `save_pretrained` (5.23) when it reverts renamings; openpi's and lerobot's names are kept."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",
@@ -139,36 +138,36 @@ LAYOUTS = (OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD, *_TRANSFORMERS_SAVED
 
 
 def layout_of(keys: Iterable[str], where: Path) -> Layout:
-    """Find the layout of a checkpoint by its names.
+    """Return the layout of a checkpoint by its names.
 
     Raises:
-        CheckpointError: none fits.
+        CheckpointError: no layout matches.
     """
     present = tuple(keys)
-    # Of equals the first one counts.
+    # The first of equals counts.
     best = max(LAYOUTS, key=lambda layout: layout.likeness(present))
     if best.likeness(present):
         return best
     first = min(present, default="none")
     raise CheckpointError(
-        f"{where}: its {len(present)} weights (first name: '{first}') are of no known layout. Known: "
-        f"{', '.join(layout.name for layout in LAYOUTS)}. It is another model, or shards are missing."
+        f"{where}: its {len(present)} weights (first name: '{first}') match no known layout. Known layouts: "
+        f"{', '.join(layout.name for layout in LAYOUTS)}. This is another model, or shards are missing."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """How a checkpoint was stored, so that it can be stored that way again."""
+    """Storage format of a checkpoint, to write it in the same format."""
 
     layout: Layout
     embedding_names: tuple[str, ...]
     """Their names of the token embedding: its own, that of the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
-    """By their names: dead weights and statistics, which the model has no place for."""
+    """By their names: unused weights and statistics, which the model does not have."""
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
-    """Store weights under a layout's names as its own loader wants them; what nothing reads is zeros."""
+    """Return the storage of weights under a layout's names for its own loader; unused weights are zeros."""
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
     aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}
@@ -176,10 +175,10 @@ def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
 
 
 def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], Source]:
-    """Weights of a whole checkpoint under our names, and how it was stored.
+    """Return the weights of a full checkpoint under our names, and its storage format.
 
     Raises:
-        CheckpointError: no layout fits, or not all names are of one, or the output matrix is not the embedding.
+        CheckpointError: no layout matches, the names mix layouts, or the output matrix differs from the embedding.
     """
     layout = layout_of(stored, where)
     dead = {key for key, _ in layout.dead}
@@ -190,11 +189,11 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
             aside[key] = tensor
         elif key != layout.tied:
             ours = layout.ours(key)
-            # There and back again: a name that does not return would be written under another one.
+            # Round trip: a name that is not restored would be written under another name.
             if layout.theirs(ours) != key:
                 raise CheckpointError(
-                    f"{where}: '{key}' is no name of the layout that the other weights have ({layout.name}). The files "
-                    f"are of two checkpoints; take them from one."
+                    f"{where}: '{key}' does not match the layout of the other weights ({layout.name}). The files are "
+                    f"from two checkpoints; use those of one."
                 )
             weights[ours] = tensor
     names = [layout.theirs(EMBEDDING)] if EMBEDDING in weights else []
@@ -202,18 +201,18 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
         assert layout.tied is not None
         names.append(layout.tied)
         tied = stored[layout.tied]
-        # Some files keep the embedding under the name of the output matrix only.
+        # Some files have the embedding under the name of the output matrix only.
         own = weights.setdefault(EMBEDDING, tied)
         if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
             raise CheckpointError(
                 f"{where}: '{layout.tied}' and '{names[0]}' are one matrix in this model, but differ in this "
-                f"checkpoint. It was trained with untied weights or put together from two; take the original one."
+                f"checkpoint. It was trained with untied weights or merged from two checkpoints; use the original one."
             )
     return weights, Source(layout=layout, embedding_names=tuple(names), aside=aside)
 
 
 def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Our weights under the names of a source, with what it had beside them."""
+    """Return our weights under the names of a source, with its further weights."""
     stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
     stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
     return stored | dict(source.aside)

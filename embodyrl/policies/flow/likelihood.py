@@ -1,9 +1,8 @@
-"""Likelihoods of a flow's action chunks: SDE steps, learned noise, and FPO's estimate.
+"""Log-probabilities of a flow's action chunks: SDE steps, learned noise, and FPO's estimate.
 
 x is the state at t, v = v(x, t) the velocity with the target noise - data, d the length of a step. The clean estimate
-is x - t v, the noise estimate x + (1 - t) v; t = 1 is noise, t = 0 is data.
-
-Flow policy optimization takes ratios from differences of the flow-matching loss (arXiv 2507.21053).
+is x - t v, the noise estimate x + (1 - t) v; t = 1 is noise, t = 0 is data. Flow policy optimization computes ratios
+from differences of the flow-matching loss (arXiv 2507.21053).
 """
 
 import math
@@ -25,43 +24,44 @@ NoiseStd = Callable[[Tensor], Tensor]
 
 
 def times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """When steps [B] of a flow of `steps` begin, 1 - index/steps, and end; float32 [B, 1, 1]."""
+    """Return start (1 - index/steps) and end times of steps [B] of a flow of `steps`; float32 [B, 1, 1]."""
     begin, end = (1.0 - i.float() / steps for i in (index, index + 1))
     return begin[:, None, None], end[:, None, None]
 
 
 def ode(x: Tensor, v: Tensor, t: Tensor, end: Tensor) -> Transition:
-    """Euler step x - d v of the flow's ODE (arXiv 2210.02747): certain.
+    """Return the deterministic Euler step x - d v of the flow's ODE (arXiv 2210.02747).
 
     Args:
         x: [B, H, D] state at `t`.
         v: [B, H, D] velocity there.
-        t: when the step begins, broadcasts to `x`.
-        end: when it ends.
+        t: start time of the step, broadcasts to `x`.
+        end: end time of the step.
     """
     return Transition(mean=x - v * (t - end), std=torch.zeros_like(t))
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
-    """Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470; piRL, 2510.25889).
+    """Return an Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470; piRL,
+    2510.25889).
 
-    With s = a sqrt(t / (1 - t)), where the first step takes the second's time in the denominator: mean x - d (v +
-    s^2 / (2 t) (x + (1 - t) v)), deviation s sqrt(d). `level` is a, broadcasts to `x`; the others are as in `ode`.
+    With s = a sqrt(t / (1 - t)), where the first step uses the second's time in the denominator: mean x - d (v + s^2 /
+    (2 t) (x + (1 - t) v)), deviation s sqrt(d). `level` is a, broadcasts to `x`; the other arguments are as in `ode`.
     """
     d = t - end
-    # At t = 1 the spread would be infinite: the first step takes the time at which it ends.
+    # At t = 1 the deviation would be infinite: the first step uses its end time.
     variance = level.square() * t / (1.0 - torch.where(t >= 1.0, end, t))
-    # What the network believes of both ends of the way; every step is a mix of the two.
+    # Estimates of data and noise; every step is a mix of both.
     clean, noise = x - v * t, x + v * (1.0 - t)
     mean = clean * (1.0 - end) + noise * (end - variance * d / (2.0 * t))
     return Transition(mean=mean, std=(variance * d).sqrt())
 
 
 def flow_cps(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
-    """Step that keeps the amount of noise in the sample: coefficients-preserving sampling (arXiv 2509.05952).
+    """Return a step that preserves the noise level: coefficients-preserving sampling (arXiv 2509.05952).
 
-    mean = clean (1 - end) + noise end cos(a pi / 2), deviation end sin(a pi / 2), so that the last step is certain.
-    Arguments as in `flow_sde`.
+    mean = clean (1 - end) + noise end cos(a pi / 2), deviation end sin(a pi / 2), so that the last step is
+    deterministic. Arguments as in `flow_sde`.
     """
     angle = level * (math.pi / 2)
     mean = (x - v * t) * (1.0 - end) + (x + v * (1.0 - t)) * end * angle.cos()
@@ -69,12 +69,12 @@ def flow_cps(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Tra
 
 
 def flow_noise(x: Tensor, v: Tensor, t: Tensor, end: Tensor, std: Tensor) -> Transition:
-    """Euler step plus noise of a learned deviation [B, H, D] (ReinFlow, arXiv 2505.22094; piRL's Flow-Noise)."""
+    """Return an Euler step with noise of a learned deviation [B, H, D] (ReinFlow, arXiv 2505.22094; Flow-Noise)."""
     return Transition(mean=x - v * (t - end), std=std)
 
 
 def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
-    """The chunk [B, H, D] to which noise x [B, H, D] flows in `steps` Euler steps."""
+    """Integrate the flow from noise x [B, H, D] to a chunk [B, H, D] in `steps` Euler steps."""
     for k in range(steps):
         t, end = times(torch.full((len(x),), k, device=x.device), steps)
         x = ode(x, velocity(x, t.flatten())[0], t, end).mean
@@ -82,7 +82,7 @@ def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
 
 
 class ChainLikelihood(GaussianChain):
-    """Steps of a flow; `joint_logprob` may divide the sum over all of them by their count."""
+    """Chain of flow steps; `joint_logprob` may divide the sum over all steps by their number."""
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
         mean = cfg.every_step and cfg.joint_logprob is JointLogprob.mean
@@ -96,7 +96,7 @@ class ChainLikelihood(GaussianChain):
         self._cfg, self._noise_std = cfg, noise_std
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """The stochastic step of this likelihood, and the ODE's."""
+        """Return the stochastic step of this likelihood, and the ODE step."""
         t, end = times(index, self._cfg.num_steps)
         v, hidden = velocity(x, t.flatten())
         if self._noise_std is not None:
@@ -112,12 +112,12 @@ MAX_LOSS_CHANGE = 3.0
 
 
 class FpoLikelihood:
-    """Chunks of the ODE from random noise; implements `ChunkLikelihood`.
+    """ODE samples with FPO's ratio estimate; implements `ChunkLikelihood`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its numbers) at N pairs of
-    noise and time in (0, 1) that belong to the chunk: averaged over them, or one for each, then bounded to +-3 around
-    what it was when the chunk was chosen. Kept are the chunk and the seed that the pairs are drawn from; losses only
-    for the bound. A difference of two of them estimates a log-ratio; alone they are no densities, and the entropy is 0.
+    noise and time in (0, 1) of the chunk: averaged over the pairs, or one per pair, then clipped to +-3 around its
+    value at sampling time. The record contains the chunk and the seed of the pairs; losses are needed only for the
+    clipping. A difference of two values estimates a log-ratio; single values are not densities, and the entropy is 0.
     """
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape) -> None:
@@ -126,7 +126,7 @@ class FpoLikelihood:
         self.record = record_of(cfg, shape)
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Follow the ODE from drawn noise (see `ChunkLikelihood`)."""
+        """Integrate the ODE from sampled noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
         x = follow_ode(velocity, normals(seeds, START, size, device) * temperature, self._cfg.num_steps)
         logprob = self._minus_loss(velocity, x, seeds)
@@ -136,7 +136,7 @@ class FpoLikelihood:
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Measure the losses again (see `ChunkLikelihood`)."""
+        """Compute the losses again (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
         values, shape = on_device(floats, device), self._shape
         split = shape.horizon * shape.width
@@ -148,7 +148,7 @@ class FpoLikelihood:
         return logprob, torch.zeros_like(logprob)
 
     def _minus_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
-        """[B, K, P] of chunks [B, H, D]."""
+        """Return [B, K, P] of chunks [B, H, D]."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
         t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)
@@ -161,9 +161,9 @@ class FpoLikelihood:
 
 
 def flow_matching_error(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Squared error [B, H, D] of the velocity on the straight way from chunks x to noise, both [B, H, D], at t [B].
+    """Return the squared error [B, H, D] of the velocity between chunks x and noise, both [B, H, D], at t [B].
 
-    The state is t noise + (1 - t) x, the target noise - x (arXiv 2210.02747, pi0's direction of time).
+    The state is t noise + (1 - t) x, the target noise - x (arXiv 2210.02747, with pi0's direction of time).
     """
     at = t[:, None, None]
     v, _ = velocity(at * noise + (1.0 - at) * x, t)

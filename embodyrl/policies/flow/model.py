@@ -1,4 +1,4 @@
-"""What pi0, pi0.5 and SmolVLA share: the SigLIP tower, records of inputs and states, the flow head.
+"""Common parts of pi0, pi0.5 and SmolVLA: SigLIP tower, inputs, flow head.
 
 Convention of openpi: x_t = t * noise + (1 - t) * actions, velocity u = noise - actions; t = 1 is noise, t = 0 is data.
 """
@@ -18,11 +18,11 @@ from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSp
 
 LAYER_NORM_EPS = 1e-6
 CYCLES, CONTRAST = 4, 3.0
-"""Of random patches: cosines in each direction, and the size of a filter."""
+"""Initial patch filters: cosines in each direction, and their scale."""
 
 
 class SiglipEmbeddings(nn.Module):
-    """Patches and their learned positions: [N, 3, S, S] to [N, patches, width], row by row."""
+    """Patch embedding with learned positions: [N, 3, S, S] to [N, patches, width], row by row."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SiglipBlock(nn.Module):
 
 
 class SiglipTower(nn.Module):
-    """Images in -1..1 to one feature vector per patch."""
+    """SigLIP tower: images in -1..1 to one feature vector per patch."""
 
     def __init__(self, spec: VisionSpec) -> None:
         super().__init__()
@@ -94,10 +94,11 @@ class SiglipTower(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Places: sine and cosine of column and row, from a quarter of a wave across the image to the finest of a grid.
+        """Initialise the weights for training from scratch.
 
-        The longer the wave, the larger it is: a place is mostly read off the long ones. Patches are read by random
-        mixes of their slowest cosines, as colours and slopes; blocks add nothing to what they are given.
+        Position embeddings: sine and cosine of column and row, from a quarter of a wave across the image to the finest
+        of the grid, with larger amplitudes for longer waves. Patch filters: random mixtures of their slowest cosines.
+        Blocks start as the identity.
         """
         for block in self.encoder["layers"]:  # type: ignore[union-attr]
             assert isinstance(block, SiglipBlock)
@@ -136,14 +137,14 @@ QUERY_SCALE = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowInputs:
-    """One batch of observations, ready for the model."""
+    """One batch of model inputs."""
 
     images: Tensor
     """[B, C, 3, S, S] in -1..1, cameras in the order of training."""
     image_mask: Tensor
-    """[B, C] bool, false where a camera is missing."""
+    """[B, C] bool, False for a missing camera."""
     tokens: Tensor
-    """[B, T] ids, padded right with any id."""
+    """[B, T] token ids, padded on the right."""
     token_mask: Tensor
     """[B, T] bool"""
     state: Tensor
@@ -152,7 +153,7 @@ class FlowInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What the backbone makes of images and text: it depends on no weight of the expert, its head or projections."""
+    """Output of the backbone for images and text; independent of the expert, its head and projections."""
 
     layers: tuple[KeysValues, ...]
     """Keys and values of each language layer."""
@@ -161,12 +162,12 @@ class Prefix:
     state: Tensor
     """[B, S] as in the inputs."""
     hidden: Tensor | None = None
-    """[B, P, D] after the language model's final norm, where it was asked for (values)."""
+    """[B, P, D] after the language model's final norm, if requested (for values)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """A prefix as the expert reads it: what is the same in every denoising step, made once."""
+    """Inputs of the expert from a prefix, computed once for all denoising steps."""
 
     views: tuple[View, ...]
     """One per expert layer."""
@@ -175,7 +176,7 @@ class Memory:
 
 
 class Denoised(NamedTuple):
-    """One pass of the expert."""
+    """Outputs of one pass of the expert."""
 
     velocity: Tensor
     """[B, H, A] float32."""
@@ -184,10 +185,10 @@ class Denoised(NamedTuple):
 
 
 def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
-    """Sine and cosine [B, D] of 2 pi t / period for times [B], D/2 periods from 4e-3 to 4 in geometric order.
+    """Return sine and cosine [B, D] of 2 pi t / period for times [B], D/2 periods from 4e-3 to 4, geometrically spaced.
 
-    `double` computes the angles in float64 (lerobot); they reach 1571 rad, so that float32 (openpi's JAX code, and
-    transformers) is 1e-4 rad away from it.
+    `double` computes the angles in float64 (lerobot). They reach 1571 rad, where float32 (openpi's JAX code, and
+    transformers) has an error of 1e-4 rad.
     """
     kind = torch.float64 if double else torch.float32
     share = torch.linspace(0.0, 1.0, width // 2, dtype=kind, device=time.device)
@@ -197,7 +198,7 @@ def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
 
 
 class FlowModel(nn.Module, ABC):
-    """Vision-language backbone, action expert and flow head. Compute: prefix once, memory once, denoise K times."""
+    """Vision-language backbone, action expert and flow head. Prefix and memory run once, `denoise` K times."""
 
     vision: SiglipTower
     projector: nn.Linear
@@ -205,9 +206,9 @@ class FlowModel(nn.Module, ABC):
     expert: Decoder
 
     def __init__(self, spec: FlowSpec, *, state_width: int, time_mlp: tuple[str, int]) -> None:
-        """Make what all have; `state_width`: 0 or the width of the state's token.
+        """Build the common parts; `state_width`: 0 or the width of the state's token.
 
-        `time_mlp`: the stem of the names of the two layers that mix time in, and the inputs of the first.
+        `time_mlp`: common prefix of the names of the two layers that embed time, and the input width of the first.
         """
         super().__init__()
         self.spec = spec
@@ -223,34 +224,34 @@ class FlowModel(nn.Module, ABC):
 
     @abstractmethod
     def embed_images(self, images: Tensor) -> Tensor:
-        """Tokens [N, n, D] of images [N, 3, S, S], as the language model gets them."""
+        """Return tokens [N, n, D] of images [N, 3, S, S] for the language model."""
 
     @abstractmethod
     def memory(self, prefix: Prefix) -> Memory:
-        """Prepare a prefix for the expert; here the expert's own weights begin."""
+        """Return the expert's inputs from a prefix; the first use of the expert's weights."""
 
     @abstractmethod
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens [B, T, D] of noisy actions x [B, H, A] at times [B], the last H of them the actions'; condition."""
+        """Return tokens [B, T, D] of noisy actions x [B, H, A] at times [B] (the last H), and the condition."""
 
     def embed_prefix(self, inputs: FlowInputs) -> tuple[Tensor, Tensor]:
-        """Embeddings [B, P, D] of all cameras, then of the text, and which of them are no padding [B, P]."""
+        """Return embeddings [B, P, D] of all cameras and the text, and their mask [B, P] without padding."""
         batch, cameras = inputs.image_mask.shape
         images = self.embed_images(inputs.images.flatten(0, 1)).unflatten(0, (batch, cameras))
-        # Only the text: what an image becomes is the affair of `embed_images`.
+        # Text only: `embed_images` scales images.
         text = self.language.embed_tokens(inputs.tokens) * math.sqrt(self.spec.language.width)
         seen = inputs.image_mask[..., None].expand(-1, -1, images.shape[2]).flatten(1)
         return torch.cat([images.flatten(1, 2), text], dim=1), torch.cat([seen, inputs.token_mask], dim=1)
 
     def prefix(self, inputs: FlowInputs, *, output: bool = False) -> Prefix:
-        """Run the backbone; `output` also wants its hidden states, which costs one more layer."""
+        """Run the backbone; `output` adds its hidden states, which cost one more layer."""
         x, valid = self.embed_prefix(inputs)
         view = View(rotary(positions_of(valid), self.spec.language), key_mask(valid, valid if output else None))
         layers, hidden = self.language.remember(x, [view] * self.spec.language.depth, output=output)
         return Prefix(layers=layers, valid=valid, state=inputs.state, hidden=hidden)
 
     def denoise(self, memory: Memory, x: Tensor, time: Tensor) -> Denoised:
-        """One pass of the expert.
+        """Run one pass of the expert.
 
         Args:
             memory: of B observations.
@@ -258,7 +259,7 @@ class FlowModel(nn.Module, ABC):
             time: [B], or [1] if it is the same for all, which is cheaper.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
-        # The last tokens are the actions'; before them may stand the state's.
+        # The last tokens are the actions'; that of the state may come first.
         hidden = self.expert(tokens, memory.views, condition)[:, -self.spec.horizon :]
         return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden)
 
@@ -268,23 +269,23 @@ class FlowModel(nn.Module, ABC):
             stack.gradient_checkpointing = True
 
     def initialise(self, seed: int) -> None:
-        """Start all weights anew: normal of variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
+        """Initialise all weights: normal with variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
 
-        What is looked for must be found before anything else can be learned, so that a small model begins ready to
-        look: towers as in `SiglipTower.initialise`, open gates behind the expert's adaptive
-        norms, queries of the expert that tell tokens apart and are not of the noise alone.
+        A small model learns faster with useful attention at the start: towers as in `SiglipTower.initialise`, open
+        gates after the expert's adaptive norms, and queries of the expert that depend on the token and not only on the
+        noise.
         """
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                # Adaptive norms begin at 0: they would otherwise scale by what nothing has taught them.
+                # Adaptive norms start at 0: otherwise they would scale by untrained values.
                 if parameter.dim() > 1 and "norm.dense" not in name:
                     drawn = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(drawn / math.sqrt(parameter[0].numel()))
                 else:
                     scale = "norm" in name and name.endswith("weight") and "dense" not in name
                     offset = not name.startswith("vision") and self.spec.language.gemma
-                    # Gemma's norms multiply by 1 + weight, so there 0 is the identity.
+                    # Gemma's norms multiply by 1 + weight, so 0 is the identity.
                     parameter.fill_(float(scale and not offset))
                 if name.endswith("norm.dense.bias"):
                     parameter.view(3, -1)[2] = 1.0
@@ -294,16 +295,16 @@ class FlowModel(nn.Module, ABC):
             self.vision.initialise(generator)
 
     def time_mlp(self, x: Tensor) -> Tensor:
-        """Two layers, SiLU between them: [..., inputs] to [..., D]."""
+        """Apply two layers with SiLU between them: [..., inputs] to [..., D]."""
         first, second = getattr(self, f"{self._time_mlp}_in"), getattr(self, f"{self._time_mlp}_out")
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Noisy actions [B, H, D] beside the embedding of times [B or 1, D], through the MLP: [B, H, D]."""
+        """Concatenate noisy actions [B, H, D] and the embedding of times [B or 1, D], and apply the MLP: [B, H, D]."""
         beside = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 
 
 def with_memory(view: View, layers: tuple[KeysValues, ...]) -> tuple[View, ...]:
-    """The same view of each layer's keys and values."""
+    """Return the same view with each layer's keys and values."""
     return tuple(replace(view, memory=pair) for pair in layers)

@@ -1,4 +1,4 @@
-"""A flow policy: any network that gives a velocity, acting, scored and trained by one code path; Flow-Noise's head."""
+"""Flow policy for any velocity network: acting, scoring and training share one code path. Also Flow-Noise's head."""
 
 import math
 import zlib
@@ -27,7 +27,7 @@ HIDDEN = (128, 64)
 
 
 class _Layer(nn.Module):
-    """One layer under the name that RLinf's checkpoints give it."""
+    """One layer with the name in RLinf's checkpoints."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class NoiseHead(nn.Module):
     """Deviation of the noise of each number of a chunk, from the expert's hidden rows.
 
     The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
-    the layers are those of piRL's public code. A new head gives the geometric mean of the range everywhere.
+    the layers are those of piRL's public code. A new head returns the geometric mean of the range everywhere.
     """
 
     def __init__(self, width: int, action_width: int, low: float, high: float) -> None:
@@ -67,51 +67,51 @@ class NoiseHead(nn.Module):
         self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, H, D] from hidden rows [B, H, width]."""
+        """Return deviations [B, H, D] of hidden rows [B, H, width]."""
         share = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
         return (0.5 * (self._low + (self._high - self._low) * share)).exp()
 
 
 RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
-"""Parts of `FlowModule` that reinforcement learning adds: a checkpoint may lack them, or hold them for nothing."""
+"""Parts of `FlowModule` that RL adds; optional in both the model and the checkpoint."""
 VALUE_WIDTHS = (256, 128)
 
 
 class ActionScale(Protocol):
-    """Between the units of actions and those of the flow."""
+    """Conversion between the units of actions and those of the flow."""
 
     varies: FloatArray
-    """[A] 0 for numbers of an action that are constant in the data, else 1. What flows there is nobody's choice, and
-    its log-probability would be noise in every gradient of reinforcement learning."""
+    """[A] 0 for numbers of an action that are constant in the data, else 1. The flow of constant numbers is arbitrary,
+    and its log-probability would add noise to every gradient."""
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Actions [B, K, A] of the executed rows x [B, K, D]."""
+        """Return actions [B, K, A] of the executed rows x [B, K, D]."""
         ...
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Rows [B, H, D] of actions [B, H, A]; padding is 0."""
+        """Return rows [B, H, D] of actions [B, H, A]; padding is 0."""
         ...
 
 
 class WeightFiles(Protocol):
-    """How the weights of a network, and what belongs to them, lie in a folder."""
+    """Storage of a network's weights, and further files, in a folder."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write all weights of a `FlowModule`."""
         ...
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read them in place (see `Policy.load_weights`)."""
+        """Read the weights in place (see `Policy.load_weights`)."""
         ...
 
 
 class FlowModule(nn.Module):
-    """All parameters: the network, and the heads that reinforcement learning adds.
+    """All parameters: the network, and heads added by RL.
 
-    The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. Its `encode_prefix(obs)` reads B
-    observations once for all steps of a flow; what a value head may read of it is `pooled` [B, prefix_width], or None.
-    Its `velocity(prefix, x, t)`, of states [B, H, D] and times [B] (float32, 1 at noise), is the velocity [B, H, D]
-    (target noise - data), with the expert's hidden rows [B, H, hidden_width].
+    The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
+    observations once for all steps of a flow; its `pooled` [B, prefix_width] is the input of a value head, or None.
+    `velocity(prefix, x, t)` of states [B, H, D] and times [B] (float32, 1 at noise) returns the velocity [B, H, D]
+    (target noise - data) and the expert's hidden rows [B, H, hidden_width].
     """
 
     def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:
@@ -135,15 +135,15 @@ class FlowModule(nn.Module):
 
     @property
     def steering_actor(self) -> SteeringActor | None:
-        """What is trained where the network is frozen."""
+        """Trained actor on a frozen network, if any."""
         return self.noise_actor or self.residual_actor
 
 
 class FlowPolicy:
     """Implements `Policy` for the network of a `FlowModule`.
 
-    Tokens hold what `ChunkRecord` says. Log-probabilities of an action stand at the beginning of its share of the
-    tokens, the rest of it is 0.
+    Tokens have the layout of `ChunkRecord`. Log-probabilities of an action are at the start of its part of the tokens,
+    padded with 0.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class FlowPolicy:
         self._device = torch.device(request.device)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
-            # Features of a frozen network can stand in the replay buffer.
+            # Features of a frozen network can be stored in the replay buffer.
             module.network.requires_grad_(False)
         self.module: nn.Module = module
-        # Weights that are trained stay float32, and autocast computes in bf16; others are bf16 themselves.
+        # Trained weights stay float32 with bf16 autocast; other weights are bf16.
         half = cfg.precision is Precision.bf16
         self._autocast = torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
         self._likelihood: ChunkLikelihood = ChainLikelihood(cfg, self._shape, module.noise_head)
@@ -174,7 +174,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
+        """Sample a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
         prefix = self._prefix(obs)
         velocity = partial(self._velocity, prefix)
         if noise is None:
@@ -194,37 +194,38 @@ class FlowPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value estimates [B, V]."""
+        """Return value estimates [B, V]."""
         return self._value(self._prefix(obs), len(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
+        """Return log-probabilities and entropies [B, L] of tokens of `act`, and values [B, V], with gradients."""
         prefix = self._prefix(obs)
         scored = self._likelihood.score(partial(self._velocity, prefix), tokens, self._device, self._temperature)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a chunk.
+        """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a
+        chunk.
 
-        Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) has 1.5. Without gradients (validation)
-        noise and time are the same in every call, and `accuracy` is the share of numbers that acting greedily brings
-        within 0.1 of the given ones, of a range of 2; it is not measured while training.
+        Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) uses 1.5. Without gradients (validation)
+        noise and time are the same in every call, and `accuracy` is the share of numbers whose greedy prediction is
+        within 0.1 of the target, in a range of 2; it is not computed in training.
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
-        # The prefix was read once: further pairs of noise and time cost a pass of the small expert each.
+        # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
         pairs = self._cfg.imitated_pairs if torch.is_grad_enabled() else 1
         loss = torch.stack([self._matching_loss(velocity, target) for _ in range(pairs)]).mean(0)
         near = torch.zeros_like(target, dtype=torch.bool)
         if not torch.is_grad_enabled():
             near = (self._greedy(obs, velocity) - target).abs() < 0.1
-            # Padding flows to 0 by itself and would count as right.
+            # Padding flows to 0 and would count as correct.
             near = near[..., : self._shape.action_dim]
         return ImitationScores(loss=loss, accuracy=near.float().flatten(1).mean(1))
 
     def _matching_loss(self, velocity: Velocity, target: Tensor) -> Tensor:
-        """[B] at one pair of noise and time for each chunk [B, H, D]."""
+        """Return losses [B] at one pair of noise and time for each chunk [B, H, D]."""
         rows = np.arange(len(target))
         if torch.is_grad_enabled():
             rows = torch.randint(2**47, (len(target),)).numpy()
@@ -235,11 +236,11 @@ class FlowPolicy:
         return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
 
     def save(self, folder: Path) -> None:
-        """Write weights and everything needed to load them again."""
+        """Write the weights and all files needed to load them."""
         self._files.save(self._module, folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights in place (see `Policy.load_weights`); heads of RL may be missing or for nothing."""
+        """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
         self._files.load(self._module, folder)
 
     @property
@@ -247,11 +248,11 @@ class FlowPolicy:
         return self._shape.horizon, self._shape.width
 
     def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Chunks [B, H, D] without chance."""
+        """Return deterministic chunks [B, H, D]."""
         return follow_ode(velocity, self._greedy_start(obs), self._cfg.num_steps)
 
     def _greedy_start(self, obs: Observation) -> Tensor:
-        """[B, H, D]"""
+        """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
         # From the image and not from a counter: greedy is a function of what is seen, in every batch and process.
@@ -271,9 +272,10 @@ class FlowPolicy:
         return v.float(), hidden.float()
 
     def _value(self, prefix: Any, count: int) -> Tensor:
-        """[B, V] from features without gradient, so that the critic does not bend what the policy reads (as in piRL).
+        """Return values [B, V] of detached features, so that the critic does not change the policy's features (as in
+        piRL).
 
-        The expert's features are those of the middle of the noise, x = 0 at t = 1: a function of the observation alone.
+        The expert's features are those of zero noise, x = 0 at t = 1, which depend on the observation only.
         """
         head = self._module.value_head
         if head is None:
@@ -286,7 +288,7 @@ class FlowPolicy:
         return head(hidden.mean(1))
 
     def _counted(self, per_action: Tensor) -> Tensor:
-        """[B, K, P] without what `varies` leaves out, where the numbers of an action have one each."""
+        """Mask [B, K, P] by `varies`, if each number of an action has its own log-probability."""
         per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
         return per_action * on_device(self._scale.varies, self._device) if per_number else per_action
 

@@ -1,4 +1,4 @@
-"""Instructions, and for pi0.5 states, to token ids."""
+"""Tokenization of instructions, and of states for pi0.5."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,26 +17,26 @@ STATE_BINS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
-    """How an instruction becomes a prompt."""
+    """Prompt format."""
 
     template: str
-    """With {task} and, where the state is text, {state}."""
+    """Contains {task} and, if the state is text, {state}."""
     limit: int
-    """Tokens at most."""
+    """Maximum number of tokens."""
     bos: str | None = None
-    """Special token in front."""
+    """Special token at the start."""
     tail: str = ""
-    """Text that is tokenised apart from the rest."""
+    """Text that is tokenised separately at the end."""
     cleans: bool = True
-    """Strip the instruction, and turn underscores and newlines to blanks."""
+    """Strip the instruction, and replace underscores and newlines by spaces."""
 
     @property
     def reads_state(self) -> bool:
-        """The state is part of the prompt."""
+        """True if the prompt contains the state."""
         return "{state}" in self.template
 
     def text(self, task: str, state: str = "") -> str:
-        """The prompt of an instruction, without the tail."""
+        """Return the prompt of an instruction, without the tail."""
         task = task.strip().replace("_", " ").replace("\n", " ") if self.cleans else task.removesuffix("\n")
         return self.template.format(task=task, state=state)
 
@@ -47,24 +47,24 @@ SMOLVLA_PROMPT = PromptForm(template="{task}\n", limit=48, cleans=False)
 
 
 def state_text(state: npt.ArrayLike) -> str:
-    """A normalised state [S] in -1..1 as numbers 0..255 of equal bins; -1 for what lies below them."""
+    """Format a normalised state [S] in -1..1 as numbers 0..255 of equal bins; -1 below the range."""
     edges = np.linspace(-1.0, 1.0, STATE_BINS + 1)[:-1]
     return " ".join(map(str, np.digitize(np.asarray(state), edges) - 1))
 
 
 class FlowPrompts:
-    """Encodes prompts of one form with one tokenizer."""
+    """Encodes prompts of one format with one tokenizer."""
 
     def __init__(self, tokenizer_file: Path, form: PromptForm, *, tasks: Sequence[str] = ()) -> None:
         """Read a tokenizer.
 
         Args:
             tokenizer_file: `tokenizer.json` of a checkpoint.
-            form: what the checkpoint was trained with.
-            tasks: the instructions to expect; without states, the longest one sets the padded width.
+            form: prompt format of the checkpoint.
+            tasks: the expected instructions; without states, the longest one sets the padded width.
 
         Raises:
-            CheckpointError: the file is missing, damaged, or lacks the token that prompts begin with.
+            CheckpointError: the file is missing, damaged, or lacks the start token of the prompts.
         """
         fix = "Put the tokenizer.json of the language model into the checkpoint's folder"
         self._tokenizer = read_tokenizer(tokenizer_file, f"{fix} (pi0 and pi0.5: PaliGemma's; SmolVLA: SmolVLM2's).")
@@ -72,7 +72,8 @@ class FlowPrompts:
         bos = None if form.bos is None else self._tokenizer.token_to_id(form.bos)
         if form.bos is not None and bos is None:
             raise CheckpointError(
-                f"{tokenizer_file} has no token '{form.bos}', which these prompts begin with; it is of another model."
+                f"{tokenizer_file} has no token '{form.bos}', the start token of these prompts; it is from another "
+                f"model."
             )
         self._head = () if bos is None else (bos,)
         self._tail = self._ids(form.tail) if form.tail else ()
@@ -80,28 +81,28 @@ class FlowPrompts:
         self.width = 0 if form.reads_state else max((len(self.encode(task)) for task in tasks), default=0)
 
     def encode(self, task: str, state: npt.ArrayLike | None = None) -> tuple[int, ...]:
-        """Token ids of one instruction and, where the form reads it, a normalised state [S].
+        """Return token ids of one instruction and, if the format has it, a normalised state [S].
 
         Raises:
-            ConfigError: there are more than the model was trained with.
+            ConfigError: the prompt exceeds the model's maximum length.
         """
         ids = self._encode(self.form.text(task, "" if state is None else state_text(state)))
         if len(ids) > self.form.limit:
             raise ConfigError(
-                f"The prompt of '{task}' has {len(ids)} tokens, this model reads {self.form.limit} at most; shorten it."
+                f"The prompt of '{task}' has {len(ids)} tokens, but this model supports {self.form.limit}; shorten it."
             )
         return ids
 
     def batch(
         self, tasks: Sequence[str], states: FloatArray | None = None, *, full: bool = False
     ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Ids [B, W] padded right with zeros, and which of them are no padding.
+        """Return ids [B, W] padded on the right with zeros, and their mask without padding.
 
-        W is the width of the known tasks; a longer row widens the batch, to a multiple of 16. `full`: W is the limit
-        (values that are averaged over all text tokens, padding included).
+        W is the width of the known tasks; a longer row widens the batch to a multiple of 16. `full`: W is the limit
+        (for values that average over all text tokens including padding).
         """
         given = [None] * len(tasks) if states is None else list(states)
-        assert not (self.form.reads_state and states is None), "these prompts hold the state"
+        assert not (self.form.reads_state and states is None), "these prompts need the state"
         rows = [self.encode(task, state) for task, state in zip(tasks, given, strict=True)]
         width = padded_width(self.width, max(map(len, rows)))
         width = self.form.limit if full else min(width, self.form.limit)

@@ -1,4 +1,4 @@
-"""Keys of all flow policies, and the records of their chunks. No torch."""
+"""Keys of all flow policies, and the records of their chunks. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
 class FlowSettings(ResidualSettings):
-    """How a flow acts, and what its log-probabilities are."""
+    """Keys of sampling and log-probabilities of a flow."""
 
     needs = {
         "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",
@@ -36,82 +36,82 @@ class FlowSettings(ResidualSettings):
     }
 
     cameras: list[str] | None = None
-    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
-    default: the names that it was trained with."""
+    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
+    default: the checkpoint's names."""
     num_steps: Count = 10
     """Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
-    """Where greedy acting begins: in the middle of the noise (zero), or at noise drawn from the observation's bytes
-    (random: as published evaluations draw it, and still the same for the same observation)."""
+    """Initial noise of greedy actions: zero, or a random function of the observation's bytes (as in published
+    evaluations, but reproducible)."""
     likelihood: Likelihood = Likelihood.flow_sde
-    """Where log-probabilities for RL come from: stochastic steps with a noise level (flow_sde, flow_cps) or with
-    learned noise (flow_noise), or differences of the flow-matching loss (fpo). Greedy acting follows the ODE.
-    The flow is frozen, and an actor learns by algorithm=sac to choose the noise that it starts from (dsrl), or to
-    correct what it proposes (residual)."""
+    """Source of log-probabilities for RL: stochastic steps with a noise level (flow_sde, flow_cps) or learned noise
+    (flow_noise), or differences of the flow-matching loss (fpo); greedy actions follow the ODE. With a frozen flow and
+    algorithm=sac: an actor that selects the initial noise (dsrl) or corrects the actions (residual)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """flow_sde, flow_cps: one step of each chunk, drawn evenly, or all of them; flow_noise always takes all."""
+    """flow_sde, flow_cps: one random step per chunk is stochastic, or all steps; flow_noise: always all."""
     ignore_last: bool = False
-    """Never draw the last step as the stochastic one."""
+    """Exclude the last step from the stochastic ones."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """flow_sde, flow_cps: a of their formulas."""
+    """flow_sde, flow_cps: noise level a of the formulas."""
     noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
     ]
     """flow_noise: bounds of the standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
-    """All steps: the chain's log-probability (sum), or the mean over its steps and its first state, as RLinf has it."""
+    """All steps: the chain's log-probability (sum), or the mean over its steps and its first state, as in RLinf."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: chosen noise lies within -noise_bound..noise_bound."""
+    """dsrl: bound of the noise, -noise_bound..noise_bound."""
     noise_repeated: bool = False
-    """dsrl: one row of noise is chosen for all rows of a chunk, as its authors do for pi0, instead of each."""
+    """dsrl: one row of noise for all rows of a chunk, as its authors do for pi0, instead of one row for each."""
     steered_noise: Share = 0.0
-    """dsrl: a of flow_sde for the frozen flow's own steps while sampling, which nothing is credited for; 0: its ODE.
-    A flow that was trained briefly may sample far better so."""
+    """dsrl: noise level a of flow_sde for the frozen flow's own steps while sampling; 0: its ODE. It can improve
+    samples of an undertrained flow, and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
-    """fpo: (noise, time) pairs per chunk, fixed when it is chosen."""
+    """fpo: (noise, time) pairs per chunk, fixed when it is sampled."""
     fpo_ratio: FpoRatio = FpoRatio.mean
-    """fpo: one ratio from the mean loss of the pairs, or one of each pair (sample; with logprob_type=token_level)."""
+    """fpo: one ratio from the mean loss of the pairs, or one per pair (sample; with logprob_type=token_level)."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Imitation: (noise, time) pairs per chunk; the prefix, which is most of the work, is computed once for all."""
+    """SFT: (noise, time) pairs per chunk; the prefix, most of the cost, is computed once for all pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """Imitation: times are drawn from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA have 1.5. The larger, the nearer
-    to pure noise, where only the observation can tell what is to be done."""
+    """SFT: times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. Larger values are closer to
+    pure noise, where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
-    """What the value head reads: the pooled prefix, or the expert's mean hidden row for the middle of the noise."""
+    """Input of the value head: the pooled prefix, or the expert's mean hidden row for zero noise."""
 
     @property
     def steers(self) -> bool:
-        """The flow is frozen, and an actor around it learns."""
+        """True if the flow is frozen and an actor on it is trained."""
         return self.corrects or self.likelihood is Likelihood.dsrl
 
     @property
     def every_step(self) -> bool:
-        """All steps are stochastic."""
+        """True if all steps are stochastic."""
         return self.likelihood is Likelihood.flow_noise or self.stochastic_steps is Stochastic.all
 
     @property
     def sampled_steps(self) -> int:
-        """From how many steps the one stochastic step is drawn; the last one of CPS is certain."""
+        """Number of steps among which the stochastic one is sampled; the last step of CPS is deterministic."""
         skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips else self.num_steps
 
     def problems(self) -> Iterator[str]:
-        """Somewhere there must be noise."""
+        """Yield settings without any stochastic step."""
         yield from super().problems()
         if self.steers or self.likelihood is Likelihood.fpo:
             return
         if not self.every_step and self.sampled_steps == 0:
             yield (
-                "model.num_steps=1 leaves no stochastic step: flow_cps and ignore_last take none from the last. Set "
+                "model.num_steps=1 leaves no stochastic step: with flow_cps or ignore_last, the last step is "
+                "deterministic. Set "
                 "model.num_steps to 2 or more."
             )
         elif self.likelihood is Likelihood.flow_cps and self.num_steps == 1:
-            yield "model.num_steps=1: the last step of flow_cps is certain; set model.num_steps to 2 or more."
+            yield "model.num_steps=1: the last step of flow_cps is deterministic; set model.num_steps to 2 or more."
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """What the actor beside the frozen flow reads, with `hidden` numbers of the expert, and chooses."""
+    """Return inputs and outputs of the actor on a frozen flow, with `hidden` features of the expert."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
     return SteeringShape(
@@ -125,10 +125,10 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
 
 
 def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path | None) -> PolicySpec:
-    """The spec of a flow policy in a folder, with what changes where its flow is frozen.
+    """Return the spec of a flow policy in a folder, adapted if its flow is frozen.
 
     Raises:
-        CheckpointError: the folder has an actor that chooses something else.
+        CheckpointError: the folder has an actor with another kind of output.
     """
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
@@ -138,10 +138,10 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
-    """Compare what an actor beside the flow chooses, if there is one, with the one of a folder, if it has one.
+    """Compare the actor on a flow, if there is one, with that of a folder, if it has one.
 
     Raises:
-        CheckpointError: they choose something else.
+        CheckpointError: their outputs differ.
     """
     if cfg.steers:
         steering_shape(cfg, shape, hidden).check(folder)

@@ -1,6 +1,6 @@
-"""Sizes of flow policies as frozen records: the published ones, and those that a checkpoint's `config.json` tells.
+"""Sizes of flow policies: the published ones, and those in a checkpoint's `config.json`.
 
-That file may be openpi's, lerobot's, transformers' or our own.
+The file may be openpi's, lerobot's, transformers' or ours.
 """
 
 import json
@@ -20,7 +20,7 @@ SHORTEST_PERIOD, LONGEST_PERIOD = 4e-3, 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """A SigLIP tower."""
+    """Sizes of a SigLIP tower."""
 
     image_size: int
     patch_size: int
@@ -31,13 +31,13 @@ class VisionSpec:
 
     @property
     def patches(self) -> int:
-        """Patches of one image."""
+        """Number of patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersSpec:
-    """A stack of decoder layers: Gemma's kind, or Llama's."""
+    """Sizes of a stack of decoder layers: Gemma's or Llama's."""
 
     width: int
     depth: int
@@ -47,12 +47,13 @@ class LayersSpec:
     head_dim: int
     norm_eps: float = 1e-6
     gemma: bool = True
-    """Gemma: norms multiply by 1 + weight, MLPs gate with the tanh form of GELU. Llama: by the weight, with SiLU."""
+    """Gemma: norms multiply by 1 + weight, MLPs use the tanh form of GELU. Llama: norms multiply by the weight, MLPs
+    use SiLU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSpec:
-    """What pi0, pi0.5 and SmolVLA have in common."""
+    """Common sizes of pi0, pi0.5 and SmolVLA."""
 
     vision: VisionSpec
     language: LayersSpec
@@ -65,7 +66,7 @@ class FlowSpec:
 
     @property
     def image_tokens(self) -> int:
-        """Prefix tokens of one image."""
+        """Number of prefix tokens of one image."""
         return self.vision.patches
 
 
@@ -74,7 +75,7 @@ class Pi0Spec(FlowSpec):
     """pi0, and pi0.5 (arXiv 2410.24164, 2504.16054; sizes of the openpi repository)."""
 
     adaptive: bool = False
-    """pi0.5: time enters through the expert's norms, and the state is text; pi0: both are suffix tokens."""
+    """pi0.5: time conditions the expert's norms, and the state is text; pi0: both are suffix tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +83,18 @@ class SmolVlaSpec(FlowSpec):
     """SmolVLA (arXiv 2506.01844; sizes of lerobot)."""
 
     shuffle: int = 4
-    """Side of the square of patches that become one token."""
+    """Side of the square of patches that are merged into one token."""
     joint_every: int = 2
-    """Layers whose index this divides attend jointly, the others across; 1: all jointly."""
+    """Layers whose index is a multiple attend jointly, the others use cross-attention; 1: all jointly."""
 
     @property
     def image_tokens(self) -> int:
-        """Prefix tokens of one image."""
+        """Number of prefix tokens of one image."""
         return self.vision.patches // self.shuffle**2
 
 
 def expert_mlp(width: int) -> int:
-    """Width of SmolVLA's expert MLP: 4 * 2/3 of the width, rounded up to a multiple of 256."""
+    """Return the width of SmolVLA's expert MLP: 4 * 2/3 of the width, rounded up to a multiple of 256."""
     return -(-4 * int(2 * width / 3) // 256) * 256
 
 
@@ -130,10 +131,10 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
 
     Args:
         folder: with config.json.
-        adaptive: openpi's files do not say whether they are of pi0.5.
+        adaptive: openpi's files do not distinguish pi0 and pi0.5.
 
     Raises:
-        CheckpointError: the file is missing or malformed, or asks for an architecture that these models are not.
+        CheckpointError: the file is missing or malformed, or describes an unsupported architecture.
     """
     where = folder / CONFIG_FILE
     try:
@@ -163,11 +164,11 @@ def _read_own(raw: Mapping[str, Any]) -> FlowSpec:
 
 
 def _read_paligemma(config: Mapping[str, Any], where: Path, *, adaptive: bool) -> Pi0Spec:
-    """openpi: action_horizon, action_dim; lerobot: chunk_size, max_action_dim, max_state_dim."""
+    """Read openpi's (action_horizon, action_dim) or lerobot's sizes (chunk_size, max_action_dim, max_state_dim)."""
     stacks = []
     for name in ("paligemma_variant", "action_expert_variant"):
         if config[name] not in _GEMMA:
-            raise CheckpointError(f"{where}: {name}={config[name]} is not known. Known: {', '.join(_GEMMA)}.")
+            raise CheckpointError(f"{where}: {name}={config[name]} is unknown. Known: {', '.join(_GEMMA)}.")
         stacks.append(_GEMMA[config[name]])
     action_dim = int(config["action_dim"] if "action_dim" in config else config["max_action_dim"])
     return replace(
@@ -200,7 +201,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Our names of sizes that transformers' configs give; `more` have one name in both."""
+    """Map sizes of transformers' configs to our names; `more` have the same name in both."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 
@@ -213,7 +214,7 @@ def _layers(raw: Mapping[str, Any]) -> LayersSpec:
 
 
 def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
-    """The backbone's own sizes are those of SmolVLM2-500M, which lerobot's file names but does not repeat."""
+    """Read SmolVLA's sizes; those of the backbone are SmolVLM2-500M's, which lerobot's file does not repeat."""
     only = {"attention_mode": "cross_attn", "add_image_special_tokens": False}
     strange = {name: config[name] for name, value in only.items() if config.get(name, value) != value}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))
@@ -223,7 +224,8 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
         strange["vlm_model_name"] = config["vlm_model_name"]
     if strange:
         raise CheckpointError(
-            f"{where}: {strange} is not supported; this is SmolVLA on SmolVLM2-500M with as many expert layers."
+            f"{where}: {strange} is not supported; supported is SmolVLA on SmolVLM2-500M with equally many expert "
+            f"layers."
         )
     language = replace(SMOLVLA.language, depth=layers)
     width = int(language.width * float(config.get("expert_width_multiplier", 0.75)))

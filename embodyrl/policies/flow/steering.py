@@ -1,4 +1,4 @@
-"""What is learned around a frozen flow: the noise that it starts from, or a correction of what it proposes.
+"""Actors on a frozen flow: one selects the initial noise, one corrects the actions.
 
 The first is DSRL (Wagenmaker et al., arXiv 2506.15799), the second a residual policy (ResiP, arXiv 2407.16677; Policy
 Decorator, arXiv 2412.13630).
@@ -22,7 +22,7 @@ from embodyrl.types import FloatArray, IntArray, Observation
 
 
 class SteeredFlowPolicy(Steered, FlowPolicy):
-    """A frozen flow, and an actor that has a say in its chunks; implements `SoftActor`."""
+    """A frozen flow with a trained actor; implements `SoftActor`."""
 
     @property
     def _actor(self) -> SteeringActor:
@@ -32,7 +32,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
 
     @abstractmethod
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """What the actor reads [B, F], a function of the observation; without gradients."""
+        """Return the inputs of the actor [B, F], a function of the observation, without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
         prefix = self._prefix(obs)
@@ -42,7 +42,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         return Seen(features, self._value(prefix, len(obs)), velocity)
 
     def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`), and what the actor chooses."""
+        """Write the weights (see `Policy.save`), and the shape of the actor."""
         super().save(folder)
         self._actor.shape.save(folder)
 
@@ -52,18 +52,18 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
 
 
 class SteeredStart(SteeredFlowPolicy):
-    """What is chosen, stretched to `noise_bound`, is the noise that the flow starts from."""
+    """The choice, scaled to `noise_bound`, is the initial noise of the flow."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """The expert's mean hidden row [B, width] in the middle of the noise."""
+        """Return the expert's mean hidden row [B, width] for zero noise."""
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         return velocity(middle, torch.ones(len(obs), device=self._device))[1].mean(1)
 
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """By the frozen flow's ODE, or with `steered_noise` and seeds its SDE."""
-        # Noise of all rows, or of one that stands for all.
+        """Integrate the frozen flow's ODE, or with `steered_noise` and seeds its SDE."""
+        # Noise of all rows, or of one row that is repeated.
         rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
         x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, seen.model
         if seeds is None or not self._cfg.steered_noise:
@@ -78,10 +78,10 @@ class SteeredStart(SteeredFlowPolicy):
 
 
 class CorrectedFlow(SteeredFlowPolicy):
-    """What is chosen, times `residual_scale`, is added to the executed part of the flow's greedy chunk."""
+    """The choice, times `residual_scale`, is added to the executed part of the flow's greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """The expert's mean hidden row in the flow's first step, and the proposal's executed numbers, [B, F]."""
+        """Return the expert's mean hidden row in the flow's first step, and the proposal's executed numbers, [B, F]."""
         hidden: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ class CorrectedFlow(SteeredFlowPolicy):
 
 
 def policy_class(cfg: FlowSettings) -> type[FlowPolicy]:
-    """The policy that the settings ask for."""
+    """Return the policy class of the settings."""
     if cfg.corrects:
         return CorrectedFlow
     return SteeredStart if cfg.steers else FlowPolicy

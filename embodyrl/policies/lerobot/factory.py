@@ -138,7 +138,7 @@ class LeRobotFactory(ABC):
         mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
         differing = [key for key in mine if key not in skipped and mine[key] != saved[key]]
-        wrong = [f"{key} is {saved[key]}, this run needs {mine[key]}" for key in differing]
+        wrong = [f"{key} is {saved[key]} (this run needs {mine[key]})" for key in differing]
         if wrong:
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model.path of its "

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT and OpenVLA: what they are and how large. Importing this package does not import torch."""
+"""OpenVLA-OFT and OpenVLA: factories and memory estimates. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from embodyrl.policies.steering.settings import SteeringShape, steered
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 PROMPT_TOKENS = 40
-"""Tokens of an instruction in its template, about."""
+"""Approximate number of tokens of an instruction in its template."""
 
 
 class Linear(NamedTuple):
-    """So many linear layers (or patch embeddings) of one size."""
+    """A number of linear layers (or patch embeddings) of one size."""
 
     count: int
     inputs: int
@@ -49,7 +49,7 @@ class Linear(NamedTuple):
 
 
 def body_layers(config: OftConfig, *, in_use: bool = False) -> Iterator[Linear]:
-    """Layers of vision towers, projector and language model; `in_use`: only those that the output depends on."""
+    """Yield the layers of vision towers, projector and language model; `in_use`: only those that affect the output."""
     yield from _vision_layers(config, in_use=in_use)
     yield from _language_layers(config)
     yield Linear(1, config.llama.hidden_size, config.llama.vocab_size, bias=False)
@@ -58,7 +58,7 @@ def body_layers(config: OftConfig, *, in_use: bool = False) -> Iterator[Linear]:
 def _vision_layers(config: OftConfig, *, in_use: bool) -> Iterator[Linear]:
     for vit in config.towers:
         width, hidden, pool = vit.width, vit.mlp_hidden, int(vit.attn_pool and not in_use)
-        depth = vit.depth - in_use  # features are those of the last but one block
+        depth = vit.depth - in_use  # features are those of the second to last block
         yield Linear(1, 3 * vit.patch_size**2, width)
         yield Linear(depth, width, 3 * width)
         yield Linear(depth + 2 * pool, width, width)
@@ -84,19 +84,19 @@ def _language_layers(config: OftConfig) -> Iterator[Linear]:
 
 
 def layer_parameters(config: OftConfig) -> int:
-    """Parameters of a layer of the language model."""
+    """Return the number of parameters of a layer of the language model."""
     layers = _language_layers(config)
     return sum(layer.parameters for layer in layers) // max(1, config.llama.num_hidden_layers)
 
 
 def outside_parameters(config: OftConfig, options: OftOptions) -> int:
-    """Parameters outside the repeated layers: embeddings, output matrix, projectors and heads."""
+    """Return the number of parameters of embeddings, output matrix, projectors and heads."""
     vocabulary = 2 * config.llama.hidden_size * config.llama.vocab_size
     return vocabulary + sum(x.parameters for x in _projector_layers(config)) + head_parameters(config, options)
 
 
 def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
-    """Layers of the heads and projectors that the options ask for."""
+    """Yield the layers of the heads and projectors of the options."""
     width, state, values = config.llama.hidden_size, options.state_dim, options.value_dim
     if state:
         yield from (Linear(1, state, width), Linear(1, width, width))
@@ -113,7 +113,7 @@ def head_layers(config: OftConfig, options: OftOptions) -> Iterator[Linear]:
 
 
 def value_layers(config: OftConfig, values: int) -> Iterator[Linear]:
-    """Layers of the value head; without values none."""
+    """Yield the layers of the value head; none without values."""
     if values:
         first, second = VALUE_HIDDEN
         yield Linear(1, config.llama.hidden_size, first)
@@ -121,16 +121,16 @@ def value_layers(config: OftConfig, values: int) -> Iterator[Linear]:
 
 
 def head_parameters(config: OftConfig, options: OftOptions) -> int:
-    """Parameters of all heads and projectors, which are trained in full beside adapters."""
+    """Return the number of parameters of all heads and projectors, which are fully trained next to adapters."""
     total = sum(layer.parameters for layer in head_layers(config, options))
     if options.cfg.action_head != "discrete":
-        # The norms before the first layer, in two blocks, and before the last one.
+        # Norms before the first layer, in two blocks, and before the last layer.
         total += 2 * config.llama.hidden_size * (options.cfg.action_dim + 3)
     return total
 
 
 def count_parameters(config: OftConfig, options: OftOptions) -> int:
-    """Parameters of the model with all its heads and projectors, adapters excluded."""
+    """Return the number of parameters of the model with all heads and projectors, without adapters."""
     llama = config.llama
     total = sum(layer.parameters for layer in body_layers(config)) + head_parameters(config, options)
     total += llama.hidden_size * (llama.vocab_size + 2 * llama.num_hidden_layers + 1)  # embeddings and norms
@@ -142,7 +142,7 @@ def count_parameters(config: OftConfig, options: OftOptions) -> int:
 
 
 def adapter_parameters(config: OftConfig, rank: int) -> int:
-    """Trained parameters of adapters on all layers: an upper bound for those with targets of their own."""
+    """Return the number of parameters of adapters on all layers: an upper bound for selected targets."""
     return rank * sum(layer.count * (layer.inputs + layer.outputs) for layer in body_layers(config, in_use=True))
 
 
@@ -151,26 +151,26 @@ class SampleSize:
     """Bytes and FLOPs of one sample in a precision."""
 
     kept: int
-    """By a forward pass for its backward pass."""
+    """Stored by a forward pass for its backward pass."""
     recomputed: int
-    """The same where layers are recomputed: their inputs."""
+    """The same with recomputed layers: their inputs."""
     layer: int
-    """By the largest layer while it is recomputed."""
+    """Stored by the largest layer while it is recomputed."""
     acting: int
-    """At a time, without gradients."""
+    """Maximum without gradients."""
     flops: float
     """Of the forward pass."""
 
 
 def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: bool, adapters: bool) -> SampleSize:
-    """What one sample takes on its way through the model, counted tensor by tensor.
+    """Return the memory and FLOPs of one sample, counted tensor by tensor.
 
-    Bytes that a layer keeps per token, with width D and MLP width M (`tests/fakegpu` meters the same sums):
+    Bytes that a layer stores per token, with width D and MLP width M (`tests/fakegpu` measures the same sums):
 
     * float32: 10 D + 4 M numbers in a Llama layer, 8 D + 2 M in a ViT block.
     * bfloat16, adapters: the residual stream is bfloat16. Two inputs of norms and their outputs, queries, keys, values
-      and what was attended to; gate, SiLU, up and product.
-    * bfloat16, all trained: the stream is float32, and autocast makes a copy of a norm's output for each linear layer.
+      and the attention output; gate, SiLU, up and product.
+    * bfloat16, all trained: the stream is float32, and autocast copies a norm's output for each linear layer.
     """
     llama, towers = config.llama, config.towers
     tokens = images * max(vit.num_patches for vit in towers) + PROMPT_TOKENS + tokens_per_chunk
@@ -191,7 +191,7 @@ def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: 
         kept=llama.num_hidden_layers * tokens * per_token
         + sum((v.depth - 1) * b for v, b in zip(towers, blocks, strict=True)),
         recomputed=llama.num_hidden_layers * tokens * stream * d + inputs,
-        # And as many gradients: of gate, SiLU, up, product and the adapters' or the weights' inputs.
+        # And equally many gradients: of gate, SiLU, up, product and the inputs of the adapters or weights.
         layer=max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
         # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
         acting=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
@@ -206,10 +206,11 @@ PUBLIC_LAYOUT = (
     "dataset_statistics.json, model*.safetensors)"
 )
 NO_PATH = (
-    f"model.path is not set: it wants {PUBLIC_LAYOUT}. Checkpoints with discrete action tokens fit: "
+    f"model.path is not set. Set it to {PUBLIC_LAYOUT}. Suitable checkpoints have discrete action tokens: "
     "Haozhan72/Openvla-oft-SFT-libero-{spatial,object,goal}-traj1, -libero10-traj1, -libero10-trajall, or "
-    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (its adapter goes to model.lora.path), or the "
-    f"L1-regression ones (moojink/openvla-7b-oft-finetuned-libero-*) with model=openvla_oft_official. {TRY_NOW}"
+    "RLinf/RLinf-OpenVLAOFT-LIBERO-130 and -LIBERO-130-Base-Lora (set its adapter with model.lora.path), or L1 "
+    "regression (moojink/openvla-7b-oft-finetuned-libero-*) with model=openvla_oft_official. "
+    f"{TRY_NOW}"
 )
 
 
@@ -220,15 +221,16 @@ class OpenVlaOftFactory:
     settings: type[OpenVlaSettings] = OftSettings
     """Its keys below `model`."""
     autoregressive: bool = False
-    """OpenVLA: one action per query, token by token; false: OpenVLA-OFT, a whole chunk at once."""
+    """OpenVLA: one action per inference, token by token; False: OpenVLA-OFT, a whole chunk in parallel."""
 
     def validate(self, cfg: OpenVlaSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         cfg = as_oft(cfg)
         problems = []
         if self.autoregressive and cfg.num_action_chunks != 1:
             problems.append(
-                f"model.num_action_chunks is {cfg.num_action_chunks}; OpenVLA gives one action per query, set it to 1."
+                f"model.num_action_chunks is {cfg.num_action_chunks}; OpenVLA predicts one action per inference, set "
+                f"it to 1."
             )
         return problems + _training_problems(cfg) + _folder_problems(cfg)
 
@@ -236,7 +238,7 @@ class OpenVlaOftFactory:
         """Describe the policy from the checkpoint's JSON files.
 
         Raises:
-            ConfigError: the checkpoint and the environment do not fit together.
+            ConfigError: the checkpoint and the environment do not fit.
             CheckpointError: a JSON file is missing or malformed.
         """
         cfg = as_oft(cfg)
@@ -262,7 +264,7 @@ class OpenVlaOftFactory:
             gripper=GripperConvention(open=1.0, closed=0.0),
             num_parameters=count_parameters(config, options),
             num_trained=_trained(config, options) if cfg.is_lora else None,
-            # Nothing of a frozen model is kept for the way back.
+            # A frozen model stores nothing for the backward pass.
             activation_bytes=size.acting if cfg.corrects else passes * size.kept,
             recomputed_bytes=size.acting if cfg.corrects else passes * size.recomputed,
             largest_layer=(layer_parameters(config), size.layer),
@@ -279,15 +281,15 @@ class OpenVlaOftFactory:
         return steered(spec, shape, cfg.likelihood, beside=learns)
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes, and what an actor beside the model chooses (see `ComparesWeights`)."""
+        """Compare sizes, and the actor on the model (see `ComparesWeights`)."""
         cfg, saved = as_oft(cfg), read_config(folder)
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):
-            raise CheckpointError(f"{folder} holds a model of other sizes than model.path={cfg.path}.")
+            raise CheckpointError(f"{folder} contains a model of another size than model.path={cfg.path}.")
         if not cfg.use_proprio and any(folder.glob("*proprio_projector*")):
             raise CheckpointError(
-                f"{folder} was trained with proprioception (it has a proprio_projector), without which it would act on "
-                "something that it never saw. Fix: model.use_proprio=true."
+                f"{folder} was trained with proprioception (it has a proprio_projector). Fix: set "
+                f"model.use_proprio=true."
             )
         if cfg.corrects:
             _correction(cfg).check(folder)
@@ -338,16 +340,16 @@ def _mismatches(cfg: OftSettings, config: OftConfig, env: EnvSpec) -> list[str]:
         if width != env.state_dim:
             problems.append(
                 f"model.use_proprio=true: the proprio statistics '{data_set}' in {config.folder} have {width} "
-                f"dimensions, env '{env.name}' gives {env.state_dim}; set another unnorm_key, or use_proprio=false."
+                f"dimensions, but env '{env.name}' gives {env.state_dim}; set another unnorm_key, or use_proprio=false."
             )
     return problems
 
 
 def _training_problems(cfg: OftSettings) -> list[str]:
-    """Keys of adapters that nothing would read, and adapters that do not exist."""
+    """Return errors of adapter keys: keys without effect, and missing adapters."""
     problems = adapter_problems(cfg)
     if cfg.is_lora and cfg.use_film:
-        problems.append("model.is_lora=true trains, but use_film is for evaluation; see lora.path.")
+        problems.append("model.use_film=true supports evaluation only; set model.is_lora=false (see model.lora.path).")
     return problems
 
 
@@ -362,21 +364,21 @@ def _folder_problems(cfg: OftSettings) -> list[str]:
         return [NO_PATH]
     folder = resolve_asset(cfg.path)
     if not folder.is_dir():
-        return [f"model.path: {folder} does not exist or is no folder; it wants {PUBLIC_LAYOUT}. {TRY_NOW}"]
+        return [f"model.path: {folder} is not a folder. Set it to {PUBLIC_LAYOUT}. {TRY_NOW}"]
     if not (folder / CONFIG_FILE).exists():
-        return [f"model.path: {folder} has no {CONFIG_FILE}; it wants {PUBLIC_LAYOUT}. {TRY_NOW}"]
+        return [f"model.path: {folder} has no {CONFIG_FILE}. Use {PUBLIC_LAYOUT}. {TRY_NOW}"]
     try:
         statistics = read_config(folder).statistics
         if cfg.unnorm_key:
             statistics.find(cfg.unnorm_key)
     except CheckpointError as error:
         return [f"model.path: {error}"]
-    problems = [*lacking(folder, tokenizer="; fetch the whole repository again.", adapted=cfg.uses_adapters)]
+    problems = [*lacking(folder, tokenizer="; download the whole repository again.", adapted=cfg.uses_adapters)]
     if cfg.action_head == "discrete" and any(folder.glob("action_head--*checkpoint.pt")):
         problems.append(
-            f"model.path: {folder} holds a continuous action head (L1 or diffusion). Its language model never learned "
-            f"action tokens, so RL on tokens starts at zero success; set model.action_head=l1 or diffusion, whichever "
-            f"it has, or take one trained with discrete tokens."
+            f"model.path: {folder} contains a continuous action head (L1 or diffusion), so its language model was not "
+            f"trained on action tokens. Set model.action_head=l1 or diffusion, or use a checkpoint with discrete "
+            f"tokens."
         )
     return problems
 

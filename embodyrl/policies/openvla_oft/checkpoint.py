@@ -1,4 +1,4 @@
-"""Weights in the public layout: safetensors shards in, safetensors shards out, strictly checked; no code is run."""
+"""Weights in the public layout: strictly checked safetensors shards; no code is run."""
 
 import json
 import pickle
@@ -20,11 +20,11 @@ VALUE_HEAD = "value_head"
 ACTION_SCALE = "action_scale"
 RESIDUAL_ACTOR = "residual_actor"
 OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
-"""What RL adds to a model: a checkpoint may lack it, or have it for nothing."""
+"""Components added by RL, optional in both the model and the checkpoint."""
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
-"""Supervised training may start them at random."""
+"""Components that SFT may initialise randomly."""
 COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
-"""Attribute of the model, prefix of its keys and stem of its file, all at once."""
+"""Attribute of the model, prefix of its keys and stem of its file."""
 
 
 SHARD_BYTES = 5 * 10**9
@@ -44,14 +44,14 @@ SIDE_FILES = (
 
 
 def component_of(key: str) -> str:
-    """First part of a key: `proprio_projector.fc1.weight` belongs to `proprio_projector`."""
+    """Return the first part of a key: `proprio_projector.fc1.weight` belongs to `proprio_projector`."""
     return key.partition(".")[0]
 
 
 def side_components(keys: Iterable[str]) -> list[str]:
-    """Components of a model (its state-dict keys) that are stored outside of the model's own shards.
+    """Return the components of a model (given its state-dict keys) that are stored outside of its shards.
 
-    The vision backbone is one of the shards, unless FiLM has changed the names of its weights.
+    The vision backbone is in the shards, unless FiLM has changed the names of its weights.
     """
     present = {component_of(key) for key in keys}
     film = any(key.startswith("vision_backbone.") and ".scale." in key for key in keys)
@@ -59,10 +59,10 @@ def side_components(keys: Iterable[str]) -> list[str]:
 
 
 def find_component(folder: Path, name: str) -> Path | None:
-    """`<name>.safetensors` as we save it, or the one public `<name>--<step>_checkpoint.pt`.
+    """Return `<name>.safetensors` (our format), or the only public `<name>--<step>_checkpoint.pt`.
 
     Raises:
-        CheckpointError: several public files fit.
+        CheckpointError: several public files match.
     """
     own = folder / f"{name}.safetensors"
     if own.exists():
@@ -70,78 +70,80 @@ def find_component(folder: Path, name: str) -> Path | None:
     found = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep the one of the "
-            f"training step that the model's weights are of."
+            f"{folder} holds {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep that of the "
+            f"weights' training step."
         )
     return found[0] if found else None
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a public `.pt` state dict (tensors only, no code is run) under the keys that the model uses.
+    """Read a public `.pt` state dict (tensors only, no code is run) under the model's keys.
 
     Raises:
-        CheckpointError: the file is truncated, or holds anything but tensors.
+        CheckpointError: the file is truncated, or contains other objects than tensors.
     """
     try:
-        # Mapped: of several GB only what is copied is read.
+        # Memory-mapped: of several GB only copied tensors are read.
         raw = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        # As DistributedDataParallel saved them.
+        # Prefix of DistributedDataParallel.
         state = {str(key).removeprefix("module."): tensor for key, tensor in raw.items()}
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a state dict of tensors ({str(error).splitlines()[0]}). Its download was cut "
-            f"off, or it holds Python objects, which are refused because loading them can run code; fetch it again."
+            f"{path} cannot be read as a state dict of tensors ({str(error).splitlines()[0]}). It is truncated, or "
+            f"contains Python objects, whose loading could run code; download it again."
         ) from error
     strangers = [key for key, tensor in state.items() if not isinstance(tensor, Tensor)]
     if strangers:
-        raise CheckpointError(f"{path}: '{strangers[0]}' is no tensor. The file is no state dict; fetch it again.")
+        raise CheckpointError(
+            f"{path}: '{strangers[0]}' is not a tensor. The file is not a state dict; download it again."
+        )
     return {key if key.startswith(f"{name}.") else f"{name}.{key}": tensor for key, tensor in state.items()}
 
 
 _FIXES = {
-    VALUE_HEAD: "The value head is of a run with another reward_type; use that one, or remove the head.",
-    RESIDUAL_ACTOR: "Use the model.num_action_chunks and model.residual_repeated that it was trained with.",
+    VALUE_HEAD: "The value head is from a run with another reward_type; use that reward_type, or remove the head.",
+    RESIDUAL_ACTOR: "Use the model.num_action_chunks and model.residual_repeated of its training.",
 }
-"""By part what to do where its shape does not fit."""
+"""Fixes of shape mismatches by component."""
 
 Change = Callable[[str, Tensor], Tensor]
-"""(key, weight of the file) to the weight to load; merges adapters on the way."""
+"""(key, weight of the file) to the weight to load; merges adapters."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Shards of the model in a folder, as the index names them; empty if there are none.
+    """Return the shards of the model in a folder, as listed by the index; empty if there are none.
 
     Raises:
-        CheckpointError: the index is malformed or names a file that is not there.
+        CheckpointError: the index is malformed or names a missing file.
     """
     index = folder / INDEX_FILE
     if not index.exists():
         return sorted(folder.glob("model*.safetensors"))
     try:
-        # The index and not the folder says which shards there are: an old one may lie about.
+        # Use the index, because the folder may contain old shards.
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}. Fetch the file again.") from error
+        raise CheckpointError(f"{index} cannot be read: {error!r}. Download the file again.") from error
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} names ({len(names)} shards in all). The download "
-            f"or copy is incomplete; fetch the missing files."
+            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} names ({len(names)} shards in all). The "
+            f"download or copy is incomplete; download the missing files."
         )
     return [folder / name for name in names]
 
 
 def map_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a safetensors file, mapped and not yet read; without the rotary frequencies of old conversions.
+    """Return memory-mapped weights of a safetensors file, without the rotary frequencies of old conversions.
 
     Raises:
-        CheckpointError: the file is missing, truncated or no safetensors file.
+        CheckpointError: the file is missing, truncated or not a safetensors file.
     """
     try:
         return {key: tensor for key, tensor in load_file(path).items() if not key.endswith("rotary_emb.inv_freq")}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is missing, truncated or no safetensors file ({error}). Its download was cut off; fetch it again."
+            f"{path} is missing, truncated or not a safetensors file ({error}). Download it again."
         ) from error
 
 
@@ -153,32 +155,31 @@ def load_into(
     beside: Path | None = None,
     fresh_heads: bool = False,
 ) -> None:
-    """Copy the weights of a folder into a module, in place, casting to the module's dtypes.
+    """Copy the weights of a folder into a module, in place, with the module's dtypes.
 
-    Everything is checked before the first weight is touched. Heads and projectors come from files of their own; those
-    of RL may also be missing, and a value head may lie among the model's own keys.
+    All checks run before the first weight is changed. Heads and projectors are in separate files; those of RL may be
+    missing, and a value head may be among the model's own keys.
 
     Args:
-        module: on any device; injected adapters stay as they are.
+        module: on any device; injected adapters stay unchanged.
         folder: the model's shards, and component files.
         change: applied to each weight.
-        beside: another folder to take the component files from.
+        beside: another folder for the component files.
         fresh_heads: heads and projectors may be missing; the module's own stay.
 
     Raises:
-        CheckpointError: a file is unreadable or truncated, a key is missing or surplus, or a shape differs.
+        CheckpointError: a file is unreadable or truncated, a key is missing or unexpected, or a shape differs.
     """
     target = base_state(module)
     shards = weight_files(folder)
     if not shards:
         raise CheckpointError(
-            f"{folder} holds no model*.safetensors. Point model.path at a folder with the whole checkpoint (weights "
-            f"in .bin form are not read, because loading them can run code; a low-rank adapter alone goes to "
-            f"model.lora.path)."
+            f"{folder} contains no model*.safetensors. Set model.path to a folder with the full checkpoint (.bin "
+            f"files are not loaded, because that can run code), and model.lora.path to an adapter."
         )
     optional = {*OF_RL, *FRESH} if fresh_heads else {*OF_RL}
     files = _map_components(target, beside or folder, optional)
-    # Public shards may still hold what was trained further and saved apart: the file of its own counts.
+    # Public shards may also contain components that were trained further: the separate file counts.
     elsewhere = set(side_components(target)) - {VALUE_HEAD}
     for path in shards:
         files[path] = {k: tensor for k, tensor in map_weights(path).items() if component_of(k) not in elsewhere}
@@ -186,10 +187,10 @@ def load_into(
 
 
 def load_components(module: nn.Module, folder: Path) -> None:
-    """Copy the components that a folder holds into a module.
+    """Copy the components of a folder into a module.
 
     Raises:
-        CheckpointError: a component is missing (but for those of RL), or its shapes differ.
+        CheckpointError: a component is missing (except those of RL), or its shapes differ.
     """
     state = module.state_dict()
     names = side_components(state)
@@ -198,16 +199,16 @@ def load_components(module: nn.Module, folder: Path) -> None:
 
 
 def base_state(module: nn.Module) -> dict[str, Tensor]:
-    """State dict under the public names, whether or not adapters are injected; without the adapters."""
+    """Return the state dict under the public names, without injected adapters."""
     return {
         key.replace(".base_layer.", "."): tensor for key, tensor in module.state_dict().items() if ".lora_" not in key
     }
 
 
 def save_from(module: nn.Module, folder: Path, side_files: Mapping[str, bytes]) -> None:
-    """Write a module's weights (in their own dtypes), its components and the given side files to a folder.
+    """Write a module's weights (with their dtypes), its components and the given side files to a folder.
 
-    The caller provides a fresh folder and makes the write atomic by renaming it.
+    The caller provides a new folder and makes the write atomic by renaming it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: tensor.detach() for key, tensor in module.state_dict().items()}
@@ -232,7 +233,7 @@ def save_side_files(folder: Path, side_files: Mapping[str, bytes]) -> None:
 
 
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """Read tokenizer, preprocessor, statistics and configuration, so that `save_from` can write them again."""
+    """Read tokenizer, preprocessor, statistics and configuration, for `save_from`."""
     found = {name: (folder / name).read_bytes() for name in SIDE_FILES if (folder / name).exists()}
     return found | {CONFIG_FILE: saved_config(found[CONFIG_FILE])}
 
@@ -246,7 +247,7 @@ def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str
         elif name not in optional:
             raise CheckpointError(
                 f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                f"Its training went without it (see model.use_proprio, action_head, use_film), or is incomplete."
+                f"It was trained without it (see model.use_proprio, action_head, use_film), or is incomplete."
             )
     return files
 
@@ -258,7 +259,7 @@ def _copy(
     optional: set[str],
     change: Change | None = None,
 ) -> None:
-    """Check all files, then copy them and empty `files` on the way, so that mapped pages do not add up."""
+    """Check all files, then copy them and empty `files` meanwhile, so that mapped pages are freed."""
     found = {key: tensor for weights in files.values() for key, tensor in weights.items()}
     place = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
     check_weights(
@@ -270,11 +271,11 @@ def _copy(
         fixes=_FIXES,
         shown=lambda key: f"'{key}'{place.get(key, '')}",
     )
-    # The files alone hold them from here on.
+    # Only `files` references the tensors from here on.
     found.clear()
     with torch.no_grad():
         for path in list(files):
-            # Popped, so that the pages of a file can be freed as soon as it is copied.
+            # Popped, so that the pages of a file can be freed when it is copied.
             for key, tensor in files.pop(path).items():
                 if key in target:
                     target[key].copy_(change(key, tensor) if change else tensor)

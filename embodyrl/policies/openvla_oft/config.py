@@ -1,4 +1,4 @@
-"""The JSON files of a public OpenVLA-OFT checkpoint as frozen records, its statistics and action tokens; no torch."""
+"""JSON files of a public OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 
 NORMALISATIONS = {"bounds_q99": ("q01", "q99"), "bounds": ("min", "max")}
-"""Names of `model.action_normalization` and the fields that bound -1..1: LIBERO and Bridge use q99, ALOHA min/max."""
+"""Statistics that map to -1..1, by `model.action_normalization`: LIBERO and Bridge use q99, ALOHA min/max."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What -1 and 1 stand for, per dimension; where `mask` is false a dimension is not normalised."""
+    """Values that map to -1 and 1, per dimension; dimensions with a False `mask` are not normalised."""
 
     low: tuple[float, ...]
     high: tuple[float, ...]
@@ -36,13 +36,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The data sets of `dataset_statistics.json` (or of config.json's `norm_stats`) by name."""
+    """Data sets of `dataset_statistics.json` (or of config.json's `norm_stats`) by name."""
 
     sets: Mapping[str, Any]
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set that the first given key names (see `find_data_set`), or else the only one.
+        """Return the data set of the first given key (see `find_data_set`), or else the only one.
 
         Raises:
             CheckpointError: there is none.
@@ -53,13 +53,12 @@ class Statistics:
         if len(self.sets) == 1:
             return next(iter(self.sets))
         raise CheckpointError(
-            f"model.unnorm_key is not set and the environment names no data set. Statistics in "
-            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the one the checkpoint was "
-            "trained with."
+            f"model.unnorm_key is not set and the environment has no data set name. Statistics in "
+            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to that of the checkpoint's training."
         )
 
     def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
-        """Read the bounds of `action` or `proprio`; a missing mask means that every dimension is normalised.
+        """Return the bounds of `action` or `proprio`; without a mask every dimension is normalised.
 
         Raises:
             CheckpointError: the data set lacks the part or its fields, or they are malformed.
@@ -72,7 +71,7 @@ class Statistics:
             mask = tuple(map(bool, entry.get("mask", [True] * len(low)))) if part == "action" else (True,) * len(low)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{where} has no usable {part} {low_name}/{high_name} ({error!r}). Fetch the file again, or check "
+                f"{where} has no usable {part} {low_name}/{high_name} ({error!r}). Download the file again, or check "
                 f"model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
@@ -84,18 +83,19 @@ class Statistics:
 
 
 def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
-    """Map values [..., D] from -1..1 to the units of the training data; masked ones stay."""
+    """Map values [..., D] from -1..1 to the units of the training data; masked ones are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
-    # 1e-8 as in the public code, to the last bit, though here nothing is divided.
+    # 1e-8 as in the public code, for identical bits, although there is no division here.
     scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
     return np.where(bounds.mask, scaled, normalised).astype(np.float32)
 
 
 def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
-    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`; masked ones stay.
+    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`; masked ones are
+    unchanged.
 
-    `flat_to_zero`: dimensions whose bounds coincide become 0, as when training targets are made; the public inference
-    code does not do so for proprioception.
+    `flat_to_zero`: dimensions with equal bounds become 0, as in training targets; the public inference code does not do
+    this for proprioception.
     """
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
     raw = np.asarray(values, dtype=np.float64)
@@ -108,7 +108,7 @@ def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = Tru
 class ActionTokenizer:
     """Uniform bins over -1..1; the highest value has the lowest id.
 
-    `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` gives the centre of the bin. The
+    `encode`: id = Vd - digitize(clip(a, -1, 1), edges) with `n_bins` edges; `decode` returns the centre of the bin. The
     two lowest ids share one centre, because n_bins edges enclose n_bins - 1 bins.
     """
 
@@ -119,12 +119,12 @@ class ActionTokenizer:
         self._centres = (self._edges[:-1] + self._edges[1:]) / 2.0
 
     def encode(self, normalised: npt.ArrayLike) -> IntArray:
-        """Token ids of normalised actions; values outside -1..1 are clipped."""
+        """Return token ids of normalised actions; values outside -1..1 are clipped."""
         clipped = np.clip(np.asarray(normalised, dtype=np.float64), -1.0, 1.0)
         return (self.vocab_end - np.digitize(clipped, self._edges)).astype(np.int64)
 
     def decode(self, ids: IntArray) -> npt.NDArray[np.float64]:
-        """Bin centres in -1..1 of token ids; ids outside the range are clipped to it."""
+        """Return bin centres in -1..1 of token ids; ids outside the range are clipped."""
         return self._centres[np.clip(self.vocab_end - ids - 1, 0, len(self._centres) - 1)]
 
 
@@ -156,7 +156,7 @@ _LLAMA_ONLY: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitSpec:
-    """One vision tower."""
+    """Sizes of one vision tower."""
 
     image_size: int
     patch_size: int
@@ -168,22 +168,24 @@ class VitSpec:
     reg_tokens: int
     layer_scale: bool
     attn_pool: bool
-    """The checkpoint holds an (unused) attention pool."""
+    """The checkpoint contains an (unused) attention pool."""
 
     @property
     def num_patches(self) -> int:
-        """Patches of one image."""
+        """Number of patches of one image."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
     def num_prefix(self) -> int:
-        """Tokens before the patches, which the features leave out."""
+        """Number of tokens before the patches, which are not part of the features."""
         return int(self.class_token) + self.reg_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec:
-    """The language model, under the names of its config, where transformers stores only what differs from these."""
+    """Sizes of the language model, under the names of its config, in which transformers stores only differences from
+    these.
+    """
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -206,11 +208,11 @@ class PixelNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OftOptions:
-    """What the run decides beside the checkpoint's own files."""
+    """Options of the run, in addition to the checkpoint's files."""
 
     cfg: OftSettings
     autoregressive: bool = False
-    """OpenVLA: one action, token by token under a causal mask; false: all tokens at once, every query sees all keys."""
+    """OpenVLA: one action, token by token with a causal mask; False: all tokens in parallel with full attention."""
     state_dim: int = 0
     """Width of the proprioception; 0: not used."""
     value_dim: int = 0
@@ -223,7 +225,7 @@ class OftOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OftConfig:
-    """Everything that the JSON files of a checkpoint folder say."""
+    """Contents of the JSON files of a checkpoint folder."""
 
     folder: Path
     towers: tuple[VitSpec, VitSpec]
@@ -236,7 +238,7 @@ class OftConfig:
     n_bins: int
     statistics: Statistics
     random_init: bool
-    """The folder asks for random initial weights instead of holding some."""
+    """The folder requests random initial weights instead of containing weights."""
 
     @property
     def image_size(self) -> int:
@@ -253,7 +255,7 @@ def read_config(folder: Path) -> OftConfig:
     """Read config.json, preprocessor_config.json and dataset_statistics.json of a checkpoint folder.
 
     Raises:
-        CheckpointError: a file or field is missing, malformed, or asks for an architecture that this is not.
+        CheckpointError: a file or field is missing, malformed, or describes an unsupported architecture.
     """
     try:
         return _parse(folder)
@@ -274,11 +276,11 @@ def _parse(folder: Path) -> OftConfig:
     if len(ids) != 2 or len(set(sizes)) != 1:
         raise CheckpointError(
             f"{where}: timm_model_ids {ids} with image_sizes {sizes}; OpenVLA-OFT has two vision towers of one image "
-            f"size (DINOv2 and SigLIP). This is another model; pick an OpenVLA-OFT checkpoint."
+            f"size (DINOv2 and SigLIP). This is another model; use an OpenVLA-OFT checkpoint."
         )
     llama = _read_llama(_field(config, "text_config", where), where)
     statistics = folder / STATISTICS_FILE
-    # Fine-tuned checkpoints bring a file of their own; the base model's are in config.json.
+    # Fine-tuned checkpoints have a separate file; the base model's statistics are in config.json.
     raw = _read_json(statistics) if statistics.exists() else _field(config, "norm_stats", where)
     return OftConfig(
         folder=folder,
@@ -286,7 +288,7 @@ def _parse(folder: Path) -> OftConfig:
         pixel_norms=_read_pixel_norms(folder),
         llama=llama,
         pad_token_id=int(_field(config, "pad_token_id", where)),
-        # The table of embeddings is padded to a multiple; ids of actions count from the end of the real vocabulary.
+        # The embedding table is padded to a multiple; action ids count from the end of the real vocabulary.
         action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
         n_bins=int(_field(config, "n_action_bins", where)),
         statistics=Statistics(raw, folder),
@@ -300,20 +302,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing. The folder is not a checkpoint in the public OpenVLA-OFT layout, or its download is "
-            f"incomplete; fetch the whole repository again."
+            f"incomplete; download the whole repository again."
         ) from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object. Fetch the file again.")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a JSON object. Download the file again.")
     return content
 
 
 def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
     if name not in data:
         raise CheckpointError(
-            f"{where} has no field '{name}'.{closest(name, data)} It is not of an OpenVLA-OFT checkpoint, or cut off; "
-            f"fetch it again."
+            f"{where} has no field '{name}'.{closest(name, data)} It is not from an OpenVLA-OFT checkpoint, or "
+            f"truncated; download it again."
         )
     return data[name]
 
@@ -326,7 +328,7 @@ def _read_llama(text: Mapping[str, Any], where: Path) -> LlamaSpec:
         if text.get(name, only) != only:
             raise CheckpointError(
                 f"{where}: text_config.{name} is {text[name]!r}; OpenVLA-OFT's Llama-2 has {only!r}. "
-                f"This language model is not supported; pick a checkpoint with a Llama-2 backbone."
+                f"This language model is not supported; use a checkpoint with a Llama-2 backbone."
             )
     return spec
 
@@ -356,7 +358,7 @@ def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
 
 
 def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
-    """Prefer `tvf_normalize_params`: they are what the processor of the public code really applies."""
+    """Return the pixel statistics, preferably `tvf_normalize_params`, which the public processor uses."""
     where = folder / PREPROCESSOR_FILE
     data = _read_json(where)
     params = data.get("tvf_normalize_params")

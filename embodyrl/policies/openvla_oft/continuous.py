@@ -1,4 +1,4 @@
-"""Probabilities of the continuous heads: a Gaussian around L1 regression, and the denoising chain of diffusion."""
+"""Action distributions of the continuous heads: a Gaussian around L1 regression, and diffusion's denoising chain."""
 
 from collections.abc import Callable
 
@@ -18,10 +18,10 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class L1Gaussian:
-    """The head's output is the mean, a learned number per action dimension the deviation; see `DiscreteTokens`.
+    """Gaussian whose mean is the head's output and whose deviation is a learned number per action dimension.
 
-    Temperature multiplies the deviation. Actions are not bounded: the environment clips them. A token is the bit
-    pattern of a float32, so that what was drawn is what is scored.
+    The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
+    environment clips them. A token is the bit pattern of a float32, so that scores are those of the exact samples.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class L1Gaussian:
         self._model, self._forward, self._tokenizer = model, forward, tokenizer
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """The mean, or drawn by the inverse CDF."""
+        """Return the mean, or sample by the inverse CDF."""
         spread, value = self._spread(inputs, temperature)
         if noise is None:
             return Chosen.greedily(spread.mean), value
@@ -40,22 +40,22 @@ class L1Gaussian:
         return Chosen(state=actions, tokens=bits, logprob=spread.log_prob(actions)), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the Gaussian."""
+        """Return log-probabilities, entropies and values."""
         spread, value = self._spread(inputs, temperature)
         actions = on_device(tokens.astype(np.int32).view(np.float32), value.device).view_as(spread.mean)
         return spread.log_prob(actions), spread.entropy(), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """[B, V]"""
+        """Return values [B, V]."""
         return self._forward(inputs)[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """The means."""
+        """Return the means."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         return hidden, self._model.regress(hidden)
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """The mean distance, as in the official training."""
+        """Return the mean distance, as in the official training."""
         mean, _ = self._forward(inputs)
         loss = (mean - on_device(target, mean.device).to(mean.dtype)).abs().flatten(1).mean(1)
         return ImitationScores(loss=loss, accuracy=agreement(mean.detach(), target, self._tokenizer))
@@ -68,7 +68,7 @@ class L1Gaussian:
 
 
 class DiffusionChain(GaussianChain):
-    """Denoising steps as a policy (DPPO, arXiv 2409.00588): DDIM steps whose noise is never below a least deviation."""
+    """Denoising steps as a policy (DPPO, arXiv 2409.00588): DDIM steps with a minimum noise."""
 
     def __init__(self, cfg: OftSettings) -> None:
         steps = cfg.num_diffusion_steps_inference
@@ -76,10 +76,10 @@ class DiffusionChain(GaussianChain):
         self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """The step with noise, and the certain one that greedy acting takes."""
+        """Return the step with noise, and the deterministic one of greedy actions."""
         steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
         level = on_device(self._levels, x.device)[index]
-        noise, _ = velocity(x, level)  # here what it predicts is the noise
+        noise, _ = velocity(x, level)  # here the network predicts the noise
         mean, sigma = ddim_step(x, noise, level, steps, alphas, self._cfg.diffusion_eta)
         certain, _ = ddim_step(x, noise, level, steps, alphas, 0.0)
         std = sigma.clamp(min=self._cfg.diffusion_min_std)
@@ -87,13 +87,13 @@ class DiffusionChain(GaussianChain):
 
 
 class Diffusion:
-    """Acts by denoising; its likelihood is that of one noisy step of the chain, or of all; see `DiscreteTokens`."""
+    """Acts by denoising; its likelihood is that of one or all noisy steps of the chain; see `DiscreteTokens`."""
 
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer, self._chain = model, cfg, tokenizer, DiffusionChain(cfg)
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Denoise from drawn noise; greedily without noise from one fixed start for every observation."""
+        """Denoise from sampled noise; greedy actions start from one fixed noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
             chosen = Chosen.greedily(self._denoised(inputs, prefix))
@@ -102,7 +102,7 @@ class Diffusion:
         return chosen, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """The hidden rows are those of the first step."""
+        """Return the greedy actions, and the hidden rows of the first step."""
         prefix = self._model.prefix(inputs)
         level = torch.full((len(prefix),), ddim_steps(self._cfg.num_diffusion_steps_inference)[0], device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
@@ -113,27 +113,27 @@ class Diffusion:
         return denoise(self._model, inputs, self._start(inputs), steps, prefix)
 
     def _start(self, inputs: ModelInputs) -> Tensor:
-        """[B, K, A]"""
+        """Return the initial noise [B, K, A]."""
         shape = self._cfg.num_action_chunks, self._cfg.action_dim
         drawn = torch.rand(shape, generator=torch.Generator().manual_seed(0)).flatten()
         start = on_device(standard_normal(drawn).view(shape), inputs.prompt_ids.device)
         return start.expand(len(inputs.prompt_ids), *shape)
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of the noisy steps."""
+        """Return log-probabilities and entropies of the noisy steps, and values."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         logprob, entropy = self._chain.score(self._network(inputs, prefix), tokens, device, temperature)
         return logprob, entropy, self._value(inputs, prefix)
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """[B, V]"""
+        """Return values [B, V]."""
         return self._value(inputs, self._model.prefix(inputs))
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Squared error of the noise, at one of the training steps per row.
+        """Return the squared error of the noise, at one training step per row.
 
-        Without gradients (validation) noise and step are the same in every call, and actions are compared, which takes
-        a whole denoising.
+        Without gradients (validation) noise and step are the same in every call, and actions are compared, which needs
+        a full denoising.
         """
         trains = torch.is_grad_enabled()
         rows = torch.randint(2**47, (len(target),)).numpy() if trains else np.arange(len(target))
@@ -156,8 +156,9 @@ class Diffusion:
         return network
 
     def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        """[B, V] from the middle of the noise at the noisiest step, a function of the observation alone; its features
-        have no gradient, so that the critic does not bend what the policy reads.
+        """Return values [B, V] for zero noise at the noisiest step, a function of the observation.
+
+        The features are detached, so that the critic does not change the policy's features.
         """
         count, head = len(prefix), self._model.value_head
         if head is None:
@@ -170,6 +171,6 @@ class Diffusion:
 
 
 def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Share [B] of normalised actions [B, K, A] that fall into the bins of given ones; NaN falls into none."""
+    """Return the share [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in none."""
     same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)

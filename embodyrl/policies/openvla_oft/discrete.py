@@ -1,4 +1,4 @@
-"""Probabilities of the discrete head: one category for each number of a chunk, all at once or token by token."""
+"""Action distribution of the discrete head: one categorical per number of a chunk, in parallel or token by token."""
 
 from collections.abc import Callable
 
@@ -15,9 +15,9 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class DiscreteTokens:
-    """Tokens are absolute ids of the vocabulary, as the public code stores them; temperature divides the logits.
+    """Tokens are vocabulary ids, as in the public code; temperature divides the logits.
 
-    The interface is that of the continuous heads too (`L1Gaussian`, `Diffusion`).
+    The continuous heads have the same interface (`L1Gaussian`, `Diffusion`).
     """
 
     def __init__(
@@ -27,15 +27,15 @@ class DiscreteTokens:
         acting: Callable[[ModelInputs], tuple[Tensor, Tensor]],
         tokenizer: ActionTokenizer,
     ) -> None:
-        """`forward`: the model's, which may be compiled; `acting`: without gradients, which may be recorded."""
+        """Set up the head; `forward`: of the model, maybe compiled; `acting`: without gradients, maybe recorded."""
         self._model, self._forward, self._acting, self._tokenizer = model, forward, acting, tokenizer
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Choose normalised chunks [B, K, A]; with values [B, V].
+        """Return normalised chunks [B, K, A] and values [B, V].
 
-        They are drawn from uniforms [B, L], one row for each observation; None means greedy.
+        Tokens are sampled from uniforms [B, L], one row for each observation; None means greedy.
         """
         uniform = None if noise is None else on_device(noise, inputs.prompt_ids.device)
 
@@ -56,39 +56,39 @@ class DiscreteTokens:
         return Chosen(state=self._decoded(tokens), tokens=tokens, logprob=logprob), value
 
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probabilities and entropies [B, K, A] of what was chosen, and values [B, V]."""
+        """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""
         ids = on_device(tokens, inputs.prompt_ids.device)
         logits, value = self._forward(inputs, ids)
         return *self._scores(logits, ids - self._columns.start, temperature), value
 
     def values(self, inputs: ModelInputs) -> Tensor:
-        """[B, V]"""
-        # Values belong to the prompt; an autoregressive model sees no action token before it.
+        """Return values [B, V]."""
+        # Values depend on the prompt; in an autoregressive model it precedes all action tokens.
         shape = len(inputs.prompt_ids), self._model.options.num_action_tokens
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Hidden rows [B, L, D] that actions are read from, and the normalised actions [B, K, A] of acting greedily."""
+        """Return the hidden rows [B, L, D] that actions are predicted from, and greedy normalised actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         logits, _ = self._model.read_out(hidden, self._columns)
         return hidden, self._decoded((logits.argmax(-1) + self._columns.start).cpu().numpy())
 
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
-        """Cross-entropy of the tokens of normalised actions [B, K, A], and of STOP, over all ids."""
+        """Return the cross-entropy of the tokens of normalised actions [B, K, A], and of STOP, over all ids."""
         tokens = on_device(self._tokenizer.encode(target), inputs.prompt_ids.device).flatten(1)
         logits, _ = self._forward(inputs, tokens, whole_vocabulary=True)
         ids = F.pad(tokens, (0, 1), value=self._model.stop_token_id)
-        # Flat, because CUDA's loss of three dimensions is not deterministic.
+        # Flattened, because CUDA's cross-entropy of three dimensions is not deterministic.
         losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view_as(ids)
         chosen = logits[:, :-1, self._columns].argmax(-1) + self._columns.start
         return ImitationScores(loss=losses.mean(1), accuracy=(chosen == tokens).float().mean(1))
 
     def _scores(self, logits: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        # Outside of autocast, whoever asks: acting and scoring must come to the same number.
+        # Outside of autocast: acting and scoring must give the same numbers.
         with torch.autocast(logits.device.type, enabled=False):
             logprob, entropy = categorical_scores(logits / temperature, choice)
         return logprob.unflatten(1, self._chunk), entropy.unflatten(1, self._chunk)
 
     def _decoded(self, tokens: IntArray) -> Tensor:
-        """[B, K, A] float64, on the host."""
+        """Return bin centres [B, K, A] float64, on the host."""
         return torch.from_numpy(self._tokenizer.decode(tokens)).unflatten(1, self._chunk)

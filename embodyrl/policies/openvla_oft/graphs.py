@@ -1,7 +1,7 @@
-"""Acting by CUDA graphs: a forward pass is recorded once for each size of batch, and a replay is one launch.
+"""Inference by CUDA graphs: a forward pass is recorded once per batch size and replayed with a single launch.
 
-A replay runs the kernels that were recorded, in their order, so that acting and scoring stay one computation; what is
-saved is the host's time for thousands of launches. Batches are filled up to a few sizes, because each has a recording.
+A replay runs the recorded kernels in order, so acting and scoring stay the same computation; it saves the host's time
+for thousands of launches. Batches are padded to a few sizes, because each size has a recording.
 """
 
 import warnings
@@ -18,7 +18,7 @@ Forward = Callable[[ModelInputs], tuple[Tensor, Tensor]]
 
 
 def bucket(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most half as many rows more.
+    """Return the next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: at most half as many rows more.
 
     >>> [bucket(count) for count in (1, 3, 5, 9, 17, 64, 65)]
     [1, 3, 6, 12, 24, 64, 96]
@@ -28,7 +28,7 @@ def bucket(count: int) -> int:
 
 
 def fill(inputs: ModelInputs, count: int) -> ModelInputs:
-    """A batch of `count` rows: those of the inputs, then the first one again."""
+    """Return a batch of `count` rows: those of the inputs, padded with the first one."""
     return replace(
         inputs,
         **{name: torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])]) for name, x in _tensors(inputs).items()},
@@ -43,15 +43,16 @@ def _tensors(inputs: ModelInputs) -> dict[str, Tensor]:
 class _Recording:
     graph: Any
     inputs: ModelInputs
-    """Where the replay reads."""
+    """Static inputs of the replay."""
     outputs: tuple[Tensor, ...]
-    """Where it writes."""
+    """Static outputs of the replay."""
 
 
 class Recorded:
-    """A forward pass without gradients, replayed. Weights may change in place, and must stay where they are.
+    """A recorded and replayed forward pass without gradients.
 
-    What it returns holds until the next call. Where recording fails, it says why, once, and goes on without.
+    Weights may change in place, but must keep their memory. Outputs are valid until the next call. If recording fails,
+    a warning is logged once and the plain forward pass is used.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -61,17 +62,19 @@ class Recorded:
         self._works = True
 
     def __call__(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Logits and values, as the forward pass returns them."""
+        """Return logits and values, like the forward pass."""
         count = len(inputs.prompt_ids)
         filled = fill(inputs, bucket(count))
         try:
             recording = self._recording(filled) if self._works else None
         except torch.OutOfMemoryError:
-            raise  # going on without would meet it again
+            raise  # the plain forward pass would raise it, too
         except RuntimeError as error:
             self._works = False
             recording = None
-            warnings.warn(f"model.cuda_graphs: acting without, a pass cannot be recorded: {error}", stacklevel=2)
+            warnings.warn(
+                f"model.cuda_graphs: not used, because a forward pass cannot be recorded: {error}", stacklevel=2
+            )
         if recording is None:
             return self._forward(inputs)
         for name, x in _tensors(recording.inputs).items():
@@ -87,13 +90,13 @@ class Recorded:
         return self._recordings[key]
 
     def _record(self, inputs: ModelInputs) -> _Recording:
-        # Cached casts would be those of the weights at this moment, for ever.
+        # A recording with cached casts would keep using the current weights.
         assert not (torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled())
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # libraries choose kernels and take workspaces at the first call
+        with torch.cuda.stream(aside):  # libraries select kernels and allocate workspaces at the first call
             self._forward(inputs)
         torch.cuda.current_stream().wait_stream(aside)
         with torch.cuda.graph(graph, pool=self._pool):

@@ -1,4 +1,4 @@
-"""Continuous action heads of the official OFT recipe: L1 regression, and diffusion."""
+"""Continuous action heads of the official OFT recipe: L1 regression and diffusion."""
 
 import math
 
@@ -24,7 +24,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualMlp(nn.Module):
-    """From the hidden rows of one action's A tokens, side by side, to the action."""
+    """MLP from the concatenated hidden rows of one action's A tokens to the action."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class L1Head(nn.Module):
 
 
 class ActionScale(nn.Module):
-    """How far RL explores around the L1 head: a log standard deviation [A] of normalised actions, always float32."""
+    """Exploration of RL around the L1 head: a log standard deviation [A] of normalised actions, always float32."""
 
     def __init__(self, action_dim: int) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class DiffusionHead(nn.Module):
 
 
 def time_embedding(step: Tensor, width: int) -> Tensor:
-    """Sinusoidal embedding [B, D] of diffusion steps [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
+    """Return a sinusoidal embedding [B, D] of diffusion steps [B]: sin and cos of t * exp(-ln(1e4) * i / (D/2 - 1))."""
     half = width // 2
-    # Multiply before dividing, as the public code does: denoising can amplify the last bit to any size.
+    # Multiply before dividing, as the public code does: denoising can amplify a difference in the last bit.
     frequency = torch.exp(torch.arange(half, device=step.device) * -math.log(10000.0) / (half - 1))
     angle = step[:, None] * frequency
     return torch.cat([angle.sin(), angle.cos()], dim=1)
 
 
 def cumulative_alphas() -> Tensor:
-    """Share of signal [50] after each training step: squared cosine schedule, betas at most 0.999, float32."""
+    """Return the share of signal [50] after each training step: squared cosine schedule, betas at most 0.999."""
 
     def share(t: float) -> float:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -96,22 +96,22 @@ def cumulative_alphas() -> Tensor:
 
 
 def ddim_steps(count: int) -> list[int]:
-    """Training steps visited by `count` denoising steps, from noisy to clean ("leading" spacing)."""
+    """Return the training steps of `count` denoising steps, from noisy to clean ("leading" spacing)."""
     return [i * (TRAIN_STEPS // count) for i in reversed(range(count))]
 
 
 def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
-    """One DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, go a noise level down.
+    """Return one DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, reduce the noise.
 
     The noise is not derived again from the clipped estimate, and the last level is noise-free, as in the public code.
 
     Args:
         x: [B, K, A] noisy chunks.
-        noise: [B, K, A] that is predicted in them.
+        noise: [B, K, A] predicted noise.
         step: [B] their training steps.
         count: steps from noise to actions.
         alphas: [50] share of signal after each training step.
-        eta: 0: certain; 1: as much noise as the forward process has (DDPM).
+        eta: 0: deterministic; 1: as much noise as the forward process has (DDPM).
 
     Returns:
         Mean [B, K, A] and standard deviation [B, 1, 1].

@@ -1,4 +1,4 @@
-"""From stored camera pixels and instructions to model input.
+"""Conversion of stored camera pixels and instructions to model inputs.
 
 Acting and training run the same code on the same uint8 pixels. Instructions become token ids by tokenizer.json with the
 `tokenizers` package: no remote code.
@@ -36,12 +36,12 @@ def preprocess(
     norms: tuple[PixelNorm, PixelNorm],
     device: torch.device,
 ) -> Tensor:
-    """Turn stored frames into the model's pixels.
+    """Convert stored frames to model inputs.
 
     Args:
         images: [B, C, H, W, 3] uint8 in the simulator's orientation.
-        rotation_deg: 0 or 180, what brings them to the orientation of the training data.
-        pipeline: `rlinf` or `official`, the recipe that the checkpoint was trained with.
+        rotation_deg: 0 or 180, the rotation to the orientation of the training data.
+        pipeline: `rlinf` or `official`, the recipe of the checkpoint's training.
         size: S, side of the model's square input, pixels.
         norms: normalisation of the two towers.
         device: where to compute.
@@ -55,7 +55,7 @@ def preprocess(
         frames = frames[:, ::-1, ::-1]
     else:
         assert rotation_deg == 0, rotation_deg
-    # The same pixels for acting and training: inside autocast the resizing would run in bfloat16.
+    # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if pipeline == "official":
             resized = official_pixels(frames, size, device)
@@ -71,12 +71,12 @@ def preprocess(
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (whole numbers 0..255) as RLinf's processor does.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255) like RLinf's processor.
 
-    That is bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 runs a
-    fixed-point kernel that is up to 9 levels away.
+    Bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 uses a fixed-point
+    kernel that differs by up to 9 levels.
     """
-    # Contiguous, channels first: the same numbers in less than half the time on a CPU. Bytes are turned, not floats.
+    # Contiguous, channels first: the same numbers in less than half the time on a CPU. Transposes bytes, not floats.
     pixels = on_device(np.ascontiguousarray(frames.transpose(0, 3, 1, 2)), device).float()
     if pixels.shape[-2:] == (size, size):
         return pixels
@@ -85,9 +85,9 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 
 
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (whole numbers 0..255) as the official evaluation does.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255) like the official evaluation.
 
-    That is a JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
+    JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
     """
     decoded = np.stack([jpeg_round_trip(frame) for frame in frames])
     pixels = on_device(decoded, device).permute(0, 3, 1, 2).float()
@@ -97,8 +97,8 @@ def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tenso
 def jpeg_round_trip(frame: ByteArray) -> ByteArray:
     """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0): the training data were JPEG files.
 
-    Pillow writes TensorFlow's coefficients. TensorFlow reads them with the fast integer cosine transform; the accurate
-    one of Pillow is 1 level away from it on average, 17 at most.
+    Pillow writes TensorFlow's coefficients. TensorFlow decodes them with the fast integer cosine transform; Pillow's
+    accurate one differs by 1 level on average, 17 at most.
     """
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
@@ -113,7 +113,7 @@ def lanczos_resize(pixels: Tensor, size: int) -> Tensor:
 
 
 def centre_crop(pixels: Tensor) -> Tensor:
-    """Cut out the central 0.9 of the area of [N, 3, S, S] (0..255) and stretch it to S x S.
+    """Crop the central 0.9 of the area of [N, 3, S, S] (0..255) and resize it to S x S.
 
     Formula of TensorFlow's `crop_and_resize`: plain bilinear between corner pixels, no antialias.
     """
@@ -129,8 +129,8 @@ def centre_crop(pixels: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
-    """Weights [size_out, size_in], float32, every row sums to 1."""
-    # float32 throughout, because TensorFlow's weights are; in float64 more pixels round to the other side.
+    """Return weights [size_out, size_in], float32, whose rows sum to 1."""
+    # float32 throughout, like TensorFlow's weights; with float64 more pixels round to the other side.
     scale = np.float32(size_in / size_out)
     centre = (np.arange(size_out, dtype=np.float32) + np.float32(0.5)) * scale
     offset = np.arange(size_in, dtype=np.float32)[None, :] + np.float32(0.5) - centre[:, None]
@@ -142,7 +142,7 @@ def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower and upper source pixel (int64) and the weight of the upper one (float32) for each of S outputs."""
+    """Return lower and upper source pixel (int64) and the weight of the upper one (float32) for each of S outputs."""
     side = np.sqrt(np.float32(CROP_AREA))
     start = (np.float32(1.0) - side) / np.float32(2.0)
     position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * side
@@ -166,18 +166,18 @@ class PromptEncoder:
 
         Args:
             tokenizer_file: `tokenizer.json` of a checkpoint.
-            bos_token_id: id put before every prompt.
-            tasks: the instructions to expect; the longest one sets the padded width.
+            bos_token_id: id at the start of every prompt.
+            tasks: the expected instructions; the longest one sets the padded width.
 
         Raises:
             CheckpointError: the file is missing or is not a Llama tokenizer.
         """
-        self._tokenizer = read_tokenizer(tokenizer_file, "Fetch the file again.")
+        self._tokenizer = read_tokenizer(tokenizer_file, "Download the file again.")
         empty = self._tokenizer.token_to_id(EMPTY_PIECE)
         if empty is None:
             raise CheckpointError(
-                f"{tokenizer_file} has no piece '{EMPTY_PIECE}', so it is not a Llama tokenizer; every prompt of "
-                f"OpenVLA-OFT ends in it. Take tokenizer.json from the checkpoint's own repository."
+                f"{tokenizer_file} has no piece '{EMPTY_PIECE}', the end of every OpenVLA-OFT prompt, so it is not a "
+                f"Llama tokenizer. Use tokenizer.json of the checkpoint's repository."
             )
         self.empty_token_id: int = empty
         self._bos = bos_token_id
@@ -185,16 +185,16 @@ class PromptEncoder:
         self.width = max((len(self.encode(task)) for task in tasks), default=0)
 
     def _encode(self, instruction: str) -> tuple[int, ...]:
-        """Token ids of one instruction, from BOS to the empty token that stands for the space after `Out:`."""
+        """Return token ids of one instruction, from BOS to the empty token of the space after `Out:`."""
         text = TEMPLATE.format(instruction=instruction.lower())
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         tail = [] if ids[-1] == self.empty_token_id else [self.empty_token_id]
         return (self._bos, *ids, *tail)
 
     def batch(self, instructions: Sequence[str]) -> tuple[IntArray, IntArray]:
-        """Return ids [B, W] padded right with zeros, and lengths [B].
+        """Return ids [B, W] padded on the right with zeros, and lengths [B].
 
-        W is the fixed width; only a longer, unexpected instruction widens the batch, to a multiple of 16.
+        W is the fixed width; only a longer, unexpected instruction widens the batch to a multiple of 16.
         """
         rows = [self.encode(instruction) for instruction in instructions]
         lengths = np.array([len(row) for row in rows], dtype=np.int64)

@@ -1,10 +1,10 @@
-"""Llama-2 as OpenVLA needs it: attention over the whole sequence for action chunks, causal for single tokens.
+"""Llama-2 for OpenVLA: full attention for action chunks, causal for single tokens.
 
-Frozen linear layers with low-rank adapters on a GPU: whatever is added to an output, the matrix product adds. Plain
-PyTorch makes the frozen product, the adapter's, and their sum one after the other, each a pass over the output, and
-autograd adds up the gradients of an input that several layers read in as many passes. In `linears` the large product
-runs last and begins at what is there already (`addmm_`), forwards and backwards, and the first factors of layers that
-read one input are one matrix. Layers elsewhere are called as they are.
+Frozen linear layers with low-rank adapters are fused on a GPU. Plain PyTorch computes the frozen product, the adapter's
+product and their sum one after the other, each with a pass over the output, and autograd sums the gradients of an input
+of several layers in as many passes. In `linears` the large product runs last and accumulates into the existing output
+(`addmm_`), forwards and backwards, and the first factors of layers with the same input are one matrix. Other layers are
+called normally.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
 def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) -> list[Tensor]:
-    """Outputs [..., out] of layers of one input x [..., in]; `onto` [..., out] is added to the only one."""
+    """Return outputs [..., out] of layers with one input x [..., in]; `onto` [..., out] is added to the only output."""
     half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]
@@ -32,7 +32,7 @@ def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) 
 
 
 def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tensor]:
-    """What `linears` returns of layers with one peft adapter each, in the type of x, on any device."""
+    """Compute `linears` for layers with one peft adapter each, in the dtype of x, on any device."""
     parts: list[Tensor | None] = []
     scales = []
     for layer in layers:
@@ -46,7 +46,7 @@ def adapted(layers: Sequence[Any], x: Tensor, onto: Tensor | None) -> list[Tenso
 
 
 class _Adapted(torch.autograd.Function):
-    """onto + W x + b + s B A x of several (W [out, in], b [out], A [r, in], B [out, r]); W and b have no gradient."""
+    """onto + W x + b + s B A x for several layers (W [out, in], b [out], A [r, in], B [out, r]); W and b are frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, onto: Tensor | None, scales: tuple[float, ...], *parts: Tensor) -> Any:
@@ -84,7 +84,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _scaled(a: Tensor, b: Tensor, scale: float, onto: Tensor | None = None) -> Tensor:
-    """Add scale a b to `onto`; the product takes both in."""
+    """Add scale a b to `onto`, in one matrix product."""
     if onto is None:
         return (a @ b) if scale == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
     return torch.addmm(onto, a, b, alpha=scale)
@@ -94,10 +94,11 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
-    """Cosine and sine tables [B, 1, T, head_dim] of the half-split rotary embedding at positions [B, T], in float32.
+    """Return cosine and sine tables [B, 1, T, head_dim] of the half-split rotary embedding at positions [B, T],
+    float32.
 
-    `bf16_frequencies` rounds the inverse frequencies as code does that casts the whole model with its buffers; far
-    positions then turn by up to 0.4 rad and the logits move visibly.
+    `bf16_frequencies` rounds the inverse frequencies, like code that casts the whole model with its buffers; large
+    positions then rotate by up to 0.4 rad more or less, which changes the logits visibly.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
     frequency = 1.0 / theta**exponent
@@ -117,7 +118,7 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """The same products as in `_rotate`, in three kernels that copy nothing."""
+    """Compute the products of `_rotate` in three kernels without copies."""
     out = x * cos
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
@@ -127,7 +128,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is turned back by the same angle; both halves of the tables are equal."""
+    """A rotation, whose gradient is rotated back by the same angle; both halves of the tables are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Take rows [B, R] of x [B, T, ...] (B = 1 in x broadcasts): [B, R, ...]."""
+    """Select rows [B, R] of x [B, T, ...] (B = 1 in x broadcasts): [B, R, ...]."""
     if len(x) == 1:
         return x[0][rows]
     begin = torch.arange(len(rows), device=rows.device)[:, None]
@@ -177,7 +178,7 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., D] to the same shape and dtype."""
         if x.is_cuda and x.dtype == self.weight.dtype:
-            # One kernel instead of eight, which sums in float32 by itself: autocast would make float32 copies.
+            # One kernel instead of eight, which sums in float32: autocast would make float32 copies.
             with torch.autocast(x.device.type, enabled=False):
                 return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         if x.dtype == self.weight.dtype == torch.float32:
@@ -188,7 +189,7 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / sqrt(mean x^2 + eps) in half the passes over memory that autograd makes of the formula."""
+    """w x / sqrt(mean x^2 + eps) in half the memory passes of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -209,31 +210,31 @@ class _RmsNorm(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Who attends to whom, equal for all layers."""
+    """Attention mask of all layers."""
 
     rope: Rope
     mask: Tensor
-    """[B, 1, 1 or T, keys] bool: every query sees the keys that are True; or float, what is added to the logits."""
+    """[B, 1, 1 or T, keys] bool: True keys are attended to; or float, added to the logits."""
     cache: KeyValueCache | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """S of T tokens, one of each set that the first layer cannot tell apart.
+    """S of T tokens, one of each set of identical inputs of the first layer.
 
-    Tokens of zeros are such a set wherever they stand: their queries and keys are zero, and turned zeros are zero.
+    Zero tokens are identical at all positions: their queries and keys are zero, and stay zero after the rotation.
     """
 
     positions: Tensor
-    """[B, S] of those that are given."""
+    """[B, S] positions of the S tokens."""
     mask: Tensor
-    """[B, 1, 1, S] float, for the first layer: the logarithm of how many tokens a key stands for, -inf for none."""
+    """[B, 1, 1, S] float, for the first layer: the logarithm of the number of tokens of a key, -inf for none."""
     places: Tensor
-    """[B, T] which of those that are given each token is."""
+    """[B, T] index of each token among the S tokens."""
 
 
 class LlamaAttention(nn.Module):
-    """Multi-head attention; the plan says what a query sees."""
+    """Multi-head attention; the plan contains the mask."""
 
     def __init__(self, spec: LlamaSpec, layer: int) -> None:
         super().__init__()
@@ -246,13 +247,13 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Add to `onto` what x [B, T, D] becomes: as long as x, or [B, R, D] where queries of `rows` are wanted."""
+        """Add the attention output of x [B, T, D] to `onto`; [B, R, D] if only queries of `rows` are needed."""
         rope, mask = plan.rope, plan.mask
-        if rows is not None:  # only queries are left out: keys and values of all tokens are attended to
+        if rows is not None:  # only queries are skipped: keys and values of all tokens are needed
             (q,) = linears([self.q_proj], pick_rows(x, rows))
             k, v = linears([self.k_proj, self.v_proj], x)
             rope = (_pick_positions(rope[0], rows), _pick_positions(rope[1], rows))
-            if mask.shape[2] > 1:  # a mask of its own for every query
+            if mask.shape[2] > 1:  # a separate mask for every query
                 mask = pick_rows(mask[:, 0], rows)[:, None]
         else:
             q, k, v = linears([self.q_proj, self.k_proj, self.v_proj], x)
@@ -276,7 +277,7 @@ class LlamaMlp(nn.Module):
         self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
-        """Add to `onto` [..., D] what x [..., D] becomes."""
+        """Add the MLP output of x [..., D] to `onto` [..., D]."""
         gate, up = linears([self.gate_proj, self.up_proj], x)
         return linears([self.down_proj], F.silu(gate) * up, onto)[0]
 
@@ -292,7 +293,7 @@ class LlamaLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
 
     def forward(self, x: Tensor, plan: AttentionPlan, rows: Tensor | None = None) -> Tensor:
-        """Map [B, T, D] to [B, T, D], or to [B, R, D] where only `rows` [B, R] are wanted."""
+        """Map [B, T, D] to [B, T, D], or to [B, R, D] if only `rows` [B, R] are needed."""
         x = self.self_attn(self.input_layernorm(x), x if rows is None else pick_rows(x, rows), plan, rows)
         return self.mlp(self.post_attention_layernorm(x), x)
 
@@ -306,7 +307,7 @@ class LlamaModel(nn.Module):
         self.rope_theta = spec.rope_theta
         self.rope_bf16_table = rope_bf16_table
         self.gradient_checkpointing = False
-        # Not drawn here: on the meta device that would import torch's compiler, a second or two.
+        # Not initialised here: on the meta device that would import torch's compiler, a second or two.
         self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(spec.vocab_size, spec.hidden_size), freeze=False)
         self.layers = nn.ModuleList(LlamaLayer(spec, i) for i in range(spec.num_hidden_layers))
         self.norm = RmsNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -325,11 +326,11 @@ class LlamaModel(nn.Module):
 
         Args:
             embeddings: [B, T, D]; [B, S, D] of `repeated`.
-            mask: [B, 1, 1 or T, keys] bool, False where a key must not be attended to.
-            rows: [B, R] the rows that are wanted; the last layer then skips the queries and the MLP of all others.
+            mask: [B, 1, 1 or T, keys] bool, False for masked keys.
+            rows: [B, R] the required rows; the last layer then skips the queries and the MLP of all others.
             positions: [B, T]; default 0..T-1.
             cache: earlier tokens, which this call extends.
-            repeated: tokens that the first of several layers computes once; without a cache.
+            repeated: identical tokens that the first of several layers computes once; without a cache.
 
         Returns:
             [B, R, D], or [B, T, D] without `rows`.
@@ -338,12 +339,12 @@ class LlamaModel(nn.Module):
             positions = torch.arange(mask.shape[-1], device=embeddings.device)[None]
         plan = first = AttentionPlan(self._rope(positions, embeddings), mask, cache)
         if repeated is not None:
-            assert len(self.layers) > 1, "the only layer has the wanted rows to itself"
+            assert len(self.layers) > 1, "a single layer cannot use repeated tokens"
             first = AttentionPlan(self._rope(repeated.positions, embeddings), repeated.mask)
         recompute = self.gradient_checkpointing and torch.is_grad_enabled()
         x = embeddings
         for layer in self.layers:
-            # Only in the last layer: all others feed keys and values of every token to the layer above.
+            # Only in the last layer: all others need keys and values of every token for the layer above.
             wanted = rows if layer is self.layers[-1] else None
             seen = first if layer is self.layers[0] else plan
             x = checkpoint(layer, x, seen, wanted, use_reentrant=False) if recompute else layer(x, seen, wanted)

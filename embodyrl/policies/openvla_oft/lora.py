@@ -1,4 +1,4 @@
-"""Low-rank adapters: injected through peft for training, merged into the weights for everything else."""
+"""Low-rank adapters: injected through peft for training, otherwise merged into the weights."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from embodyrl.policies.openvla_oft.checkpoint import Change, map_weights
 from embodyrl.policies.openvla_oft.llama import linears
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
-"""Parts that may carry adapters; value head and proprioception projector are trained in full beside them."""
+"""Parts that may have adapters; value head and proprioception projector are fully trained."""
 _PUBLIC_PREFIX = "base_model.model."
 _OURS = ".default."
 
@@ -38,7 +38,7 @@ class Adapter:
     factors: Mapping[str, tuple[Tensor, Tensor]]
     """(A [r, in...], B [out, r...]) by module path."""
     replaced: Mapping[str, Tensor]
-    """Whole weights by parameter name that replace those of the model (peft adds the output matrix)."""
+    """Full weights by parameter name that replace those of the model (peft adds the output matrix)."""
 
     def merged(self, key: str, tensor: Tensor) -> Tensor:
         """Return a weight with its adapter added, in float32: W + alpha/r * B A (patch embeddings: reshaped)."""
@@ -49,8 +49,8 @@ class Adapter:
         low, high = (factor.float().flatten(1) for factor in pair)
         if (high.shape[0], low.shape[1]) != (tensor.shape[0], tensor[0].numel()):
             raise CheckpointError(
-                f"The adapter of '{key}' is of a weight [{high.shape[0]}, {low.shape[1]}], this model has "
-                f"{list(tensor.shape)}; the adapter is of another model."
+                f"The adapter of '{key}' belongs to a weight [{high.shape[0]}, {low.shape[1]}], but this model has "
+                f"{list(tensor.shape)}; the adapter is from another model."
             )
         return tensor.float() + (high @ low).reshape(tensor.shape) * self.spec.scale
 
@@ -59,7 +59,7 @@ def read_adapter(folder: Path) -> Adapter:
     """Read an adapter in peft's layout.
 
     Raises:
-        CheckpointError: a file is missing, truncated, or holds keys of another kind of adapter.
+        CheckpointError: a file is missing, truncated, or has keys of another kind of adapter.
     """
     spec, path = read_adapter_spec(folder), folder / ADAPTER_WEIGHTS
     low: dict[str, Tensor] = {}
@@ -74,39 +74,41 @@ def read_adapter(folder: Path) -> Adapter:
         elif ".base_layer." in name:
             replaced[name.replace(".base_layer.", ".")] = tensor
         else:
-            raise CheckpointError(f"{path} has a weight '{key}' that is no part of a plain LoRA adapter.")
+            raise CheckpointError(f"{path} has a weight '{key}' that is not a part of a plain LoRA adapter.")
     if low.keys() != high.keys():
         odd = sorted(low.keys() ^ high.keys())[0]
-        raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; fetch the file again.")
+        raise CheckpointError(f"{path}: module '{odd}' has only one of its two factors; download the file again.")
     if odd := next((name for name in low if low[name].shape[0] != spec.r or high[name].shape[1] != spec.r), ""):
-        raise CheckpointError(f"{path}: module '{odd}' is not of rank {spec.r}, which {ADAPTER_CONFIG} states.")
+        raise CheckpointError(f"{path}: module '{odd}' does not have rank {spec.r}, which {ADAPTER_CONFIG} states.")
     return Adapter(spec, {name: (low[name], high[name]) for name in low}, replaced)
 
 
 def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") -> Change:
-    """How an adapter changes the weights of `base` on the way in: the whole model is never there twice.
+    """Return a function that merges an adapter into the weights of `base` while they are loaded, without a second copy.
 
     Args:
         adapter: its folder.
         known: names of the model's weights.
-        base: whose weights it belongs to.
-        prefix: what the adapter's names have before those of the weights.
+        base: folder of the base weights.
+        prefix: prefix of the adapter's names before those of the weights.
 
     Raises:
-        CheckpointError: a file does not fit, or the adapter is of another model.
+        CheckpointError: a file does not fit, or the adapter is from another model.
     """
     loaded = read_adapter(adapter)
     names = (name.removeprefix(prefix) for name in loaded.factors)
     weights = {f"{name}.weight" for name in names} | {name.removeprefix(prefix) for name in loaded.replaced}
     if strangers := sorted(name for name in weights if name not in known):
-        raise CheckpointError(f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is of another model.")
+        raise CheckpointError(
+            f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is from another model."
+        )
     return lambda key, tensor: loaded.merged(prefix + key, tensor)
 
 
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
-    """Put adapters on the chosen linear layers (and patch embeddings) and freeze everything `within` these parts.
+    """Add adapters to the selected linear layers (and patch embeddings) and freeze all weights `within` these parts.
 
-    Adapters of layers that never influence the output stay frozen too; they exist because public adapters have them.
+    Adapters of layers without influence on the output are frozen, too; they exist because public adapters have them.
 
     Raises:
         ConfigError: no layer has one of the names.
@@ -121,7 +123,9 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
     names = [n for n in layers if spec.target_modules == (ALL_LINEAR,) or n.endswith(suffixes)]
     if not names:
         known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-        raise ConfigError(f"model.lora.target_modules={','.join(spec.target_modules)} fits no layer. Known: {known}.")
+        raise ConfigError(
+            f"model.lora.target_modules={','.join(spec.target_modules)} matches no layer. Known: {known}."
+        )
     config = LoraConfig(
         r=spec.r,
         lora_alpha=spec.lora_alpha,
@@ -130,12 +134,12 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
         lora_dropout=0.0,
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
-    with torch.random.fork_rng(devices=[]):  # peft draws them on the CPU
+    with torch.random.fork_rng(devices=[]):  # peft initialises them on the CPU
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, module)
     for layer in module.modules():
         if isinstance(layer, BaseTunerLayer):
-            # Autocast brings inputs to the compute precision; to float32 and back is the same numbers, more slowly.
+            # Autocast casts inputs to the compute precision; a cast to float32 and back would only cost time.
             setattr(layer, "cast_input_dtype_enabled", False)  # noqa: B010  (a plain flag, no parameter)
             if isinstance(layer.get_base_layer(), nn.Linear):
                 layer.forward = MethodType(_adapted, layer)
@@ -145,12 +149,12 @@ def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within
             parameter.data = parameter.data.float()
             parameter.requires_grad_(trained[f"{base}.weight"])
         else:
-            # peft has frozen everything, also what no adapter stands for.
+            # peft has frozen all weights, including those without an adapter.
             parameter.requires_grad_(not name.startswith(within) and trained[name])
 
 
 def _adapted(layer: Any, x: Tensor) -> Tensor:
-    """An adapted linear layer [..., out] of inputs [..., in]."""
+    """Return outputs [..., out] of an adapted linear layer for inputs [..., in]."""
     return linears([layer], x)[0] if x.is_cuda else type(layer).forward(layer, x)
 
 
@@ -158,15 +162,15 @@ def load_adapter(module: nn.Module, where: Path) -> None:
     """Copy the factors of an adapter folder into the injected ones.
 
     Raises:
-        CheckpointError: it adapts other layers, or has another rank.
+        CheckpointError: it has adapters on other layers, or another rank.
     """
     adapter, state = read_adapter(where), module.state_dict()
     ours = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
     if ours != adapter.factors.keys():
         odd = sorted(ours ^ adapter.factors.keys())[0]
         raise CheckpointError(
-            f"{where}: the adapter and this model differ in module '{odd}'. Use the same model.lora.target_modules "
-            f"and model.path as the run that made it."
+            f"{where}: the adapter and this model differ in module '{odd}'. Use the model.lora.target_modules and "
+            f"model.path of its run."
         )
     with torch.no_grad():
         for name, pair in adapter.factors.items():
@@ -174,7 +178,7 @@ def load_adapter(module: nn.Module, where: Path) -> None:
                 target = state[f"{name}.lora_{part}{_OURS}weight"]
                 if target.shape != factor.shape:
                     raise CheckpointError(
-                        f"{where}: adapter of '{name}' has shape {list(factor.shape)}, this run needs "
+                        f"{where}: adapter of '{name}' has shape {list(factor.shape)}, but this run needs "
                         f"{list(target.shape)}; set model.lora.r={adapter.spec.r}."
                     )
                 target.copy_(factor)

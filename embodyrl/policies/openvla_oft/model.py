@@ -1,6 +1,6 @@
-"""OpenVLA-OFT: images, prompt and proprioception in, the logits of a whole action chunk out.
+"""OpenVLA-OFT: from images, prompt and proprioception to the logits of a whole action chunk.
 
-Outputs that become actions in several passes, token by token (OpenVLA) or by denoising, are at the end.
+Multi-pass prediction, token by token (OpenVLA) or by denoising, is at the end.
 """
 
 import math
@@ -30,7 +30,7 @@ from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
-"""All parts but those of RL."""
+"""All parts except those of RL."""
 
 
 class ValueHead(nn.Module):
@@ -55,20 +55,20 @@ class ValueHead(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInputs:
-    """One batch, ready for the model."""
+    """One batch of model inputs."""
 
     pixels: Tensor
     """[B, 6*images, S, S] normalised."""
     prompt_ids: Tensor
-    """[B, W] token ids from BOS to the final empty token, padded right with anything."""
+    """[B, W] token ids from BOS to the final empty token, padded on the right."""
     prompt_lengths: Tensor
-    """[B] number of real prompt tokens of each row."""
+    """[B] number of prompt tokens of each row without padding."""
     state: Tensor | None = None
     """[B, S] proprioception in -1..1."""
 
 
 class OpenVlaOft(nn.Module):
-    """One model class for every size and head; parameter names are those of the public checkpoints."""
+    """One model class for all sizes and heads; parameter names are those of the public checkpoints."""
 
     def __init__(self, config: OftConfig, options: OftOptions) -> None:
         super().__init__()
@@ -97,12 +97,12 @@ class OpenVlaOft(nn.Module):
     def forward(
         self, inputs: ModelInputs, tokens: Tensor | None = None, *, whole_vocabulary: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Predict the whole chunk at once.
+        """Predict the whole chunk in parallel.
 
         Args:
             inputs: the batch.
-            tokens: [B, L] the chosen ids, for autoregressive models; parallel ones never see them.
-            whole_vocabulary: what supervised training needs.
+            tokens: [B, L] the chosen ids, for autoregressive models; parallel ones do not use them.
+            whole_vocabulary: return the logits of all ids, for SFT.
 
         Returns:
             Float32 logits [B, L, bins] of the action ids in ascending order, before the temperature; or [B, L+1, ids]
@@ -110,7 +110,7 @@ class OpenVlaOft(nn.Module):
         """
         slots = None
         if self.options.autoregressive:
-            assert tokens is not None, "an autoregressive model scores given tokens; decode_tokens acts"
+            assert tokens is not None, "an autoregressive model needs tokens; use decode_tokens to act"
             slots = self.language_model.model.embed_tokens(tokens)
         hidden = self.action_hidden(self.prefix(inputs), inputs, slots, more_rows=int(whole_vocabulary))
         if isinstance(self.action_head, L1Head):
@@ -118,26 +118,26 @@ class OpenVlaOft(nn.Module):
         return self.read_out(hidden, slice(None) if whole_vocabulary else self.action_columns)
 
     def read_out(self, hidden: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-        """Turn rows [B, n, D] into float32 logits [B, n, columns] and the value [B, V] of the first row."""
+        """Map rows [B, n, D] to float32 logits [B, n, columns] and the value [B, V] of the first row."""
         return sliced_linear(self.language_model.lm_head, hidden, columns).float(), self.value(hidden)
 
     def regress(self, hidden: Tensor) -> Tensor:
-        """The L1 head's normalised actions [B, K, A] of rows [B, L, D]."""
+        """Return the L1 head's normalised actions [B, K, A] of rows [B, L, D]."""
         assert self.action_head is not None
         return self.action_head(hidden).float()
 
     def value(self, hidden: Tensor) -> Tensor:
-        """Value [B, V] of the first of rows [B, n, D]."""
+        """Return the value [B, V] of the first of rows [B, n, D]."""
         if self.value_head is None:
             return hidden.new_zeros(len(hidden), 0, dtype=torch.float32)
         return self.value_head(hidden[:, 0])
 
     def prefix(self, inputs: ModelInputs) -> Tensor:
-        """Embed what follows BOS: the patches image by image, then the proprioception: [B, P, D]."""
+        """Embed the tokens after BOS: the patches image by image, then the proprioception: [B, P, D]."""
         language = self._language_vector(inputs) if self.options.cfg.use_film else None
         parts = [self.projector(self.vision_backbone(inputs.pixels, language))]
         if self.proprio_projector is not None:
-            assert inputs.state is not None, "this model reads proprioception"
+            assert inputs.state is not None, "this model needs proprioception"
             parts.append(self.proprio_projector(inputs.state)[:, None])
         return torch.cat(parts, dim=1)
 
@@ -158,12 +158,12 @@ class OpenVlaOft(nn.Module):
         return body(embeddings, self.attention_mask(mask), rows=rows, repeated=repeated)
 
     def _gives_slots_once(self, prefix: Tensor) -> bool:
-        # In half precision the logarithm of their number would be coarse; of many layers one is not worth it.
+        # In half precision the logarithm of their number would be imprecise; in a deep model one layer is not worth it.
         plain = prefix.device.type == "cpu" and prefix.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
-        """As `embed` without slots, whose zeros the first layer cannot tell apart: embeddings [B, S, D] have one."""
+        """Embed as `embed` does without slots, but with one token for all identical zero slots: [B, S, D]."""
         more = self.options.num_action_tokens - 1
         embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
         slot = last_prompt[:, None] + 1
@@ -176,7 +176,7 @@ class OpenVlaOft(nn.Module):
         return embeddings, seen.gather(1, places), last_prompt, repeated
 
     def attention_mask(self, key_mask: Tensor) -> Tensor:
-        """[B, 1, 1 or T, T] from a key mask [B, T]: causal where tokens are predicted one by one."""
+        """Return the mask [B, 1, 1 or T, T] of a key mask [B, T]: causal if tokens are predicted one by one."""
         mask = key_mask[:, None, None, :]
         if self.options.autoregressive:
             size = key_mask.shape[1]
@@ -186,9 +186,9 @@ class OpenVlaOft(nn.Module):
     def embed(
         self, prefix: Tensor, inputs: ModelInputs, slots: Tensor | None = None, *, num_slots: int | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Lay out [BOS, prefix, prompt, action slots, STOP, padding] for each row.
+        """Embed [BOS, prefix, prompt, action slots, STOP, padding] for each row.
 
-        Padding sits at the far right of its row, so that positions are 0..T-1 for every row.
+        Padding is on the right of its row, so that positions are 0..T-1 for every row.
 
         Args:
             prefix: [B, P, D] see `prefix`.
@@ -213,7 +213,7 @@ class OpenVlaOft(nn.Module):
         return embeddings, torch.cat([seen, mask], dim=1), prefix.shape[1] + inputs.prompt_lengths - 1
 
     def _embed_text(self, inputs: ModelInputs, num_slots: int) -> Tensor:
-        """Embeddings [B, W + slots + 1, D] of [prompt, slots, STOP, padding]; slots and padding are zeros."""
+        """Embed [prompt, slots, STOP, padding] as [B, W + slots + 1, D]; slots and padding are zeros."""
         width, lengths = inputs.prompt_ids.shape[1], inputs.prompt_lengths[:, None]
         index = torch.arange(width + num_slots + int(self.append_stop), device=inputs.prompt_ids.device)
         in_prompt = index < lengths
@@ -224,12 +224,12 @@ class OpenVlaOft(nn.Module):
         return tokens * (in_prompt | is_stop)[..., None].to(tokens.dtype)
 
     def _language_vector(self, inputs: ModelInputs) -> Tensor:
-        """Mean [B, D] of the embeddings of the prompt and STOP."""
+        """Return the mean [B, D] of the embeddings of the prompt and STOP."""
         count = inputs.prompt_lengths[:, None] + int(self.append_stop)
         return self._embed_text(inputs, 0).sum(dim=1) / count
 
     def add_residual_actor(self, seed: int) -> None:
-        """Add the actor that corrects what the model proposes; a new one corrects nothing."""
+        """Add the actor that corrects the model's actions; initially its corrections are 0."""
         width = self.language_model.lm_head.in_features
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -244,9 +244,9 @@ class OpenVlaOft(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY) -> None:
-        """Draw the weights of some parts: unit-scale residual streams and unit-variance logits.
+        """Initialise some parts: unit-scale residual streams and unit-variance logits.
 
-        A smaller output matrix would start closer to uniform, but learns several times slower.
+        A smaller output matrix would start closer to uniform, but learns several times more slowly.
         """
         generator = torch.Generator().manual_seed(seed)
         depth = max(len(self.language_model.model.layers), len(self.vision_backbone.fused_featurizer.blocks))
@@ -263,7 +263,7 @@ class OpenVlaOft(nn.Module):
 
 
 def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor, depth: int) -> float | None:
-    """Standard deviation of a weight; None for biases (0) and for norms and layer scales (1)."""
+    """Return the standard deviation of a weight; None for biases (0) and for norms and layer scales (1)."""
     if name == "bias" or isinstance(module, nn.LayerNorm | RmsNorm | LayerScale):
         return None
     if isinstance(module, nn.Embedding):
@@ -280,7 +280,7 @@ def _init_std(module: nn.Module, module_name: str, name: str, parameter: Tensor,
 
 
 def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
-    """Compute some output columns of a bias-free linear layer, which may carry low-rank adapters (peft)."""
+    """Compute some output columns of a bias-free linear layer, which may have low-rank adapters (peft)."""
     if isinstance(layer, nn.Linear):
         return F.linear(x, layer.weight[columns])
     wrapped: Any = layer
@@ -299,7 +299,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
     """Predict the action tokens one by one with a key-value cache.
 
     Returns:
-        Logits [B, L, bins], chosen bins [B, L] and values [B, V]; what `model(inputs, tokens)` gives for these tokens.
+        Logits [B, L, bins], chosen bins [B, L] and values [B, V], equal to those of `model(inputs, tokens)`.
     """
     body = model.language_model.model
     embeddings, key_mask, last_prompt = model.embed(model.prefix(inputs), inputs, num_slots=0)
@@ -308,10 +308,10 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
     logits, value = model.read_out(hidden, model.action_columns)
     all_logits, bins = [logits], [choose(0, logits)]
     for index in range(1, model.options.num_action_tokens):
-        # The token chosen last is a key from now on.
+        # The token chosen last becomes a key.
         key_mask = torch.cat([key_mask, key_mask.new_ones(len(key_mask), 1)], dim=1)
         token = body.embed_tokens(bins[-1] + model.action_columns.start)
-        # Padding lies between a short prompt and its new tokens, so places in the cache are no positions.
+        # Padding is between a short prompt and its new tokens, so cache indices are not positions.
         position = (last_prompt + index)[:, None]
         hidden = body(token, key_mask[:, None, None, :], positions=position, cache=cache)
         logits, _ = model.read_out(hidden, model.action_columns)
@@ -321,7 +321,7 @@ def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tup
 
 
 def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, prefix: Tensor) -> Tensor:
-    """Normalised actions [B, K, A] of the diffusion head after `steps` certain DDIM steps from noise [B, K, A]."""
+    """Return normalised actions [B, K, A] of the diffusion head after `steps` deterministic DDIM steps from noise."""
     alphas, x = on_device(cumulative_alphas(), noise.device), noise
     for step in ddim_steps(steps):
         level = torch.full((len(x),), step, device=x.device)
@@ -330,13 +330,13 @@ def denoise(model: OpenVlaOft, inputs: ModelInputs, noise: Tensor, steps: int, p
 
 
 def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Noise [B, K, A] in noisy chunks at training steps [B]; the images and the state enter through `prefix`."""
+    """Return the noise [B, K, A] in noisy chunks at training steps [B]; `prefix` contains the images and the state."""
     assert model.action_head is not None
     return model.action_head(noisy_hidden(model, inputs, prefix, noisy, step)).float()
 
 
 def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Hidden rows [B, L, D] that the noise in chunks [B, K, A] at training steps [B] is read from."""
+    """Return hidden rows [B, L, D] that predict the noise in chunks [B, K, A] at training steps [B]."""
     assert model.noisy_action_projector is not None
     # Each scalar becomes the embedding of its action position.
     slots = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])

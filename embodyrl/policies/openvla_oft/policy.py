@@ -1,4 +1,4 @@
-"""OpenVLA-OFT as a policy: acting and scoring are one code path, so that their log-probabilities agree."""
+"""OpenVLA-OFT policy: acting and scoring share one code path, so that their log-probabilities agree."""
 
 import math
 from fnmatch import fnmatchcase
@@ -48,7 +48,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 
 class OpenVlaOftPolicy:
-    """A checkpoint bound to an environment's orientation, tasks and statistics; implements `Policy`."""
+    """A checkpoint with an environment's orientation, tasks and statistics; implements `Policy`."""
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
@@ -71,18 +71,18 @@ class OpenVlaOftPolicy:
         )
         half = cfg.precision == Precision.bf16
         mixed = partial(torch.autocast, self._device.type, dtype=torch.bfloat16, enabled=half and request.trainable)
-        # Recorded casts would stay those of the weights at the time of the recording.
+        # Recorded casts would keep using the weights at the time of the recording.
         self._autocast = mixed(cache_enabled=not cfg.cuda_graphs)
-        # Weights that were cast are kept to the end of a pass, for nothing where layers are computed again.
+        # Cast weights are cached until the end of a pass, which is useless if layers are recomputed.
         self._scoring = mixed(cache_enabled=not request.gradient_checkpointing)
         self._input_dtype = torch.bfloat16 if half and not request.trainable else torch.float32
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`).
+        """Return a chunk for each observation (see `Policy.act`).
 
-        Tokens of the discrete head are ids, also acting greedily. Those of continuous heads are bit patterns; acting
-        greedily they have none, nor log-probabilities (both zero).
+        Tokens of the discrete head are ids, also for greedy actions. Those of continuous heads are bit patterns; greedy
+        actions have neither tokens nor log-probabilities (both zero).
         """
         with self._autocast:
             chosen, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
@@ -96,42 +96,41 @@ class OpenVlaOftPolicy:
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value estimates [B, V]."""
+        """Return value estimates [B, V]."""
         with self._autocast:
             return self._head.values(self._inputs(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Log-probabilities, entropies and values of given tokens [B, L], with gradients."""
+        """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         with self._scoring:
             logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
         return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Tokens of actions (see `TokenPolicy.encode_actions`).
+        """Return tokens of actions (see `TokenPolicy.encode_actions`).
 
         Raises:
-            ConfigError: the head draws real numbers, whose probabilities are densities.
+            ConfigError: the head samples real numbers, whose probabilities are densities.
         """
         if self._cfg.action_head is not ActionHead.discrete:
             raise ConfigError(
-                f"model.action_head={self._cfg.action_head} has no tokens for actions; use discrete ones."
+                f"model.action_head={self._cfg.action_head} has no action tokens; use model.action_head=discrete."
             )
         return self._actions.encode(normalise(actions, self._bounds)).reshape(len(actions), -1)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Loss of actions [B, K, A] as in the official training.
+        """Return the loss of actions [B, K, A] as in the official training.
 
-        That is the cross-entropy of the action tokens and STOP over all ids, for the L1 head the mean distance of the
-        normalised actions, and for diffusion the squared error of the noise (whose actions are not compared while
-        training: they would take a whole denoising).
+        Discrete: cross-entropy of the action tokens and STOP over all ids. L1: mean distance of the normalised actions.
+        Diffusion: squared error of the noise (actions are compared in validation only, which needs a full denoising).
         """
         with self._scoring:
             return self._head.imitate(self._inputs(obs), normalise(actions, self._bounds))
 
     def save(self, folder: Path) -> None:
-        """Write the weights in the public layout, in the dtype they are kept in (fp32 while training).
+        """Write the weights in the public layout, in their dtype (fp32 in training).
 
-        While adapters are trained only they (`lora_adapter/`) and the modules that are trained in full are written.
+        With adapters, only the adapters (`lora_adapter/`) and the fully trained modules are written.
         """
         if self._adapter is None:
             save_from(self._model, folder, self._side_files)
@@ -143,11 +142,11 @@ class OpenVlaOftPolicy:
         save_side_files(folder, self._side_files)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, ours stays.
+        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, the current one stays.
 
-        A folder with an adapter only fits the same `model.path`: the adapter is loaded where adapters are trained,
-        and merged into the weights of `model.path` elsewhere. The folder's action statistics come along: its tokens
-        mean what they meant where it was trained.
+        A folder with an adapter only needs the same `model.path`: the adapter is loaded if adapters are trained,
+        otherwise merged into the weights of `model.path`. The folder's action statistics are used, because its tokens
+        refer to them.
         """
         adapter, model, base = None if weight_files(folder) else find_adapter(folder), self._model, self._config.folder
         if adapter is None:
@@ -162,7 +161,7 @@ class OpenVlaOftPolicy:
         self._adopt(read_config(folder))
 
     def _adopt(self, config: OftConfig) -> None:
-        """Take the statistics of a folder, and the small files that are saved beside the weights."""
+        """Use the statistics of a folder, and the small files that are saved with the weights."""
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)
@@ -171,11 +170,11 @@ class OpenVlaOftPolicy:
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:
-        """What action tokens mean: the first one, and the statistics that they are bins of."""
+        """Meaning of action tokens: the first id, and the statistics of the bins."""
         return self._config.action_vocab_start, self._bounds
 
     def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:
-        """What acts, and says later how likely that was."""
+        """Build the head for acting and scoring."""
         if self._cfg.action_head is ActionHead.l1:
             return L1Gaussian(self._model, self._forward, self._actions)
         if self._cfg.action_head is ActionHead.diffusion:
@@ -196,18 +195,18 @@ class OpenVlaOftPolicy:
         ids, lengths = (on_device(x, self._device) for x in self._prompts.batch(obs.instructions))
         state = None
         if self._state_bounds is not None:
-            # As the public inference code does: flat dimensions are not set to 0, as those of actions are.
+            # As in the public inference code: constant dimensions are not set to 0, unlike those of actions.
             normalised = normalise(obs.state, self._state_bounds, flat_to_zero=False)
             state = on_device(normalised, self._device).to(self._input_dtype)
         return ModelInputs(pixels=pixels.to(self._input_dtype), prompt_ids=ids, prompt_lengths=lengths, state=state)
 
 
 def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest) -> OpenVlaOft:
-    """Build the model on the meta device, give it memory once, and fill it from the checkpoint or at random.
+    """Build the model on the meta device, allocate its memory once, and load or initialise the weights.
 
     Raises:
         CheckpointError: the weights or the adapter do not fit.
-        ConfigError: a pattern of `model.freeze` or an adapter target fits nothing.
+        ConfigError: a pattern of `model.freeze` or an adapter target matches nothing.
     """
     cfg = options.cfg
     with torch.device("meta"):
@@ -216,10 +215,10 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     if not request.trainable:
         module.requires_grad_(False)
     if cfg.precision == Precision.bf16 and (trains_adapter or not request.trainable):
-        # While there is no memory yet: weights of 7 B parameters never exist in float32.
+        # Before memory is allocated: 7 B weights never exist in float32.
         _halve(module, keep_trained=request.trainable)
     module.to_empty(device=request.device)
-    # Always, because a checkpoint may lack it; one that it has comes in its place.
+    # Always, because a checkpoint may lack it; that of a checkpoint replaces it.
     module.init_weights(request.seed, (VALUE_HEAD,))
     if cfg.corrects:
         module.add_residual_actor(request.seed)
@@ -230,7 +229,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     elif request.fresh_heads:
         module.init_weights(request.seed, FRESH)
     _load(module, cfg, config, request)
-    # After adapters were injected, which decides anew what is trained.
+    # After adapters were injected, which changes what is trained.
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
         module.recompute_activations()
@@ -238,7 +237,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
 
 
 def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
-    """Read the weights of `model.path`; put adapters on them, or merge the one of `model.lora.path`."""
+    """Read the weights of `model.path`; add adapters, or merge the one of `model.lora.path`."""
     trains_adapter, adapter = cfg.is_lora and request.trainable, given_adapter(cfg)
     if adapter is not None and not trains_adapter:
         change = _merging(module, config.folder, adapter)
@@ -254,14 +253,14 @@ def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: Poli
 
 
 def _merging(module: OpenVlaOft, base: Path, adapter: Path) -> Change:
-    # Only where it is needed: peft takes seconds to import.
+    # Imported only if needed: importing peft takes seconds.
     from embodyrl.policies.openvla_oft.lora import merging
 
     return merging(adapter, base_state(module), base)
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
-    """Cast to bfloat16 all but what RL adds, and but what is trained in full beside adapters."""
+    """Cast to bfloat16 all weights except those of RL, and fully trained ones next to adapters."""
     module.to(torch.bfloat16)
     for name in (*OF_RL, *FRESH) if keep_trained else OF_RL:
         if (part := getattr(module, name)) is not None:
@@ -269,17 +268,17 @@ def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
 
 
 def freeze(module: nn.Module, patterns: list[str]) -> None:
-    """Take the parameters whose names fit a shell-style pattern out of training.
+    """Freeze the parameters whose names match a shell-style pattern.
 
     Raises:
-        ConfigError: a pattern fits no parameter.
+        ConfigError: a pattern matches no parameter.
     """
     names = [name for name, _ in module.named_parameters()]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
             raise ConfigError(
-                f"model.freeze: '{pattern}' fits no parameter. Names start with {parts}; try '{parts}.*'."
+                f"model.freeze: '{pattern}' matches no parameter. Names start with {parts}; try '{parts}.*'."
             )
     for name, parameter in module.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in patterns):

@@ -17,9 +17,9 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
-    """The model acts greedily, and each number of a normalised action is moved by at most `residual_scale`.
+    """The model acts greedily, and each number of a normalised action is corrected by at most `residual_scale`.
 
-    The model is built as for evaluation, so that it proposes the same to the last bit while its actor is trained.
+    The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
     """
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
@@ -36,27 +36,27 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
 
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
-        """Value estimates [B, V]."""
+        """Return value estimates [B, V]."""
         return self._see(obs).value.cpu().numpy()
 
     def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`), and what the actor chooses."""
+        """Write the weights (see `Policy.save`), and the shape of the actor."""
         super().save(folder)
         self._actor.shape.save(folder)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Corrections of actions depend on what is seen.
+        """Raise: corrections of actions depend on the observation.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{self.spec.steers} has no tokens for actions alone. Fix: leave model.likelihood out.")
+        raise ConfigError(f"{self.spec.steers} has no action tokens. Fix: remove model.likelihood.")
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
     def _see(self, obs: Observation) -> Seen:
-        """Features are the mean of the hidden rows that actions are read from, then what is proposed, normalised."""
+        """Return features: the mean of the hidden rows that predict actions, then the normalised proposal."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()
@@ -67,6 +67,6 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        # In float64, where a correction of 0 leaves every bit of a proposal.
+        # In float64, where a correction of 0 preserves every bit of a proposal.
         correction = self._actor.shape.bound * choice.tanh().double().cpu().numpy()
         return unnormalise(seen.model + correction, self._bounds)

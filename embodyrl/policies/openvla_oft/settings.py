@@ -18,39 +18,39 @@ Likelihood = StrEnum("Likelihood", ["head", "residual"])
 
 
 class OpenVlaSettings(AdapterSettings):
-    """OpenVLA: one action per query, token by token."""
+    """Settings of OpenVLA, which predicts one action per inference, token by token."""
 
     action_dim: Count = 7
     """A: dimensions of one action."""
     unnorm_key: str | None = None
-    """Key of the action statistics; default: the environment's own."""
+    """Key of the action statistics; default: the environment's."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 1
-    """Camera images per query."""
+    """Camera images per inference."""
     cameras: list[str] | None = None
-    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
-    default: the names that it was trained with."""
+    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
+    default: the checkpoint's names."""
     action_normalization: Normalization = Normalization.bounds_q99
-    """Statistics that stand for -1 and 1 of actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
+    """Statistics that map to -1 and 1 for actions and proprioception: bounds_q99 (q01, q99) or bounds (min, max)."""
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
-    """Preprocessing the checkpoint was trained with: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
+    """Preprocessing of the checkpoint's training: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     rope_bf16_table: bool = False
-    """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained so."""
+    """Round the rotary frequencies to bfloat16, like RLinf; only for checkpoints that were trained with it."""
     freeze: list[str] = []
-    """Parameters that stay as they are: patterns of names, for example [vision_backbone.*]."""
+    """Frozen parameters: patterns of names, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
     cuda_graphs: bool = False
-    """GPU: act by replaying recorded forward passes, one for each size of batch (not run on a GPU yet)."""
+    """GPU: run inference by CUDA graphs, one for each batch size (not tested on a GPU yet)."""
 
     def problems(self) -> Iterator[str]:
-        """One way to run the kernels."""
+        """Yield contradictory settings, one line each."""
         yield from super().problems()
         if self.compile and self.cuda_graphs:
-            yield "model.compile=true and model.cuda_graphs=true: one of them; a compiled model is not recorded."
+            yield "model.compile=true and model.cuda_graphs=true: use one of them; a compiled model cannot be recorded."
 
 
 class OftSettings(OpenVlaSettings, ResidualSettings):
-    """OpenVLA-OFT: a whole chunk at once."""
+    """Settings of OpenVLA-OFT, which predicts a whole chunk in parallel."""
 
     needs = {
         "likelihood!=residual": "freeze compile",
@@ -62,40 +62,40 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     use_proprio: bool = False
     """Feed proprioception."""
     append_stop: bool = True
-    """Put the STOP token after the action placeholders, as the original training did."""
+    """Add the STOP token after the action placeholders, as in the original training."""
     action_head: ActionHead = ActionHead.discrete
     """discrete tokens, or the continuous heads l1 and diffusion."""
     likelihood: Likelihood = Likelihood.head
-    """Where log-probabilities for RL come from: the action head (head). Or the model is frozen, and an actor learns to
-    correct the chunk that it would choose greedily (residual)."""
+    """Source of log-probabilities for RL: the action head (head), or an actor that corrects the greedy chunk of the
+    frozen model (residual)."""
     action_std: Positive = 0.1
-    """l1: standard deviation of normalised actions (-1..1) with which RL starts; it is learned."""
+    """l1: initial standard deviation of normalised actions (-1..1) for RL; it is learned."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Denoising steps of the diffusion head, at most the 50 of its training."""
     stochastic_steps: Stochastic = Stochastic.one
-    """diffusion: RL learns from one step of each chunk, drawn evenly, or from all; each costs a forward pass."""
+    """diffusion: train on one random step per chunk, or on all; each costs a forward pass."""
     diffusion_eta: Share = 1.0
     """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (that of the forward process)."""
     diffusion_min_std: Positive = 0.1
-    """diffusion: least standard deviation of a stochastic step."""
+    """diffusion: minimum standard deviation of a stochastic step."""
     use_film: bool = False
-    """The vision towers are modulated by the instruction (FiLM, OFT+; eval)."""
+    """Modulate the vision towers by the instruction (FiLM, OFT+; evaluation only)."""
 
     @property
     def every_step(self) -> bool:
-        """All denoising steps are stochastic."""
+        """True if all denoising steps are stochastic."""
         return self.stochastic_steps is Stochastic.all
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:
-    """OpenVLA is OpenVLA-OFT without the keys of whole chunks."""
+    """Return the equivalent settings of OpenVLA-OFT for OpenVLA."""
     if isinstance(cfg, OftSettings):
         return cfg
     return OftSettings.model_construct(**{name: getattr(cfg, name) for name in OpenVlaSettings.model_fields})
 
 
 def record_of(cfg: OftSettings) -> ChunkRecord:
-    """What is kept of a chunk: of the diffusion head the states around its stochastic steps, of a correction itself."""
+    """Return the record of a chunk: the states around stochastic steps of the diffusion head, or the correction."""
     chunk = cfg.num_action_chunks, cfg.action_dim
     shape = ChunkShape(horizon=chunk[0], width=chunk[1], executed=chunk[0], action_dim=chunk[1])
     if cfg.corrects:
@@ -104,5 +104,5 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
 
 
 def correction_of(cfg: OftSettings, hidden: int) -> SteeringShape:
-    """What the actor beside the frozen model reads, with a mean hidden row of `hidden` numbers, and chooses."""
+    """Return inputs and outputs of the actor on the frozen model, with a mean hidden row of `hidden` numbers."""
     return SteeringShape.correcting(cfg, hidden, cfg.action_dim)

@@ -20,7 +20,7 @@ class PatchEmbed(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Map pixels [B, 3, S, S] to tokens [B, patches, width]."""
-        if pixels.is_cuda or not isinstance(self.proj, nn.Conv2d):  # with an adapter it is none
+        if pixels.is_cuda or not isinstance(self.proj, nn.Conv2d):  # with an adapter it is not a Conv2d
             return self.proj(pixels).flatten(2).transpose(1, 2)
         # The same sums as a matrix product, on a CPU in two thirds of the time.
         size = self.proj.weight.shape[-1]
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         return self.proj(self.mix(x))
 
     def mix(self, x: Tensor) -> Tensor:
-        """All but the last layer."""
+        """Return the attention output before the last layer."""
         batch, tokens, width = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
         out = F.scaled_dot_product_attention(q, k, v)
@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU, linear; in the towers, and as projector of what else becomes tokens."""
+    """Linear, exact GELU, linear; in the towers, and as projector of other inputs."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
-    """Learned factor per channel; the checkpoints call it `scale_factor` where timm says `gamma`."""
+    """Learned factor per channel; the checkpoints' name is `scale_factor`, timm's is `gamma`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LayerScale(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm; on a GPU without the float32 copies that autocast asks for, because its kernel sums in float32."""
+    """Layer norm; on a GPU without autocast's float32 copies, because its kernel sums in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=LAYER_NORM_EPS)
@@ -103,15 +103,15 @@ class Block(nn.Module):
         self.ls2 = LayerScale(spec.width) if spec.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, language: Tensor | None) -> Tensor:
-        """Map [B, T, width] to the same shape; a plain block has no use for the language vector."""
+        """Map [B, T, width] to the same shape; a plain block ignores the language vector."""
         return self.feed_forward(self.attend(x))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Attention with its residual."""
+        """Return attention plus its residual."""
         return _onto(x, self.attn.proj, self.attn.mix(self.norm1(x)), self.ls1)
 
     def feed_forward(self, x: Tensor) -> Tensor:
-        """MLP with its residual."""
+        """Return MLP plus its residual."""
         return _onto(x, self.mlp.fc2, F.gelu(self.mlp.fc1(self.norm2(x))), self.ls2)
 
 
@@ -141,7 +141,7 @@ class FilmBlock(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """SigLIP's pooling weights: OpenVLA never runs them, but a checkpoint holds them."""
+    """SigLIP's pooling weights: unused by OpenVLA, but part of a checkpoint."""
 
     def __init__(self, spec: VitSpec) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class AttentionPool(nn.Module):
 
 
 class Vit(nn.Module):
-    """One tower; its features are the output of the last but one block, without final norm and prefix tokens."""
+    """One tower; its features are the output of the second to last block, without final norm and prefix tokens."""
 
     def __init__(self, spec: VitSpec, film_width: int = 0) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Vit(nn.Module):
         if spec.attn_pool:
             self.attn_pool = AttentionPool(spec)
         for name, parameter in self.named_parameters():
-            # These never influence the output; the optimizer must not see them, a saved checkpoint must.
+            # Without influence on the output: excluded from the optimizer, but part of a saved checkpoint.
             unused = name.startswith((f"blocks.{spec.depth - 1}.", "norm.", "attn_pool."))
             parameter.requires_grad_(not unused)
 
@@ -191,7 +191,7 @@ class Vit(nn.Module):
 
 
 class VisionBackbone(nn.Module):
-    """DINOv2 and SigLIP side by side; `film_width` is the width of the language vector, 0 without FiLM."""
+    """DINOv2 and SigLIP with concatenated features; `film_width`: width of the language vector, 0 without FiLM."""
 
     def __init__(self, towers: tuple[VitSpec, VitSpec], film_width: int = 0) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class VisionBackbone(nn.Module):
         """Map [B, 6*images, S, S] (per image: DINOv2 rgb, SigLIP rgb) to [B, images*patches, width of both]."""
         batch, channels, height, width = pixels.shape
         if language is not None and channels > 6:
-            # One image after the other, as the public code: the L1 head's tolerance is that tight.
+            # Image by image, as in the public code: the L1 head's tolerance is tight.
             return torch.cat([self(pixels[:, i : i + 6], language) for i in range(0, channels, 6)], dim=1)
         single = pixels.reshape(batch * channels // 6, 6, height, width)
         dino, siglip = self.featurizer(single[:, :3], language), self.fused_featurizer(single[:, 3:], language)

@@ -1,4 +1,4 @@
-"""A policy that runs elsewhere and is asked by websocket. Importing this package imports no torch."""
+"""A policy on a WebSocket server. Importing this package does not import torch."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFactory:
-    """Describes and reaches a policy that runs elsewhere; implements `PolicyFactory`."""
+    """Describes and connects to a policy server; implements `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
     """Its keys below `model`."""
 
     def validate(self, cfg: RemoteSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         if cfg.url is None:
-            return ["model.url is not set: it wants the address of a policy server, for example ws://127.0.0.1:8000."]
+            return ["model.url is not set. Set it to the address of a policy server, for example ws://127.0.0.1:8000."]
         return []
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: it sees the environment's first cameras and speaks the environment's actions."""
+        """Describe the policy: it uses the environment's first cameras and its actions."""
         from embodyrl.policies.remote.dialects import names_of
 
         named = len(names_of(cfg).images)
@@ -42,16 +42,16 @@ class RemoteFactory:
             turns_images=True,
             gripper=env.gripper,
             takes_noise=False,
-            untrainable="its weights are in another program, which says actions and no probabilities",
+            untrainable="its weights are on a server, which returns actions without probabilities",
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
         )
 
     def build(self, cfg: RemoteSettings, request: PolicyRequest) -> RemotePolicy:
-        """Connect.
+        """Connect to the server.
 
         Raises:
-            ConfigError: training was asked for.
-            EmbodyError: nobody answers, or somebody who does not fit.
+            ConfigError: training was requested.
+            EmbodyError: there is no server, or it does not fit.
         """
         from embodyrl.policies.remote.policy import RemotePolicy
 

@@ -1,4 +1,4 @@
-"""What the two protocols call the parts of an observation, as data, and how an observation is written and read."""
+"""Wire formats of the two protocols: names of an observation's parts, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from embodyrl.policies.remote.settings import ConversationSettings
 from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
-"""Booleans and numbers; objects would be pickled, and nothing here needs text."""
+"""Booleans and numbers; object arrays would be pickled, and text arrays are not needed."""
 _MOST_PIXELS = 1 << 26
 """Of all images of a message."""
 _MOST_PARTS = 1 << 16
-"""Entries of all lists and mappings of a message; arrays count as one."""
+"""Maximum entries of all lists and mappings of a message; arrays count as one."""
 _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
 
 
 class MessageError(EmbodyError, ValueError):
-    """A message is malformed, or says something else than was asked for."""
+    """A message is malformed, or has other content than requested."""
 
 
 def need(package: str) -> Any:
@@ -44,12 +44,12 @@ def need(package: str) -> Any:
 
 
 def bytes_keyed(array: np.ndarray) -> dict[Any, Any]:
-    """An array as openpi writes it: keys are bytes."""
+    """Encode an array as in openpi, with bytes as keys."""
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
 def text_keyed(array: np.ndarray) -> dict[Any, Any]:
-    """An array as vla-eval writes it (its images may also be PNG or JPEG): keys are text."""
+    """Encode an array as in vla-eval (whose images may also be PNG or JPEG), with texts as keys."""
     return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
 
 
@@ -70,8 +70,7 @@ def unpack(data: bytes | str) -> Any:
     """Decode a message of either protocol.
 
     Raises:
-        MessageError: it is no msgpack, has too many or too large parts, or an array of another kind or size than it
-            says.
+        MessageError: it is not msgpack, has too many or too large parts, or an array's data have another size.
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
@@ -87,7 +86,7 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Build the parts of one message and count them: a byte of it may be an object of a hundred bytes."""
+    """Builds the parts of one message and counts them: a byte of a message may be an object of a hundred bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
@@ -98,7 +97,7 @@ class _Reader:
         return found
 
     def mapping(self, found: dict[Any, Any]) -> Any:
-        """Count a mapping and return what it stands for."""
+        """Count a mapping and return its value."""
         self._count(found)
         if "__image__" in found and found.get("format") != "raw":
             return self._picture(found)
@@ -117,7 +116,7 @@ class _Reader:
             raise MessageError(f"more than {_MOST_PARTS} parts; send arrays as arrays.")
 
     def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
-        """Read a PNG or JPEG; its size is checked before it is decoded."""
+        """Decode a PNG or JPEG after checking its size."""
         from PIL import Image
 
         try:
@@ -138,7 +137,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
     data = _field(found, "data")
     if dtype.kind not in _KINDS:
         raise MessageError(f"an array of {dtype}; only booleans, integers and floats are read.")
-    # Before the array is made: a lie about its size must not become memory that is read or reserved.
+    # Before the array is allocated: a false size must not cause a read or an allocation.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
         raise MessageError(f"an array of shape {shape} and type {dtype} whose data do not have that size.")
     return np.frombuffer(data, dtype).reshape(shape)
@@ -153,7 +152,7 @@ def _field(found: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One observation as it travels: upright images, whatever the simulator's orientation."""
+    """One transferred observation: upright images, for any orientation of the simulator."""
 
     images: tuple[ByteArray, ...]
     """Each [H, W, 3] uint8."""
@@ -164,20 +163,20 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What an observation's parts are called."""
+    """Names of an observation's parts."""
 
     images: tuple[str, ...]
     state: tuple[str, ...]
-    """The first one is written, any is read."""
+    """The first is written, any is read."""
     prompt: tuple[str, ...]
     """The same."""
     group: str = ""
-    """Mapping that holds the images; empty: the observation itself."""
+    """Mapping of the images; empty: the observation itself."""
     by_position: bool = False
-    """Images are read in the order in which they come, whatever their names."""
+    """Images are read by position instead of by name."""
 
     def write(self, seen: Seen) -> dict[str, Any]:
-        """The observation as a message; cameras beyond the names are left out."""
+        """Encode the observation as a message; cameras without a name are dropped."""
         pictures: dict[str, Any] = dict(zip(self.images, seen.images, strict=False))
         # `pictures` becomes the message itself where there is no group, so the other parts are added to it.
         message = {self.group: pictures} if self.group else pictures
@@ -185,15 +184,15 @@ class Names:
         return message if seen.state is None else message | {self.state[0]: seen.state}
 
     def read(self, message: object, *, images: int, states: int) -> Seen:
-        """Take what a policy wants out of a message.
+        """Return the policy's inputs from a message.
 
         Args:
-            message: what came.
-            images: number of images that are wanted.
-            states: length of the state that is wanted; 0: none.
+            message: the received message.
+            images: number of required images.
+            states: length of the required state; 0: none.
 
         Raises:
-            MessageError: something is missing or of another shape; says what came instead.
+            MessageError: a part is missing or has another shape; the message describes the received parts.
         """
         if not isinstance(message, Mapping):
             raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
@@ -231,7 +230,7 @@ class Names:
 OPENPI = Names(
     images=("observation/image", "observation/wrist_image"), state=("observation/state",), prompt=("prompt",)
 )
-"""openpi's LIBERO policies."""
+"""Names of openpi's LIBERO policies."""
 VLA_EVAL = Names(
     images=("agentview", "wrist"),
     state=("states", "state"),
@@ -239,11 +238,11 @@ VLA_EVAL = Names(
     group="images",
     by_position=True,
 )
-"""vla-eval's LIBERO benchmark; its own servers read images by position."""
+"""Names of vla-eval's LIBERO benchmark; its own servers read images by position."""
 
 
 def names_of(cfg: ConversationSettings) -> Names:
-    """The protocol's names, with those that were chosen."""
+    """Return the protocol's names, with those of the config."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),
@@ -263,5 +262,5 @@ def _what_came(message: Mapping[Any, Any]) -> str:
 
 
 def upright(images: ByteArray, rotation_deg: int) -> ByteArray:
-    """Turn images [..., H, W, 3] between a simulator's orientation and upright; 0 or 180 degrees, its own inverse."""
+    """Rotate images [..., H, W, 3] between a simulator's orientation and upright; 0 or 180 degrees, self-inverse."""
     return images[..., ::-1, ::-1, :] if rotation_deg == 180 else images

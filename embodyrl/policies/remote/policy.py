@@ -1,4 +1,4 @@
-"""The client's side: one connection, one question per observation, a deadline on every answer."""
+"""Client of a policy server: one connection, one request per observation, a deadline for every reply."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, Polic
 
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 24
-"""Of an answer: a chunk of actions is small."""
+"""Maximum size of a reply: a chunk of actions is small."""
 
 
 class RemotePolicy(OnlyActs):
-    """Asks a server for chunks and executes their first K actions; implements `Policy` but for training."""
+    """Requests chunks from a server and executes their first K actions; implements `Policy` except for training."""
 
     def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
-        """Connect and hear what the server says of itself.
+        """Connect and read the server's metadata.
 
         Raises:
-            EmbodyError: nobody listens at `model.url`, or speaks another protocol.
+            EmbodyError: there is no server at `model.url`, or it has another protocol.
         """
         super().__init__(spec)
         self._cfg, self._env, self._names = cfg, env, names_of(cfg)
         self._sequence = 0
         connection = ExitStack()
         self._socket = _connect(cfg, connection)
-        # Policies have no `close`: the connection ends with the object, or with the process.
+        # Policies have no `close`: the connection ends with the object or the process.
         weakref.finalize(self, connection.close)
         self.server = self._greet()
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Ask for a chunk for each observation, one after the other (see `Policy.act`); all noise is the server's.
+        """Request a chunk for each observation, one by one (see `Policy.act`); the server samples.
 
         Raises:
-            EmbodyError: the server reports an error, takes too long or is gone.
+            EmbodyError: the server reports an error, times out or disconnects.
         """
         images = np.ascontiguousarray(upright(obs.images, self._env.image_rotation_deg))
         rows = [
@@ -69,7 +69,7 @@ class RemotePolicy(OnlyActs):
         return self.output(np.stack(rows))
 
     def _greet(self) -> dict[str, Any]:
-        """What the server says of itself, first (openpi) or when it is greeted (vla-eval)."""
+        """Return the server's metadata, which openpi sends first, and vla-eval after a greeting."""
         if self._cfg.protocol == "vla_eval":
             self._tell("hello", {"harness_version": "0", "protocol_version": 1})
             return self._hear("hello")
@@ -77,10 +77,10 @@ class RemotePolicy(OnlyActs):
         return said if isinstance(said, dict) else {}
 
     def _ask(self, seen: Seen) -> FloatArray:
-        """Actions [K, A] for one observation."""
+        """Return actions [K, A] for one observation."""
         message = self._names.write(seen)
         if self._cfg.protocol == "vla_eval":
-            # Without it the server would go on with the chunk that it made for another observation.
+            # Otherwise the server would continue the chunk of another observation.
             self._tell("episode_start", {"task": {"name": seen.prompt}})
             self._tell("observation", message)
             answer = self._hear("action")
@@ -98,14 +98,14 @@ class RemotePolicy(OnlyActs):
             actions = np.asarray(found, np.float32)
         except (TypeError, ValueError):
             actions = np.zeros(0, np.float32)
-        # A server that gives one action at a time may leave the chunk's axis out.
+        # A server that returns one action at a time may omit the chunk's axis.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
         if actions.ndim != 2 or actions.shape[1] != wanted[1]:
             raise self._error(f"its answer holds actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
         if len(actions) < wanted[0]:
             raise self._error(
                 f"it gives {len(actions)} action{'s' * (len(actions) > 1)} at a time, and model.num_action_chunks="
-                f"{wanted[0]} are to be executed. Fix: model.num_action_chunks={len(actions)}."
+                f"{wanted[0]} is configured. Fix: model.num_action_chunks={len(actions)}."
             )
         return actions[: wanted[0]]
 
@@ -115,15 +115,15 @@ class RemotePolicy(OnlyActs):
         self._send(pack(message, text_keyed))
 
     def _hear(self, kind: str) -> dict[str, Any]:
-        """The payload of the answer to what was said last; what answers earlier messages is passed over."""
+        """Return the payload of the reply to the last message; replies to earlier messages are skipped."""
         due = time.monotonic() + self._cfg.answer_timeout_s
         while time.monotonic() < due:
             said = self._receive()
             if not isinstance(said, dict) or not isinstance(payload := said.get("payload"), dict):
-                raise self._error("it does not speak vla-eval's protocol. Fix: model.protocol=openpi.")
+                raise self._error("it does not support vla-eval's protocol. Fix: model.protocol=openpi.")
             if said.get("type") == "error":
                 raise self._error(f"it reports: {str(payload.get('error', payload))[:2000]}")
-            # By number: an answer that came too late for an earlier question must not be taken for this one's.
+            # By sequence number: a late reply to an earlier request must be ignored.
             if said.get("type") == kind and said.get("seq") == self._sequence:
                 return payload
         raise self._error(f"no {kind} has come for {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
@@ -132,7 +132,7 @@ class RemotePolicy(OnlyActs):
         try:
             self._socket.send(data)
         except Exception as error:  # websockets' own kinds and the system's
-            raise self._error(f"the connection is gone: {error}. Its own log says why.") from error
+            raise self._error(f"the connection was closed: {error}. Check its log.") from error
 
     def _receive(self) -> Any:
         limit = self._cfg.answer_timeout_s
@@ -140,10 +140,10 @@ class RemotePolicy(OnlyActs):
             data = self._socket.recv(timeout=limit)
         except TimeoutError as error:
             hint = " Fix: model.protocol=vla_eval, if it waits for a greeting." if not self._sequence else ""
-            raise self._error(f"it has not answered for {limit:g} s (model.answer_timeout_s).{hint}") from error
+            raise self._error(f"it has not replied for {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
-            raise self._error(f"the connection is gone: {error}. Its own log says why.") from error
-        if isinstance(data, str):  # how openpi's servers report errors
+            raise self._error(f"the connection was closed: {error}. Check its log.") from error
+        if isinstance(data, str):  # openpi's servers report errors as text
             raise self._error(f"it reports: {data[:2000].strip()}")
         try:
             return unpack(data)
@@ -155,11 +155,11 @@ class RemotePolicy(OnlyActs):
 
 
 def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
-    """Wait until somebody accepts: a server that loads a large model listens late. `connection` ends it."""
+    """Connect with retries, because a server with a large model starts late; `connection` closes it."""
     client = need("websockets.sync.client")
     clock = RunClock()
     while True:
-        # Only time in which this process ran counts: a laptop that was closed has not waited.
+        # Only time in which this process ran counts, so that a suspended laptop does not time out.
         left = cfg.connect_timeout_s - clock.now()
         try:
             opened = client.connect(
@@ -167,7 +167,7 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
                 compression=None,
                 max_size=_MOST_BYTES,
                 open_timeout=max(left, 1.0),
-                ping_interval=None,  # a server that computes may not answer them; every answer has a deadline anyway
+                ping_interval=None,  # a busy server may not answer pings; every reply has a deadline anyway
                 proxy=None,
             )
             return connection.enter_context(opened)
@@ -181,6 +181,6 @@ def _connect(cfg: RemoteSettings, connection: ExitStack) -> Any:
             time.sleep(_RETRY_S)
         except Exception as error:
             raise EmbodyError(
-                f"model.url={cfg.url}: no websocket there ({type(error).__name__}: {error}). Fix: the address of a "
-                "policy server that speaks openpi's or vla-eval's protocol."
+                f"model.url={cfg.url}: there is no WebSocket server ({type(error).__name__}: {error}). Fix: use the "
+                f"address of a policy server with openpi's or vla-eval's protocol."
             ) from error

@@ -1,4 +1,4 @@
-"""Keys of a conversation about actions, whichever side of it we are on."""
+"""Keys of policy servers and clients."""
 
 from typing import Annotated, Literal
 
@@ -10,12 +10,12 @@ from embodyrl.policies.settings import ModelSettings
 
 
 class ConversationSettings(Settings):
-    """How observations are named on the wire."""
+    """Names of observations in the wire format."""
 
     protocol: Literal["openpi", "vla_eval"] = "openpi"
-    """openpi: observation in, chunk of actions out; vla_eval: messages about episodes, one action out at a time."""
+    """Wire format: openpi (observation in, action chunk out) or vla_eval (episode messages, one action at a time)."""
     image_names: list[str] | None = None
-    """Names of the camera images, in the order of the policy's; default: the protocol's for LIBERO."""
+    """Names of the camera images, in the policy's order; default: the protocol's names for LIBERO."""
     state_name: str | None = None
     """Name of the state; default: the protocol's."""
     prompt_name: str | None = None
@@ -23,33 +23,33 @@ class ConversationSettings(Settings):
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):
-    """Where the policy is and what it understands."""
+    """Address and wire format of a policy server."""
 
     url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Must("ws://HOST:PORT or wss://HOST:PORT")] | None = (
         None
     )
-    """Where it listens, for example ws://127.0.0.1:8000."""
+    """Address of the server, for example ws://127.0.0.1:8000."""
     connect_timeout_s: Seconds = 60.0
-    """How long to wait until somebody listens there."""
+    """Seconds to wait until the server accepts the connection."""
     answer_timeout_s: Seconds = 120.0
-    """How long an answer may take."""
+    """Time limit of a reply."""
 
 
 class ServeSettings(ConversationSettings):
-    """Where a policy is served, and to whom."""
+    """Settings of a policy server."""
 
     host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
-    """Address to listen at: this machine only; 0.0.0.0 lets everyone in who reaches it, there is no password."""
+    """Address to listen at: default this machine only; 0.0.0.0 accepts all hosts, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to listen at; 0: any free one."""
     answer_timeout_s: Seconds = 120.0
-    """How long the policy may take for one chunk before the client gets an error."""
+    """Time limit of the policy for one chunk, after which the client gets an error."""
     idle_timeout_s: Seconds = 3600.0
-    """How long a client may say nothing, or not read its answer, before its connection is closed."""
+    """Seconds without a message, or with an unread reply, after which a client is disconnected."""
     max_message_mib: Count = 64
-    """Largest message of a client, MiB."""
+    """Maximum size of a client's message in MiB."""
     max_clients: Count = 64
-    """Clients that may be connected at a time."""
+    """Maximum number of connected clients."""
 
 
 SECTION = of_commands(ServeSettings, "serve")

@@ -1,1 +1,4 @@
-"""A small actor beside a frozen model: it chooses where the model starts, or corrects what it proposes. No torch."""
+"""A small actor on a frozen model, which selects the model's initial noise or corrects its actions.
+
+Imports no torch.
+"""

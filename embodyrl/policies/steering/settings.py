@@ -1,4 +1,4 @@
-"""What an actor beside a frozen model chooses: its keys and sizes, and what is kept of it. No torch."""
+"""Keys and sizes of an actor on a frozen model, and its record. Imports no torch."""
 
 import json
 from collections.abc import Iterator
@@ -17,28 +17,27 @@ from embodyrl.types import PolicySpec
 WIDTHS = (256, 256)
 """Hidden layers of the actor, and of the critics."""
 SHAPE_FILE = "steering.json"
-"""Beside saved weights."""
+"""File next to saved weights."""
 
 
 class ResidualSettings(WeightSettings):
-    """A model that may be frozen and corrected: its own settings have a key `likelihood`."""
+    """Keys of a model that may be frozen and corrected; its own settings have a key `likelihood`."""
 
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
-    """residual: a correction lies within -residual_scale..residual_scale, where the model's own actions span about
-    -1..1."""
+    """residual: bound of a correction, relative to the range -1..1 of the model's own actions."""
     residual_repeated: bool = False
-    """residual: one row of corrections is chosen for all actions of a chunk, instead of each."""
+    """residual: one row of corrections for all actions of a chunk, instead of one row for each."""
 
     @property
     def corrects(self) -> bool:
-        """The model is frozen, and what it proposes is corrected."""
+        """True if the model is frozen and its actions are corrected."""
         return self._chosen == "residual"
 
     @property
     def steers(self) -> bool:
-        """The model is frozen, and an actor beside it learns."""
+        """True if the model is frozen and an actor on it is trained."""
         return self.corrects
 
     @property
@@ -47,35 +46,35 @@ class ResidualSettings(WeightSettings):
         return str(likelihood)
 
     def problems(self) -> Iterator[str]:
-        """What is frozen has no adapters."""
+        """Yield adapter keys, which a frozen model does not support."""
         yield from super().problems()
         if self.adapted and self.steers:
             yield (
-                f"model.is_lora=true: model.likelihood={self._chosen} freezes the model, adapters with it; set it to "
-                "false."
+                f"model.is_lora=true: model.likelihood={self._chosen} freezes the model including adapters; set it to "
+                f"false."
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SteeringShape:
-    """What the actor beside a frozen model reads and chooses."""
+    """Inputs and outputs of the actor on a frozen model."""
 
     features: int
     """F"""
     rows: int
-    """Of chosen numbers; their log-probabilities stand at as many first actions of a chunk."""
+    """Number of rows; their log-probabilities are stored at as many first actions of a chunk."""
     numbers: int
-    """Of a row."""
+    """Numbers per row."""
     actions: int
     """K: executed actions of a chunk."""
     bound: float
-    """What is chosen lies within -bound..bound."""
+    """Bound of the choice: -bound..bound."""
     proposes: bool
-    """The last K A features are actions, and what is chosen is added to them."""
+    """The last K A features are proposed actions, to which the choice is added."""
 
     @classmethod
     def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
-        """Corrections of proposed actions of A numbers, by an actor that reads `hidden` numbers beside them."""
+        """Return the shape for corrections of actions with A numbers, by an actor with `hidden` further features."""
         actions = cfg.num_action_chunks
         return cls(
             features=hidden + actions * action_dim,
@@ -87,19 +86,19 @@ class SteeringShape:
         )
 
     def save(self, folder: Path) -> None:
-        """Write `steering.json`, so that nobody acts with other bounds than were trained."""
+        """Write `steering.json`, so that the bounds of training are used for acting."""
         (folder / SHAPE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare with the `steering.json` of a folder; of an actor of the other kind nothing would be read.
+        """Compare with the `steering.json` of a folder.
 
         Raises:
-            CheckpointError: its actor chooses something else; names it.
+            CheckpointError: its actor has another kind of output; the message names the difference.
         """
         path, mine = folder / SHAPE_FILE, asdict(self)
         saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mine
         wrong = [
-            f"{key} is {saved.get(key)}, this run needs {mine[key]}" for key in mine if saved.get(key) != mine[key]
+            f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in mine if saved.get(key) != mine[key]
         ]
         if wrong and saved.get("proposes") == self.proposes:
             keys = "residual_scale (bound) and residual_repeated" if self.proposes else "noise_bound and noise_repeated"
@@ -109,12 +108,12 @@ class SteeringShape:
 
     @property
     def width(self) -> int:
-        """L: numbers that are chosen for a chunk."""
+        """L: number of chosen values per chunk."""
         return self.rows * self.numbers
 
     @property
     def layout(self) -> TokenLayout:
-        """What is kept of a chunk: a seed, and what was chosen, before it is squashed."""
+        """Record of a chunk: a seed, and the choice before squashing."""
         return TokenLayout(whole=1, floats=self.width)
 
 

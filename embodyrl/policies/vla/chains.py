@@ -1,4 +1,4 @@
-"""Chains of Gaussian steps: log-probabilities of action chunks that are sampled in several steps."""
+"""Log-probabilities of action chunks that are sampled by a chain of Gaussian steps."""
 
 import math
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """The state after a step is mean + std * e with standard normal e; where std is 0 the step is certain."""
+    """State after a step: mean + std * e with standard normal e; std 0 means a deterministic step."""
 
     mean: Tensor
     """[B, H, D]"""
@@ -28,14 +28,14 @@ class Transition:
     """Broadcasts to `mean`."""
 
     def log_prob(self, after: Tensor) -> Tensor:
-        """Log-density of each number of `after` [B, H, D]; 0 where the step is certain."""
+        """Return the log-density of each number of `after` [B, H, D]; 0 for a deterministic step."""
         certain = self.std == 0
         std = self.std.masked_fill(certain, 1.0)
         density = -0.5 * ((after - self.mean) / std).square() - std.log() - HALF_LOG_TWO_PI
         return density.masked_fill(certain, 0.0)
 
     def entropy(self) -> Tensor:
-        """Differential entropy 0.5 ln(2 pi e std^2) of each number [B, H, D]; 0 where the step is certain."""
+        """Return the differential entropy 0.5 ln(2 pi e std^2) of each number [B, H, D]; 0 for a deterministic step."""
         certain = self.std == 0
         entropy = self.std.masked_fill(certain, 1.0).log() + HALF_LOG_TWO_PI + 0.5
         return entropy.masked_fill(certain, 0.0).expand_as(self.mean)
@@ -46,61 +46,60 @@ Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class ChunkLikelihood(Protocol):
-    """Samples chunks, and says later how likely they were: the same numbers by the same operations.
+    """Samples chunks and computes their log-probabilities later, by the same operations.
 
-    A row of a result depends on that row alone.
+    Each row of a result depends on that row alone.
     """
 
     record: ChunkRecord
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Sample one chunk per seed [B]; without gradients."""
+        """Sample one chunk per seed [B], without gradients."""
         ...
 
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies [B, K, P] of what `sample` kept, with gradients."""
+        """Return log-probabilities and entropies [B, K, P] of the tokens of `sample`, with gradients."""
         ...
 
 
 class GaussianChain(ABC):
-    """Gaussian steps: one stochastic step per chunk, or all of them; implements `ChunkLikelihood`.
+    """Chain of Gaussian steps with one stochastic step per chunk, or all stochastic; implements `ChunkLikelihood`.
 
-    One step: the others are certain and only the two states around it are kept (the mixed form of piRL, arXiv
-    2510.25889; there one index serves a batch, here each chunk draws its own). All steps: the states after each are
-    kept, the first is drawn again from its seed.
-
-    Log-probabilities are those of the executed numbers: of the one step, or summed over all steps and the first state
-    and divided by `terms`. Temperature multiplies the deviations, except the first state's.
+    One step: the others are deterministic and only the two states around it are stored (the mixed form of piRL, arXiv
+    2510.25889, where one index serves a batch; here each chunk samples its own). All steps: the states after each step
+    are stored, the first is sampled again from its seed. Log-probabilities are those of the executed numbers: of the
+    one step, or summed over all steps and the first state and divided by `terms`. Temperature multiplies the
+    deviations, except the first state's.
     """
 
     def __init__(
         self, record: ChunkRecord, *, num_steps: int, every_step: bool, sampled_steps: int, terms: int = 1
     ) -> None:
-        """Chains of `num_steps` steps; the one stochastic step is one of the first `sampled_steps`."""
+        """Set up chains of `num_steps` steps; the one stochastic step is one of the first `sampled_steps`."""
         self.record = record
         self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
         self._sampled_steps, self._terms = sampled_steps, terms
 
     @abstractmethod
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """The stochastic step at states [B, H, D] and their steps [B], and the certain one."""
+        """Return the stochastic and the deterministic step at states [B, H, D] and their step indices [B]."""
 
     def sample(self, velocity: Velocity, seeds: IntArray, device: torch.device, temperature: float) -> Chosen:
-        """Follow the flow from drawn noise (see `ChunkLikelihood`)."""
+        """Integrate the flow from sampled noise (see `ChunkLikelihood`)."""
         size = (self._shape.horizon, self._shape.width)
-        # Each chunk draws its own step: one for a whole batch would make a row depend on what it was batched with.
+        # Each chunk samples its own step: one step per batch would make rows depend on the batch composition.
         place = (uniforms(seeds, PLACE, 1)[:, 0] * self._sampled_steps).astype(np.int64)
         chosen = on_device(place, device)[:, None, None]
         x = normals(seeds, START, size, device)
         logprob = self._first_step(x)[0]
         begun, last = [], x
-        # One noise for the one step, wherever it falls; else one for each.
+        # One noise for the single stochastic step, else one for each step.
         noise = normals(seeds, STEP, size, device)
         for k in range(self._num_steps):
             here = torch.full_like(chosen, True, dtype=torch.bool) if self._every else chosen == k
-            # Both from one pass of the network, whichever of them a row takes.
+            # One forward pass gives both steps; each row uses one of them.
             step, certain = self._tempered(velocity, x, torch.full((len(x),), k, device=device), temperature)
             if self._every and k:
                 noise = normals(seeds, STEP + k, size, device)
@@ -111,7 +110,7 @@ class GaussianChain(ABC):
             x = after
         states = torch.stack(begun, 1)  # [B, steps, H, D]
         kept = states[:, 1:] if self._every else states[torch.arange(len(x), device=device), chosen.flatten(), None]
-        # Whole states where the network will be asked again; of what a step led to, only the numbers that are scored.
+        # Full states where the network is evaluated again; only the scored numbers of the state after a step.
         floats = torch.cat([kept.flatten(1), self._part(last).flatten(1)], 1)
         tokens = self.record.layout.pack((seeds if self._every else place)[:, None], floats.cpu().numpy())
         return Chosen(state=x, tokens=tokens, logprob=logprob / self._terms)
@@ -119,7 +118,7 @@ class GaussianChain(ABC):
     def score(
         self, velocity: Velocity, tokens: IntArray, device: torch.device, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        """Score kept states (see `ChunkLikelihood`)."""
+        """Return log-probabilities and entropies of stored states (see `ChunkLikelihood`)."""
         whole, floats = self.record.layout.unpack(tokens)
         shape, values = self._shape, on_device(floats, device)
         last = shape.executed * shape.action_dim
@@ -129,7 +128,7 @@ class GaussianChain(ABC):
         logprob = entropy = values.new_zeros(())
         if self._every:
             afters = [*(self._part(state) for state in begun), *afters]
-            # Of the first state only the seed was kept.
+            # Only the seed of the first state is stored.
             begun = [normals(whole[:, 0], START, (shape.horizon, shape.width), device), *begun]
             indices = [torch.full((len(values),), k, device=device) for k in range(len(begun))]
             logprob, entropy = self._first_step(begun[0])
@@ -145,13 +144,13 @@ class GaussianChain(ABC):
         return Transition(mean=step.mean, std=(step.std * temperature).expand_as(x)), certain
 
     def _first_step(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [B, K, A] of the first state; 0 where only one step counts."""
+        """Return log-probability and entropy [B, K, A] of the first state; 0 if only one step is stochastic."""
         prior = self._executed(Transition(mean=torch.zeros_like(x), std=torch.ones_like(x)))
         weight = float(self._every)
         return prior.log_prob(self._part(x)) * weight, prior.entropy() * weight
 
     def _part(self, x: Tensor) -> Tensor:
-        """The executed numbers [B, K, A] of a state."""
+        """Return the executed numbers [B, K, A] of a state."""
         return x[:, : self._shape.executed, : self._shape.action_dim]
 
     def _executed(self, step: Transition) -> Transition:

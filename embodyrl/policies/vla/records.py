@@ -1,4 +1,4 @@
-"""Records of action chunks as tokens: int64 numbers that only the policy interprets. No torch."""
+"""Records of action chunks as tokens: int64 numbers with a policy-specific meaning. Imports no torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,39 +19,39 @@ class TokenLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens that they fill."""
+        """Number of tokens."""
         return self.whole + -(-self.floats // 2)
 
     def pack(self, whole: IntArray, floats: FloatArray) -> IntArray:
-        """Tokens [B, tokens] of whole numbers [B, whole] and floats [B, floats]."""
+        """Pack integers [B, whole] and floats [B, floats] into tokens [B, tokens]."""
         assert whole.shape[1:] == (self.whole,) and floats.shape[1:] == (self.floats,), (whole.shape, floats.shape)
         padded = np.zeros((len(floats), 2 * (self.tokens - self.whole)), np.float32)
         padded[:, : self.floats] = floats
         return np.concatenate([whole, padded.view(np.int64)], axis=1)
 
     def unpack(self, tokens: IntArray) -> tuple[IntArray, FloatArray]:
-        """Whole numbers and floats of tokens [B, at least `tokens`]."""
+        """Return integers and floats of tokens [B, at least `tokens`]."""
         bits = np.ascontiguousarray(tokens[:, self.whole : self.tokens])
         return tokens[:, : self.whole], bits.view(np.float32)[:, : self.floats]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkShape:
-    """Sizes of a chunk inside the flow and outside."""
+    """Sizes of a chunk inside the flow and after it."""
 
     horizon: int
-    """H: rows that flow."""
+    """H: rows of the flow."""
     width: int
-    """D: numbers of a row, padding included."""
+    """D: numbers of a row including padding."""
     executed: int
-    """K <= H: rows that are executed, and that count."""
+    """K <= H: executed rows."""
     action_dim: int
-    """A <= D: numbers of a row that mean something."""
+    """A <= D: numbers of a row without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRecord:
-    """Layout of the tokens that a chunk's record holds, and its number of log-probabilities."""
+    """Layout of the tokens of a chunk's record, and its number of log-probabilities."""
 
     shape: ChunkShape
     layout: TokenLayout
@@ -66,5 +66,5 @@ class ChunkRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a chunk: a multiple of K with room for its log-probabilities, of which there are as many."""
+        """Tokens of a chunk: a multiple of K, at least its number of log-probabilities."""
         return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))

@@ -1,8 +1,8 @@
-"""Random numbers of action chunks that no batch changes, and the record of a sampled chunk.
+"""Batch-independent random numbers of action chunks, and the record of a sampled chunk.
 
-Noise is a counter-based function of the uniform numbers that the run draws for an episode's chunk. One chunk needs many
-more normal numbers than its record keeps, and some of them again for training. They come from a seed of 48 bits
-that the run's own numbers spell, by Philox (Salmon et al. 2011).
+Noise is a counter-based function of the uniform numbers that the run generates for an episode's chunk. One chunk needs
+many more normal numbers than its record stores, and some of them again in training. They are generated from a 48-bit
+seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
 """
 
 from dataclasses import dataclass
@@ -20,37 +20,37 @@ START, PLACE, PAIRS, TIMES, STEP = range(5)
 
 
 def seeds_of(noise: FloatArray) -> IntArray:
-    """Seeds [B] of 48 bits, from the first two of uniforms [B, L >= 2] in [0, 1) with 24 bits each."""
-    # Exact: uniforms of 24 bits are whole multiples of 2^-24, in float64 as well.
+    """Return 48-bit seeds [B], from the first two of uniforms [B, L >= 2] in [0, 1) with 24 bits each."""
+    # Exact: uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]
 
 
 def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
-    """[B, count] float64 strictly between 0 and 1."""
+    """Return uniforms [B, count], float64, strictly between 0 and 1."""
     philox = np.random.Philox(key=0)
     state = cast(Any, philox.state)
     out = np.empty((len(seeds), count))
     for row, seed in enumerate(seeds.tolist()):
         state["state"]["key"][:] = seed, stream
         philox.state = state
-        # The raw numbers, which no version of numpy may change.
+        # Raw numbers, which are the same in every version of numpy.
         out[row] = (philox.random_raw(count) >> np.uint64(11)).astype(np.float64)
     return (out + 0.5) * 2.0**-53
 
 
 def normals(seeds: IntArray, stream: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Standard normal numbers [B, *shape], float32; the same on every device."""
+    """Return standard normal numbers [B, *shape], float32; the same on every device."""
     flat = uniforms(seeds, stream, int(np.prod(shape)))
     return on_device(torch.special.ndtri(torch.from_numpy(flat)).float(), device).unflatten(1, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """One chunk per row, and what is kept of how it came about."""
+    """One chunk per row, and the record of its sampling."""
 
     state: Tensor
-    """[B, H, D] at t = 0; or what an actor beside a frozen model chose (see `SteeringActor`)."""
+    """[B, H, D] at t = 0; or the choice of an actor on a frozen model (see `SteeringActor`)."""
     tokens: IntArray
     """[B, T]"""
     logprob: Tensor
@@ -58,18 +58,18 @@ class Chosen:
 
     @classmethod
     def greedily(cls, state: Tensor) -> Self:
-        """Without chance nothing is kept, and nothing has a probability."""
+        """Return a chunk without record and log-probability."""
         nothing = torch.zeros(len(state), 1, 0, device=state.device)
         return cls(state=state, tokens=np.zeros((len(state), 0), np.int64), logprob=nothing)
 
     def kept(self, spec: PolicySpec) -> tuple[IntArray, FloatArray]:
-        """Tokens and log-probabilities [B, L], filled up with zeros."""
+        """Return tokens and log-probabilities [B, L], padded with zeros."""
         tokens = np.zeros((len(self.tokens), spec.tokens_per_chunk), np.int64)
         tokens[:, : self.tokens.shape[1]] = self.tokens
         return tokens, spread(self.logprob, spec).cpu().numpy()
 
 
 def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
-    """[B, L] of numbers [B, K, P]: each action's at the beginning of its share of the tokens, the rest of it is 0."""
+    """Return [B, L] of numbers [B, K, P]: each action's at the start of its part of the tokens, padded with 0."""
     share = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)

@@ -13,10 +13,10 @@ WIDTH_STEP = 16
 
 
 def read_tokenizer(file: Path, fix: str) -> Tokenizer:
-    """Read `tokenizer.json`, for text of any length.
+    """Read `tokenizer.json`, without a length limit.
 
     Raises:
-        CheckpointError: the file is missing or damaged; ends with the `fix`, a sentence.
+        CheckpointError: the file is missing or damaged; the message ends with the sentence `fix`.
     """
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -28,13 +28,13 @@ def read_tokenizer(file: Path, fix: str) -> Tokenizer:
 
 
 def padded_width(known: int, longest: int) -> int:
-    """Width of a batch: that of the known tasks; only a longer row widens it, to a multiple of 16."""
-    # Every new width is a new shape, for which kernels are chosen and graphs compiled anew.
+    """Return the width of a batch: that of the known tasks, or for longer rows a multiple of 16."""
+    # Every new width is a new shape, which needs new kernels and graphs.
     return known if longest <= known else -(-longest // WIDTH_STEP) * WIDTH_STEP
 
 
 def pad_right(rows: Sequence[Sequence[int]], width: int) -> IntArray:
-    """Ids [B, W] of rows of any length, with zeros behind them."""
+    """Return ids [B, W] of rows, padded with zeros on the right."""
     ids = np.zeros((len(rows), width), np.int64)
     for row, encoded in zip(ids, rows, strict=True):
         row[: len(encoded)] = encoded

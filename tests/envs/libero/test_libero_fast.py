@@ -78,7 +78,7 @@ def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
     fast.close()
 
 
-def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock_loop():
+def test_fast_and_stock_loop_succeed_at_the_same_step():
     """Grasping and lifting amplify differences; success must still come at the very same step."""
     from embodyrl.envs.libero.expert import Expert
 
@@ -97,7 +97,7 @@ def test_a_demonstration_of_the_fast_loop_succeeds_at_the_same_step_in_the_stock
 
 
 @pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5)])
-def test_what_a_camera_cannot_see_is_not_drawn_and_no_pixel_changes(suite, task):
+def test_frustum_culling_changes_no_pixel(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
     sim.reset(install.suite_init_states(suite, task)[3], 7)
     hidden = []
@@ -129,7 +129,7 @@ def test_fast_physics_follows_the_profile_unless_set():
 
 
 @pytest.mark.timeout(600)
-def test_a_fresh_installation_compiles_before_the_first_reset(tmp_path):
+def test_fast_loop_compiles_before_the_first_reset(tmp_path):
     """Within the deadline of a worker's start; a reset has less time, and a starved machine took all of it."""
     code = (
         "import os, sys; from pathlib import Path\n"

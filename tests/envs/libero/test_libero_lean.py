@@ -82,14 +82,14 @@ def test_decimation_keeps_shape_normals_and_texture(tmp_path):
     assert min(np.abs(v - heights).max(), np.abs(1 - v - heights).max()) < 0.02
 
 
-def test_a_small_mesh_is_kept_as_it_is(tmp_path):
+def test_small_mesh_is_unchanged(tmp_path):
     path = tmp_path / "ball.obj"
     path.write_text(ball(10))
     mesh = read_mesh(path)
     assert decimate(mesh, 1000) is mesh
 
 
-def test_only_what_is_looked_at_is_replaced(model):
+def test_only_visual_meshes_are_replaced(model):
     full, lean = mujoco.MjModel.from_xml_string(model), mujoco.MjModel.from_xml_string(lean_xml(model))
     seen, hit = (full.mesh(name).id for name in ("seen", "hit"))
     assert full.mesh_facenum[seen] > 10000
@@ -116,7 +116,7 @@ def test_the_colour_space_of_a_texture_is_kept(marked, model, tmp_path):
     assert (full == int(mujoco.mjtColorSpace.mjCOLORSPACE_SRGB)) == marked
 
 
-def test_copies_are_made_once_and_again_when_the_source_changes(model, tmp_path):
+def test_cached_copies_are_updated_when_the_source_changes(model, tmp_path):
     first = lean_xml(model)
     files = {path: path.stat().st_mtime_ns for path in cache_folder().iterdir()}
     assert len(files) == 2
@@ -126,7 +126,7 @@ def test_copies_are_made_once_and_again_when_the_source_changes(model, tmp_path)
     assert lean_xml(model) != first
 
 
-def test_processes_may_build_the_cache_at_once(model, tmp_path):
+def test_cache_can_be_built_concurrently(model, tmp_path):
     code = "import sys; from embodyrl.envs.libero.lean import lean_xml; sys.stdout.write(lean_xml(sys.stdin.read()))"
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -145,7 +145,7 @@ def test_processes_may_build_the_cache_at_once(model, tmp_path):
     assert mujoco.MjModel.from_xml_string(outputs[0]).nmesh == 2
 
 
-def test_an_unusable_cache_is_an_error_with_its_cure(model, tmp_path, monkeypatch):
+def test_unusable_cache_error_contains_the_fix(model, tmp_path, monkeypatch):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file, not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))

@@ -9,7 +9,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 
 
-def test_each_state_is_told_of_another_bowl_and_nothing_else_changes(tmp_path):
+def test_only_the_instruction_differs_between_states(tmp_path):
     pytest.importorskip("libero")
     words = ["env=libero_spatial", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
     honest, liar = (

@@ -30,7 +30,7 @@ def spec_of(suite: str, *axes: str):
     return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
 
 
-def test_every_variant_of_the_package_is_there_once_and_from_its_first_state():
+def test_every_variant_occurs_once_from_state_zero():
     """The package has 1599 cameras, 1550 starts, 1601 noises, 1537 instructions: 28 twice, one is none."""
     found = {axis: 0 for axis in PLUS_AXES}
     for suite in SUITES:
@@ -45,7 +45,7 @@ def test_every_variant_of_the_package_is_there_once_and_from_its_first_state():
 
 
 @pytest.mark.parametrize("axis", PLUS_AXES)
-def test_what_is_validated_on_is_not_trained_on(axis):
+def test_validation_variants_are_not_trained_on(axis):
     """States 0 to 9 and 20 to 49, where a task has 30 variants or more; others come round again."""
     checked = 0
     for suite in SUITES:
@@ -57,7 +57,7 @@ def test_what_is_validated_on_is_not_trained_on(axis):
     assert checked >= 33
 
 
-def test_cameras_stand_where_those_of_the_package_do():
+def test_camera_poses_match_the_package():
     """All of six tasks, one of each kind of scene; cameras that do not move are rounded as well."""
     kinds = set()
     for row in (row for row in PACKAGE if "camera" in row):
@@ -74,7 +74,7 @@ def test_cameras_stand_where_those_of_the_package_do():
     assert len({row["scene"] for row in PACKAGE if "scene" in row}) == len(SCENES) >= 4
 
 
-def test_arms_start_where_those_of_the_package_do():
+def test_arm_poses_match_the_package():
     starts = [row for row in PACKAGE if row["axis"] == "robot"]
     for row in starts:
         change, _ = variant(f"{row['suite']}_robot", row["task"], row["state"])
@@ -82,7 +82,7 @@ def test_arms_start_where_those_of_the_package_do():
     assert len(starts) > 5
 
 
-def test_words_are_those_of_the_package_and_no_number_of_a_variant_is_told():
+def test_instructions_match_the_package():
     for row in (row for row in PACKAGE if "language" in row):
         spec = spec_of(f"{row['suite']}_{row['axis']}")
         words = instruction_for(spec, spec.reset_ids_of(row["task"])[row["state"]])
@@ -92,7 +92,7 @@ def test_words_are_those_of_the_package_and_no_number_of_a_variant_is_told():
             assert row["language"].startswith(f"{words} view ")
 
 
-def test_beside_its_base_the_suite_of_words_tells_each_state_its_own():
+def test_language_suite_has_one_instruction_per_state():
     spec = spec_of("libero_goal", "language")
     assert {instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(2)} == {spec.tasks[2]}
     assert len({instruction_for(spec, reset_id) for reset_id in spec.reset_ids_of(12)}) >= 19
@@ -102,7 +102,7 @@ def test_beside_its_base_the_suite_of_words_tells_each_state_its_own():
 
 
 @pytest.mark.parametrize("noise", range(1, 51))
-def test_noise_is_that_of_the_package_pixel_for_pixel(noise):
+def test_image_noise_matches_the_package_exactly(noise):
     """On every eleventh row and column of a frame; blurs of glass round at the last bit of numpy's exp."""
     pytest.importorskip("scipy")
     from embodyrl.envs.libero.noise import corrupt
@@ -117,8 +117,8 @@ def test_noise_is_that_of_the_package_pixel_for_pixel(noise):
 
 
 @pytest.mark.parametrize(("name", "what"), [("light", "lights"), ("background", "textures"), ("layout", "objects")])
-def test_categories_that_need_files_are_refused_with_the_reason(name, what):
+def test_categories_with_asset_files_are_refused(name, what):
     (problem,) = FACTORY.validate(env_of("libero", task_suite_name=f"libero_spatial_{name}"))
     assert what in problem
-    assert "no package ships" in problem
+    assert "no package contains" in problem
     assert "_camera, _robot, _noise, _language" in problem

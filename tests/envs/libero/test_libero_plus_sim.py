@@ -53,7 +53,7 @@ def look(env, slot=0):
 
 
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row["suite"])
-def test_arms_and_cameras_are_where_the_package_has_them(row):
+def test_simulated_arms_and_cameras_match_the_package(row):
     """Joints after the stored state was set and objects have settled for ten steps, on the table and on the floor."""
     env = harness(f"{row['suite']}_robot")
     try:
@@ -68,7 +68,7 @@ def test_arms_and_cameras_are_where_the_package_has_them(row):
         env.close()
 
 
-def test_slots_that_share_a_model_keep_their_cameras_noise_and_words():
+def test_variants_of_slots_on_a_shared_model_are_separate():
     env = harness("libero_object_camera", ("noise", "language"), slots=2)
     try:
         start(env, 3, 0)
@@ -93,7 +93,7 @@ def test_slots_that_share_a_model_keep_their_cameras_noise_and_words():
         env.close()
 
 
-def test_a_variant_leaves_nothing_behind():
+def test_variant_is_undone_after_its_episode():
     """Moved cameras, another start of the arm and noise, one after the other in one model."""
     env = harness("libero_object")
     try:
@@ -120,7 +120,7 @@ def test_a_variant_leaves_nothing_behind():
         env.close()
 
 
-def test_noise_is_on_the_front_camera_alone_and_the_same_when_played_again():
+def test_noise_affects_the_front_camera_reproducibly():
     env = harness("libero_object", ("noise",))
     try:
         foggy = next(k for k in range(50) if 31 <= variant("libero_object_noise", 3, k)[0].noise <= 40)

@@ -62,7 +62,7 @@ def check_task(env, task):
     assert look(env).std() > 10.0, (suite, task)
 
 
-def test_a_suite_with_an_axis_beside_it():
+def test_suite_and_perturbed_suite_share_an_environment():
     """Task 3 of each: the same number means the same place in the table of tasks."""
     env = harness("object")
     try:
@@ -81,7 +81,7 @@ def test_a_suite_with_an_axis_beside_it():
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "full"])
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_task_of_every_axis(family, axis, lean):
+def test_every_perturbed_task_loads(family, axis, lean):
     """160 of 160, ten at a time."""
     env = harness(family, lean=lean)
     try:

@@ -90,7 +90,7 @@ env.close()
 """
 
 
-def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_another_process():
+def test_episode_is_bit_identical_in_other_slots_and_processes():
     env = make(config(), 2)
     first = play(env, 5)
     pushes = [play_expert(env, 0) for _ in range(2)]
@@ -107,7 +107,7 @@ def test_an_episode_repeats_to_the_last_bit_after_others_in_other_slots_and_in_a
     assert f"digest {mine}" in done.stdout
 
 
-def test_the_reset_id_decides_where_an_episode_begins():
+def test_reset_id_determines_the_initial_state():
     from embodyrl.envs.maniskill.sims import BatchSims
 
     cfg = config(obs_mode=ObsMode.state)
@@ -123,7 +123,7 @@ def test_the_reset_id_decides_where_an_episode_begins():
         np.testing.assert_allclose(states[0], states[2], atol=1e-5)
 
 
-def test_a_batch_of_one_gives_what_a_simulator_gives():
+def test_batch_of_one_matches_a_single_simulator():
     """The code of the GPU's batch, with the only batch that the CPU can simulate."""
     from embodyrl.envs.maniskill.sims import BatchSims
 
@@ -199,7 +199,7 @@ def drawing_rows():
     return Drawn()
 
 
-def test_rows_of_a_batch_begin_in_one_reset_and_each_as_if_alone():
+def test_batched_resets_match_single_resets():
     from embodyrl.envs.maniskill.simulator import restart_rows
 
     cfg, together, alone = config(obs_mode=ObsMode.state), drawing_rows(), drawing_rows()
@@ -246,8 +246,8 @@ def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
 @pytest.mark.parametrize(
     ("env_id", "placement"), [("PutEggplantInBasketScene-v1", {"episode_id": 7}), ("PushCube-v1", {})]
 )
-def test_a_numbered_placement_is_asked_for_where_there_are_some(env_id, placement):
-    """Of the tasks on Bridge data, whose files no package ships."""
+def test_bridge_tasks_use_numbered_placements(env_id, placement):
+    """Of the tasks on Bridge data, whose files no package contains."""
     from embodyrl.envs.maniskill.simulator import restart
 
     asked = []
@@ -298,7 +298,7 @@ def test_what_is_seen_and_earned_is_maniskills_own():
 
 
 @pytest.mark.parametrize(("env_id", "drawn"), [("PickCube-v1", False), ("PegInsertionSide-v1", True)])
-def test_tasks_that_draw_their_objects_are_known(env_id, drawn):
+def test_tasks_with_sampled_objects_are_detected(env_id, drawn):
     from embodyrl.envs.maniskill.simulator import build, draws_scene
 
     env = build(config(env_id, control_mode=None), ObsMode.state)
@@ -306,7 +306,7 @@ def test_tasks_that_draw_their_objects_are_known(env_id, drawn):
     env.close()
 
 
-def test_lean_changes_pictures_but_no_state(tmp_path, monkeypatch):
+def test_lean_profile_changes_images_but_not_states(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     full, lean = (make(config("PickCube-v1", render_profile=RenderProfile(p))) for p in ("full", "lean"))
     pictures, states, physics = play(full, 3)
@@ -331,7 +331,7 @@ def test_experts_reach_their_goals(env_id):
     assert succeeded >= 7
 
 
-def test_success_is_the_reward_of_a_task_that_has_no_other():
+def test_success_is_the_reward_of_tasks_without_reward():
     """Its reward mode is "none" unless another one is asked for: every step of a success was worth nothing."""
     cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))
@@ -348,7 +348,7 @@ def test_success_is_the_reward_of_a_task_that_has_no_other():
     assert [(step.success, step.reward) for step in (outside, inside)] == [(False, 0.0), (True, 1.0)]
 
 
-def test_what_cameras_are_told_beside_their_size_leaves_it():
+def test_other_camera_settings_keep_the_image_size():
     def picture(**kwargs):
         env = make(config(kwargs=kwargs))
         env.reset([0], [start(3)])
@@ -361,7 +361,7 @@ def test_what_cameras_are_told_beside_their_size_leaves_it():
     np.testing.assert_array_equal(own[1], narrow[1])
 
 
-def test_what_is_wrong_with_a_task_is_said():
+def test_task_errors_are_reported():
     """In this process, which has the simulator already; `spec` asks the same in one of its own."""
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):
         make(config("PushCub-v1"))
@@ -369,7 +369,7 @@ def test_what_is_wrong_with_a_task_is_said():
         make(config(control_mode="pd_ee_pos"))
 
 
-def test_what_is_wrong_is_said_before_a_worker_starts(tmp_path, monkeypatch):
+def test_task_errors_are_reported_before_workers_start(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are not below"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())

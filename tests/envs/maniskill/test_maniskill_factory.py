@@ -22,7 +22,7 @@ def config(**changes):
     return env_of(**{"env_type": "maniskill", "id": "PushCube-v1", "init_params": cameras, **changes})
 
 
-def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
+def test_preset_is_valid_and_separates_train_and_eval_seeds():
     cfg = load_config("train", ["env=maniskill", "env.id=PushCube-v1"]).env
     assert FACTORY.validate(cfg) == []
     assert cfg.train.state_ids is not None
@@ -34,9 +34,9 @@ def test_the_preset_is_sound_and_keeps_train_and_eval_seeds_apart():
     ("changes", "words"),
     [
         ({"id": None}, "env.id is not set"),
-        ({"kwargs": {"control_mode": "pd_joint_pos"}}, "see env.control_mode"),
-        ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: set env.init_params"),
-        ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: set"),
+        ({"kwargs": {"control_mode": "pd_joint_pos"}}, "set this with env.control_mode"),
+        ({"kwargs": {"sensor_configs": {"width": 64}}}, "env.kwargs.sensor_configs.width: use env.init_params"),
+        ({"kwargs": {"sensor_configs": {"base_camera": {"height": 64}}}}, "sensor_configs.base_camera.height: use"),
         ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
     ],
 )
@@ -45,7 +45,7 @@ def test_problems_are_named_without_importing_the_simulator(changes, words):
     assert words in line
 
 
-def test_a_missing_camera_is_named_with_the_nearest():
+def test_missing_camera_error_suggests_a_name():
     cfg = config(init_params=InitParams(camera_names=["bse_camera"]))
     with pytest.raises(ConfigError, match=r"no camera 'bse_camera'\. Did you mean 'base_camera'\?"):
         described._spec(cfg, PANDA)
@@ -65,7 +65,7 @@ def test_placements_of_the_bridge_tasks_are_numbered():
     assert (spec.num_reset_ids, spec.unnorm_key, spec.expert_tasks) == (64, "bridge_orig", ())
 
 
-def test_the_bridge_preset_is_sound():
+def test_bridge_preset_is_valid():
     cfg = load_config("train", ["env=maniskill_bridge"]).env
     assert FACTORY.validate(cfg) == []
     spec = described._spec(cfg, replace(PANDA, cameras=("3rd_view_camera",)))
@@ -79,15 +79,15 @@ def test_every_task_has_an_instruction():
     assert instruction("MS-CartpoleBalance-v1") == "ms cartpole balance"
 
 
-def test_a_batch_is_refused_where_a_reset_id_would_not_decide_the_episode():
+def test_gpu_batch_is_refused_for_tasks_with_sampled_objects():
     batch = config(id="PegInsertionSide-v1", sim_backend=SimBackend.gpu)
-    with pytest.raises(ConfigError, match="draws its objects when its scene is built"):
+    with pytest.raises(ConfigError, match="samples its objects when its scene is built"):
         described._spec(batch, replace(PANDA, draws_scene=True))
     spec = described._spec(batch, PANDA)
     assert (spec.lockstep, spec.on_gpu) == (True, True)
     assert described._spec(config(), PANDA).on_gpu is False
     (line,) = FACTORY.validate(config(id="PutCarrotOnPlateInScene-v1", sim_backend=SimBackend.gpu))
-    assert "stepping the whole batch at each reset" in line
+    assert "steps the whole batch at each reset" in line
 
 
 SAPIEN = """
@@ -121,7 +121,7 @@ def test_physx_for_gpus_is_fetched_before_a_task_is_built(enable, says, tmp_path
     assert f"{tmp_path}/.sapien/physx/105.1" in capfd.readouterr().err
 
 
-def test_the_renderer_of_a_gpu_is_started_where_there_is_one(tmp_path, monkeypatch):
+def test_gpu_renderer_is_probed_on_gpu_machines(tmp_path, monkeypatch):
     """The software driver answers for the CPU, also where that of the GPU is broken."""
     (tmp_path / "sapien.py").write_text(SAPIEN.format(enable="pass"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

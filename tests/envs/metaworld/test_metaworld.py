@@ -14,14 +14,14 @@ from embodyrl.types import EpisodeStart, ObservationOut
 NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 
 
-def test_the_groups_are_those_of_the_published_tables():
+def test_groups_match_the_published_tables():
     assert [len(BENCHMARKS[name]) for name in ("easy", "medium", "hard", "very_hard")] == [28, 11, 6, 5]
     assert set(BENCHMARKS["MT50"]) == set(BENCHMARKS["ML45"]) == set(TASKS)
     assert len(BENCHMARKS["MT10"]) == 10
 
 
 @pytest.mark.parametrize(("key", "value", "said"), [("id", "reach-v2", "reach-v3"), ("id", "MT11", "MT10")])
-def test_a_wrong_name_is_refused_with_the_right_one(key, value, said):
+def test_unknown_task_error_suggests_a_name(key, value, said):
     assert said in FACTORY.validate(env_of("metaworld", **{key: value}))[0]
 
 
@@ -53,14 +53,14 @@ def _bit_equal(name: str, steps: int) -> None:
 
 @pytest.mark.sim
 @pytest.mark.parametrize("name", ["reach-v3", "pick-place-v3", "door-open-v3", "bin-picking-v3"])
-def test_observations_rewards_and_successes_are_the_packages(name):
+def test_observations_and_rewards_match_the_package(name):
     _bit_equal(name, 40)
 
 
 @pytest.mark.sim
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(TASKS))
-def test_all_fifty_are_the_packages(name):
+def test_all_tasks_match_the_package(name):
     _bit_equal(name, 100)
 
 
@@ -113,7 +113,7 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 
 
 @pytest.mark.sim
-def test_slots_play_their_own_tasks_in_whichever_order():
+def test_slots_run_their_tasks_in_any_order():
     """Tasks 0 (reach) and 2 (pick-place) of MT10; a simulator that a slot leaves waits for its own task."""
     pytest.importorskip("metaworld")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
@@ -134,7 +134,7 @@ def test_slots_play_their_own_tasks_in_whichever_order():
 
 
 @pytest.mark.sim
-def test_the_goal_is_hidden_where_the_benchmark_hides_it():
+def test_goal_is_hidden_in_ml_benchmarks():
     pytest.importorskip("metaworld")
     shown = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=1))
     hidden = FACTORY.make(env_of("metaworld", id="ML45", pixels=False), EnvContext(num_slots=1))
@@ -149,7 +149,7 @@ def test_the_goal_is_hidden_where_the_benchmark_hides_it():
 
 
 @pytest.mark.sim
-def test_full_pictures_are_the_packages_and_lean_ones_show_the_same():
+def test_full_images_match_the_package_and_lean_ones_are_similar():
     env_dict = pytest.importorskip("metaworld.env_dict")
     cameras, shown = ("corner2", "topview"), {}
     for profile in ("full", "lean"):

@@ -48,7 +48,7 @@ def moves(*rows):
     return actions
 
 
-def test_every_instruction_is_its_own_task():
+def test_instructions_are_unique():
     spec = FACTORY.spec(config(), EnvContext())
     assert len(set(spec.tasks)) == len(TASKS) == 21
     assert spec.tasks[0] == "touch the red block"
@@ -76,7 +76,7 @@ def test_the_expert_solves_its_tasks(skill, noise):
     assert steps / episodes < {Skill.touch: 12, Skill.push: 24, Skill.put: 32}[skill]
 
 
-def test_noise_shakes_what_is_executed_and_not_what_is_recorded():
+def test_expert_noise_affects_executed_actions_only():
     env = make(2)
     env.reset([0, 1], [start(60000), start(60000)])
     quiet, _ = env.expert_chunk([0], 1, noise=0.0)
@@ -85,7 +85,7 @@ def test_noise_shakes_what_is_executed_and_not_what_is_recorded():
     assert see(env, 0)[1].tolist() != see(env, 1)[1].tolist()
 
 
-def test_noise_never_opens_or_closes_the_gripper():
+def test_expert_noise_excludes_the_gripper():
     env = make(20)
     env.reset(range(20), [start(60000, seed=seed) for seed in range(20)])
     clean, _ = env.expert_chunk(range(20), 1, noise=3.0)
@@ -105,7 +105,7 @@ def test_reset_ids_fix_the_layout_and_differ():
         assert one.tobytes() == other.tobytes()
 
 
-def test_layouts_keep_their_distances_and_no_task_is_solved_at_the_start():
+def test_layouts_have_no_overlap_and_no_solved_task():
     for index in range(0, 84000, 97):
         task = TASKS[index // 4000]
         table = new_world(task, index)
@@ -130,7 +130,7 @@ def test_grasp_carry_and_release():
 
 
 @pytest.mark.parametrize(("x", "z", "caught"), [(0.039, 0.0, True), (0.041, 0.0, False), (0.0, 0.036, False)])
-def test_fingers_catch_only_what_is_between_them(x, z, caught):
+def test_fingers_grasp_only_blocks_between_them(x, z, caught):
     table = world(Skill.put, blocks=((x, 0.0), (-0.2, -0.2), (0.2, -0.2)), z=z)
     table.step(0, 0, 0, True)
     assert (table.held == 0) is caught
@@ -140,7 +140,7 @@ def test_fingers_catch_only_what_is_between_them(x, z, caught):
     assert (table.held == 0) is caught, "only the moment of closing counts"
 
 
-def test_a_closed_low_gripper_pushes_straight_and_an_open_or_high_one_does_not():
+def test_closed_low_gripper_pushes_blocks():
     pushing, straddling, above = (
         world(Skill.push, closed=True),
         world(Skill.push),
@@ -157,7 +157,7 @@ def test_a_closed_low_gripper_pushes_straight_and_an_open_or_high_one_does_not()
     assert straddling.blocks[0] == above.blocks[0] == (0.1, 0.02)
 
 
-def test_pushing_means_not_lifting():
+def test_lifting_does_not_count_as_pushing():
     table = world(Skill.push, blocks=((0.0, 0.0), (-0.2, -0.2), (0.2, -0.2)))
     table.step(0, 0, 0, True)
     for _ in range(5):
@@ -170,7 +170,7 @@ def test_pushing_means_not_lifting():
     assert not table.success(), "nor later, when the fingers close on nothing"
 
 
-def test_the_wrong_block_or_plate_earns_nothing():
+def test_wrong_block_or_plate_has_no_reward():
     put_red_on_yellow = next(i for i, t in enumerate(TASKS) if t == Task(Skill.put, 0, 0))
     table = new_world(TASKS[put_red_on_yellow], 48000)
     for block in range(3):
@@ -190,7 +190,7 @@ def test_success_ends_the_episode_with_reward_one():
     assert result.terminated[0, last]
 
 
-def test_the_expert_keeps_what_it_reached_when_terminations_are_ignored():
+def test_expert_keeps_the_goal_with_ignored_terminations():
     env = make()
     for task in (0, 3, 12):
         env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])
@@ -210,7 +210,7 @@ def test_state_follows_the_actions():
 
 
 @pytest.mark.parametrize("name", ["red", "green", "blue"])
-def test_each_block_is_seen_where_it_is(name):
+def test_blocks_are_rendered_at_their_positions(name):
     env = make()
     env.reset([0], [start(77)])
     table = new_world(TASKS[0], 77)
@@ -233,7 +233,7 @@ def test_wrist_view_centres_the_block_under_the_gripper():
     assert max(green, blue) < 100
 
 
-def test_both_pictures_change_with_height_and_grip():
+def test_both_images_change_with_height_and_grip():
     env = make()
     env.reset([0], [start(9)])
     seen = [see(env)[0]]
@@ -254,7 +254,7 @@ def test_cameras_are_shown_in_the_order_of_their_names():
     np.testing.assert_array_equal(see(other)[0], see(usual)[0][::-1])
 
 
-def test_people_see_both_views_side_by_side():
+def test_render_shows_both_views():
     env = make()
     env.reset([0], [start(9)])
     frame = env.render(0)
@@ -268,19 +268,19 @@ def test_people_see_both_views_side_by_side():
         ({"train": TrainSplit(task_ids=[3, 21])}, r"env.train.task_ids: [21] not in 0..20"),
         (
             {"init_params": InitParams(camera_names=["frnt"])},
-            "'frnt' is no camera of this environment. Did you mean 'front'?",
+            "'frnt' is not a camera of this environment. Did you mean 'front'?",
         ),
         ({"init_params": InitParams(camera_names=["front", "front"])}, "names a camera twice"),
         ({"init_params": InitParams(camera_heights=64, camera_widths=96, camera_names=["front"])}, "differ"),
         ({"init_params": InitParams(camera_heights=16, camera_widths=16, camera_names=["front"])}, "32..1024"),
     ],
 )
-def test_a_wrong_setting_is_refused_with_its_cure(changes, words):
+def test_wrong_setting_error_contains_the_fix(changes, words):
     problems = FACTORY.validate(config(**changes))
     assert any(words in problem for problem in problems), problems
 
 
-def test_the_shipped_settings_are_accepted_and_validate_on_other_layouts():
+def test_presets_validate_on_other_layouts():
     cfg = load_config("train", ["env=tabletop", "model=scripted"])
     assert FACTORY.validate(cfg.env) == []
     spec = FACTORY.spec(cfg.env, EnvContext())
@@ -297,7 +297,7 @@ def on_axes(*suites, axis="base"):
     return FACTORY.spec(cfg, EnvContext(num_slots=2, suites=suites)), cfg
 
 
-def test_an_axis_changes_what_it_says_and_nothing_else():
+def test_each_variation_changes_one_property():
     """Table 77 of task 0 on each axis."""
     spec, cfg = on_axes(*FACTORY.suites(config()))
     assert spec.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
@@ -316,7 +316,7 @@ def test_an_axis_changes_what_it_says_and_nothing_else():
     assert spec.tasks[21:63] == spec.tasks[:21] * 2
 
 
-def test_the_expert_solves_every_axis():
+def test_expert_solves_every_variation():
     for axis in Axis:
         for number, task in enumerate(TASKS):
             table, steps = new_world(task, 4000 * number + 3001, axis), 0

@@ -40,7 +40,7 @@ def say(env: GameEnv, *replies: str) -> Any:
     return env.step_chunk(slots, tokens)
 
 
-def test_a_game_is_won_by_the_words_of_its_actions() -> None:
+def test_game_is_won_by_action_words() -> None:
     env = make(reward_coef=2.0)
     assert "[S]FFF" in env.instruction(0)
     for turn, action in enumerate(WAY):
@@ -55,7 +55,7 @@ def test_a_game_is_won_by_the_words_of_its_actions() -> None:
     env.close()
 
 
-def test_a_hole_ends_a_game_without_success_and_the_limit_cuts_it() -> None:
+def test_game_fails_in_a_hole_and_truncates_at_the_limit() -> None:
     env = make(max_turns=2)
     say(env, RIGHT, "")
     result = say(env, DOWN, "")
@@ -66,7 +66,7 @@ def test_a_hole_ends_a_game_without_success_and_the_limit_cuts_it() -> None:
 
 
 @pytest.mark.parametrize("reply", ["10", "21", "x1y", "1_0", "upright"])
-def test_a_part_of_another_word_names_no_action(reply: str) -> None:
+def test_parts_of_words_are_no_action(reply: str) -> None:
     """Fails where "10" is read as the actions 1 and 0."""
     env = make(action_words=["left", "1", "2", "right"])
     assert say(env, reply).reward[0].sum() == -0.5
@@ -75,13 +75,13 @@ def test_a_part_of_another_word_names_no_action(reply: str) -> None:
 
 
 @pytest.mark.parametrize("reply", ["(1)", "1.", "**1**", "first 0, then 1!", "向1走"])
-def test_an_action_stands_between_any_other_signs(reply: str) -> None:
+def test_action_word_is_found_between_punctuation(reply: str) -> None:
     env = make()
     assert say(env, reply).reward[0].sum() == 0.0
     env.close()
 
 
-def test_rules_history_words_and_named_actions() -> None:
+def test_prompt_contains_rules_and_history() -> None:
     env = make(prompt="Reach G.", history=1, words="test_text_game:place", action_words=["left", "down", "right", "up"])
     for word in ("down", "so: up or right"):
         say(env, word)
@@ -91,7 +91,7 @@ def test_rules_history_words_and_named_actions() -> None:
     env.close()
 
 
-def test_an_episode_is_that_of_its_reset_id_and_remembers_no_other_one() -> None:
+def test_episode_depends_on_its_reset_id_only() -> None:
     """On ice, where the seed decides where a step leads."""
     env = make(kwargs={"is_slippery": True}, words="test_text_game:place", history=9)
     for reset_id in (3, 4):
@@ -118,13 +118,13 @@ def place(seen: Any, info: Any) -> str:
         ({"id": "NoSuchGame-v1"}, "cannot be built"),
         ({"kwargs": {"wind": 3}}, "cannot be built"),
         ({"action_words": ["left", "right"]}, "4 actions"),
-        ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "only name categories"),
+        ({"id": "Pendulum-v1", "kwargs": {}, "words": "test_text_game:place"}, "only discrete actions"),
     ],
 )
-def test_what_cannot_be_told_in_words_is_refused(keys: dict[str, Any], reason: str) -> None:
+def test_unsupported_games_are_refused(keys: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         FACTORY.spec(lake(**keys), EnvContext())
 
 
-def test_a_game_wants_an_id() -> None:
+def test_missing_game_id_is_refused() -> None:
     assert "env.id is not set" in FACTORY.validate(lake(id=None))[0]

@@ -37,7 +37,7 @@ def play(env: GameEnv, *replies: str) -> ChunkResult:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_made_game_is_won_by_the_commands_of_its_goal(games: Path) -> None:
+def test_generated_game_is_won_by_its_walkthrough(games: Path) -> None:
     cfg = GameSettings(env_type="text_game", id=str(games), max_turns=5)
     env = FACTORY.make(cfg, EnvContext(num_slots=2))
     starts = [EpisodeStart(reset_id=n, seed=n, max_episode_steps=15, ignore_terminations=False) for n in (0, 1)]
@@ -60,7 +60,7 @@ def test_a_made_game_is_won_by_the_commands_of_its_goal(games: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_credits_its_turns(games: Path, tmp_path: Path) -> None:
+def test_textworld_run_credits_each_turn(games: Path, tmp_path: Path) -> None:
     sizes = ("env.train.total_num_envs=8", "algorithm.group_size=4", "env.max_turns=3", "eval.episodes=2")
     sizes = (*sizes, "env.eval.total_num_envs=2", "runner.max_steps=1", "launcher=inline", "video=none")
     words = ("env=text/gym", f"env.id={games}", "env.kwargs={}", "model=causal_lm_tiny")
@@ -69,7 +69,7 @@ def test_a_run_credits_its_turns(games: Path, tmp_path: Path) -> None:
     assert any("train/success_once" in row or "train/return" in row for row in rows(result.run))
 
 
-def test_a_game_without_textworld_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_textworld_error_contains_the_package(tmp_path: Path) -> None:
     if find_spec("textworld") is not None:
         pytest.skip("TextWorld is installed")
     (tmp_path / "quest.z8").write_bytes(b"")

@@ -130,7 +130,7 @@ def test_a_wire_that_stays_cut_costs_the_second_host_and_no_checkpoint(hosts, tm
         store.verify(store.path(step))
     if phase.survives:
         assert code == 0, command.printed
-        assert "restarting it (1 of 3), its running episodes are played again" in command.printed
+        assert "restarting it (1 of 3); its running episodes start again" in command.printed
     else:
         assert code == 4, command.printed
         assert "worker " in command.err.read_text()

@@ -43,11 +43,11 @@ def test_sparklines_span_their_range_and_keep_the_newest():
     assert sparkline([5, 5], 4) == "▄▄"
 
 
-def test_durations():
+def test_durations_are_formatted():
     assert [duration(s) for s in (7.4, 200, 18720)] == ["7 s", "3 min 20 s", "5 h 12 min"]
 
 
-def test_the_dashboard_says_what_the_metrics_say():
+def test_dashboard_shows_the_metrics():
     lines = drawn(100)
     assert {len(line) for line in lines} == {100}
     assert cells(lines, "restarts")[0] == "2"
@@ -59,7 +59,7 @@ def test_the_dashboard_says_what_the_metrics_say():
     assert "my_run" in lines[0]
 
 
-def test_tasks_keep_their_places_and_events_go_on_in_the_next_line():
+def test_dashboard_keeps_task_order_and_wraps_events():
     lines = drawn(100)
     tasks = [line.split()[1] for line in lines if "░" in line]
     assert tasks == ["open", "lift"]
@@ -81,7 +81,7 @@ LONGEST = ROW | {
 
 
 @pytest.mark.parametrize("width", [40, 80, 92])
-def test_it_fits_narrow_terminals(width: int):
+def test_dashboard_fits_narrow_terminals(width: int):
     lines = drawn(width, LONGEST, times=6)
     assert {len(line) for line in lines} == {width}
     assert cells(lines, "simulate")[:4] == ["50.0", "s", "50", "%"]
@@ -89,7 +89,7 @@ def test_it_fits_narrow_terminals(width: int):
     assert [line for line in lines[1:-1] if "…" in line] == []
 
 
-def test_the_time_so_far_counts_what_no_step_contains():
+def test_elapsed_time_includes_time_between_steps():
     seconds = iter([100.0, 130.0, 170.0])
     board = Dashboard(INFO, clock=lambda: next(seconds))
     board.log(0, {"eval/success_once": 0.5})
@@ -98,6 +98,6 @@ def test_the_time_so_far_counts_what_no_step_contains():
     assert "1 min 10 s so far" in printed(board, 92)[-1]
 
 
-def test_a_return_that_repeats_the_success_is_left_out():
+def test_return_equal_to_success_is_hidden():
     assert not any("return" in line for line in drawn(92, ROW | {"train/return": 0.5}))
     assert cells(drawn(92, ROW | {"train/return": 23.25}), "return")[0] == "23.2"

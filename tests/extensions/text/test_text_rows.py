@@ -89,7 +89,7 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
     words = ["env=text/math", "model=causal_lm_tiny", f"data.path={path}", "data.prompt_key=prompt"]
     cfg = load_config("train", [*words, "data.answer_key=answer", "data.val_share=0.5"])
     told = dict(facts(build_run_plan(cfg, training=True)))
-    assert told["warning"] == "3 of the 4 rows held out ask what a row for training asks too"
+    assert told["warning"] == "3 of the 4 held-out rows have the prompt of a training row"
 
 
 @pytest.mark.parametrize(

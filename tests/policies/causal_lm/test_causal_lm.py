@@ -52,7 +52,7 @@ def policy() -> CausalLMPolicy:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_what_acted_is_what_is_scored(temperature: float):
+def test_acting_and_scoring_agree(temperature: float):
     policy = build(temperature=temperature, value_dim=6)
     torch.nn.init.normal_(policy.module.value_head.weight)
     out = policy.act(observe(*PROMPTS), noise=noise(5))
@@ -70,7 +70,7 @@ def test_what_acted_is_what_is_scored(temperature: float):
     np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
 
 
-def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: CausalLMPolicy):
+def test_gradients_match_the_plain_model(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
     reply = out.tokens[1][out.tokens[1] >= 0]
@@ -81,7 +81,7 @@ def test_scoring_and_sampling_share_gradients_with_the_plain_model(policy: Causa
     np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
 
 
-def test_what_nobody_trains_on_is_scored_in_parts(policy: CausalLMPolicy):
+def test_scoring_without_gradients_runs_in_parts(policy: CausalLMPolicy):
     """All slots of a run at once would take more memory than an update."""
     prompts, tokens = tuple(f"{i}+1=" for i in range(70)), np.random.default_rng(0).integers(4, 12, (70, 6))
     whole = policy.score(observe(*prompts), tokens).logprob.detach().numpy()
@@ -93,7 +93,7 @@ def test_what_nobody_trains_on_is_scored_in_parts(policy: CausalLMPolicy):
     np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
-def test_a_forward_is_no_wider_than_its_longest_row(policy: CausalLMPolicy):
+def test_forward_width_is_that_of_the_longest_row(policy: CausalLMPolicy):
     """Long prompt and short reply beside short prompt and long reply: the numbers and gradients of each one alone."""
     prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)
     tokens[0, :1], tokens[1, :8] = [7], range(4, 12)
@@ -117,7 +117,7 @@ def test_a_forward_is_no_wider_than_its_longest_row(policy: CausalLMPolicy):
         torch.testing.assert_close(whole, first + second, atol=1e-5, rtol=1e-4)
 
 
-def test_greedy_equals_the_librarys_generate(policy: CausalLMPolicy):
+def test_greedy_matches_transformers_generate(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=None)
     for prompt, tokens in zip(PROMPTS, out.tokens, strict=True):
         ids = torch.tensor([policy.read(observe(prompt))[0]])
@@ -125,13 +125,13 @@ def test_greedy_equals_the_librarys_generate(policy: CausalLMPolicy):
         assert tokens[tokens >= 0].tolist() == wanted
 
 
-def test_a_reply_does_not_depend_on_its_batch(policy: CausalLMPolicy):
+def test_replies_are_batch_independent(policy: CausalLMPolicy):
     together = policy.act(observe(*PROMPTS), noise=noise(5))
     alone = [policy.act(observe(p), noise=noise(5)[i : i + 1]) for i, p in enumerate(PROMPTS)]
     np.testing.assert_array_equal(together.tokens, np.concatenate([a.tokens for a in alone]))
 
 
-def test_replies_that_outlast_the_others_do_not_depend_on_them():
+def test_long_replies_are_batch_independent():
     """Three of five end at once; the rest keep their own noise, positions, and the tokens that a penalty counts."""
     kept = {"repetition_penalty": 100.0}
     first = build(sampling=SamplingSettings(**kept)).act(observe(*PROMPTS), noise=noise(5)).tokens[:, 0]
@@ -146,7 +146,7 @@ def test_replies_that_outlast_the_others_do_not_depend_on_them():
     np.testing.assert_allclose(together.logprob, np.concatenate([a.logprob for a in alone]), atol=1e-5)
 
 
-def test_deterministic_rows_are_equal_to_the_last_bit(policy: CausalLMPolicy):
+def test_deterministic_rows_are_bit_identical(policy: CausalLMPolicy):
     torch.use_deterministic_algorithms(True)
     try:
         a = policy.act(observe(*PROMPTS), noise=noise(5))
@@ -156,7 +156,7 @@ def test_deterministic_rows_are_equal_to_the_last_bit(policy: CausalLMPolicy):
     np.testing.assert_array_equal(a.logprob[1:4], b.logprob[1:4])
 
 
-def test_a_reply_is_cut_off_if_neither_an_end_nor_a_stop_text_is_among_its_tokens(policy: CausalLMPolicy):
+def test_reply_without_end_is_cut_off(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     assert plain.cut_off is not None
     full, last = plain.tokens[:, -1] >= 0, plain.tokens[:, -1]
@@ -182,7 +182,7 @@ def test_replies_end_with_stop_texts_and_end_tokens(policy: CausalLMPolicy):
         policy.ends = kept
 
 
-def test_replies_end_with_stop_tokens_but_not_before_they_are_long_enough(policy: CausalLMPolicy):
+def test_stop_tokens_apply_after_the_minimum_length(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     row = int(np.argmax((plain.tokens >= 0).sum(1)))
     token = int(plain.tokens[row, 1])
@@ -209,7 +209,7 @@ def test_replies_end_with_stop_tokens_but_not_before_they_are_long_enough(policy
     np.testing.assert_allclose(out.logprob, scored, atol=1e-5)
 
 
-def test_truncation_and_penalty():
+def test_top_k_top_p_and_penalties_match_reference():
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
     assert truncate(logits, SamplingSettings(top_k=2)).isfinite().tolist() == [[True, True, False, False]]
     # Probabilities 0.644, 0.237, 0.087, 0.032: the nucleus of 0.8 is the first two.
@@ -231,9 +231,7 @@ def test_truncation_and_penalty():
     np.testing.assert_allclose(np.bincount(drawn.numpy()) / 10001, (logits[0] / 2.0).softmax(-1).numpy(), atol=2e-4)
 
 
-def test_weights_travel_through_the_public_layout(
-    tmp_path: Path, policy: CausalLMPolicy, capfd: pytest.CaptureFixture[str]
-):
+def test_public_layout_round_trips(tmp_path: Path, policy: CausalLMPolicy, capfd: pytest.CaptureFixture[str]):
     policy.save(tmp_path)
     assert capfd.readouterr() == ("", ""), "no bar of the library's in the lines of a run"
     wanted = policy.act(observe(*PROMPTS), noise=noise(5))
@@ -249,7 +247,7 @@ def test_weights_travel_through_the_public_layout(
         other.load_weights(tmp_path)
 
 
-def test_tied_embeddings_stay_one_matrix(tmp_path: Path, policy: CausalLMPolicy):
+def test_tied_embeddings_stay_tied(tmp_path: Path, policy: CausalLMPolicy):
     policy.save(tmp_path / "plain")
     config = LlamaConfig.from_pretrained(tmp_path / "plain", tie_word_embeddings=True)
     shutil.copytree(tmp_path / "plain", tmp_path / "tied")
@@ -271,7 +269,7 @@ def test_tied_embeddings_stay_one_matrix(tmp_path: Path, policy: CausalLMPolicy)
     assert (inner.grad.abs().sum(1) > 0).all(), "every token's row is an output too"
 
 
-def test_adapters_train_alone_and_are_restored(tmp_path: Path):
+def test_only_adapters_are_trained_and_restored(tmp_path: Path):
     cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
     policy = build(cfg)
     trained = [name for name, p in policy.module.named_parameters() if p.requires_grad]
@@ -295,7 +293,7 @@ def test_adapters_train_alone_and_are_restored(tmp_path: Path):
     )
 
 
-def test_a_value_head_beside_adapters_is_restored(tmp_path: Path):
+def test_value_head_with_adapters_is_restored(tmp_path: Path):
     """Into another run's model: random weights below adapters are the same for every seed."""
     cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
     policy = build(cfg, value_dim=6)
@@ -311,7 +309,7 @@ def test_a_value_head_beside_adapters_is_restored(tmp_path: Path):
         np.testing.assert_allclose(other.values(observe(*PROMPTS)), wanted, atol=1e-3)
 
 
-def test_whole_modules_train_beside_adapters_and_are_restored(tmp_path: Path):
+def test_modules_to_save_are_trained_and_restored(tmp_path: Path):
     lora = TextLoraSettings(r=4, target_modules="q_proj,v_proj", modules_to_save=["lm_head"], lora_dropout=0.5)
     cfg = TINY.updated({"is_lora": True, "lora": lora})
     policy = build(cfg)
@@ -336,7 +334,7 @@ def test_whole_modules_train_beside_adapters_and_are_restored(tmp_path: Path):
     torch.testing.assert_close(policy.score(observe(*PROMPTS), tokens).logprob.detach(), wanted)
 
 
-def test_gradient_checkpointing_changes_nothing(policy: CausalLMPolicy):
+def test_gradient_checkpointing_keeps_gradients(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     grads = []
     for checkpointing in (False, True):
@@ -367,7 +365,7 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
 @pytest.mark.parametrize(
     ("template", "own", "end"), [(True, "<eos>", "?"), (False, "<eos>", "<eos>"), (False, "x", "|")]
 )
-def test_a_reply_ends_as_the_chat_template_ends_a_turn(
+def test_end_token_follows_the_chat_template(
     tmp_path: Path, policy: CausalLMPolicy, template: bool, own: str, end: str
 ):
     """Of several tokens that end a text, as in Llama-3's and Gemma's folders, where the first one ends no turn."""
@@ -417,7 +415,7 @@ class CountsCasts(TorchDispatchMode):
         return out
 
 
-def test_float32_weights_are_cast_once_for_all_tokens_of_a_reply():
+def test_weights_are_cast_once_per_reply():
     policy = build(TINY.updated({"precision": Precision.bf16}))
     head = policy.module.lm.get_output_embeddings().weight
     assert head.dtype is torch.float32

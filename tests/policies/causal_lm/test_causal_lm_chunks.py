@@ -16,7 +16,7 @@ from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 
 @pytest.mark.parametrize("is_lora", [False, True])
-def test_chunks_change_no_score_and_no_gradient(is_lora, monkeypatch):
+def test_chunked_scoring_keeps_scores_and_gradients(is_lora, monkeypatch):
     cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": TextLoraSettings(r=2, lora_alpha=2)})
     tested = build(cfg, value_dim=6, temperature=0.7, trainable=True)
     torch.nn.init.normal_(tested.module.value_head.weight)
@@ -72,7 +72,7 @@ def test_a_backward_pass_holds_the_logits_of_one_chunk(bonus, monkeypatch):
 
 
 @pytest.mark.parametrize("cap", [None, 30.0])
-def test_models_that_change_their_logits_keep_their_own_way(cap):
+def test_models_with_scaled_logits_are_not_chunked(cap):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = Gemma2Config(
         vocab_size=32, num_key_value_heads=1, head_dim=8, final_logit_softcapping=cap, pad_token_id=0, **sizes

@@ -126,7 +126,7 @@ def serve(folder: Path, *, small: bool, adapted: bool) -> Iterator[str]:
 
 
 @pytest.mark.integration
-def test_a_server_writes_what_the_module_would_and_follows_its_adapters(folder: Path, url: str) -> None:
+def test_server_replies_match_the_module_after_adapter_updates(folder: Path, url: str) -> None:
     policy, own = build(folder, url, lora=True), build(folder, lora=True)
     for change in (0.0, 0.02):
         with torch.no_grad():
@@ -152,7 +152,7 @@ def test_log_probabilities_are_those_at_the_temperature(folder: Path, url: str) 
 
 
 @pytest.mark.integration
-def test_parameters_decide_what_is_drawn_and_when_it_ends(folder: Path, url: str) -> None:
+def test_sampling_parameters_are_sent_to_the_server(folder: Path, url: str) -> None:
     draws = np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)
     plain = build(folder, url).act(ASKED, noise=draws)
     stop = int(plain.tokens[1, 1])
@@ -170,7 +170,7 @@ def test_parameters_decide_what_is_drawn_and_when_it_ends(folder: Path, url: str
 
 
 @pytest.mark.integration
-def test_the_most_probable_tokens_are_the_modules(folder: Path, url: str) -> None:
+def test_server_top_tokens_match_the_module(folder: Path, url: str) -> None:
     draws = np.linspace(0.1, 0.9, 15, dtype=np.float32).reshape(3, 5)
     out = build(folder, url, temperature=0.5, top=2).act(ASKED, noise=draws)
     own = build(folder, temperature=1.0, top=2)
@@ -189,7 +189,7 @@ def test_the_most_probable_tokens_are_the_modules(folder: Path, url: str) -> Non
 
 
 @pytest.mark.integration
-def test_a_served_teacher_says_what_its_folder_would(folder: Path, teacher_url: str) -> None:
+def test_served_teacher_matches_its_folder(folder: Path, teacher_url: str) -> None:
     student = build(None, value_dim=5)
     with torch.no_grad():
         for parameter in student.module.parameters():
@@ -209,9 +209,7 @@ def test_a_served_teacher_says_what_its_folder_would(folder: Path, teacher_url: 
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_a_student_learns_from_a_served_teacher_as_from_its_folder(
-    tmp_path: Path, folder: Path, teacher_url: str
-) -> None:
+def test_distillation_from_a_server_matches_a_folder(tmp_path: Path, folder: Path, teacher_url: str) -> None:
     few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
     few = (*few, "actor.global_batch_size=16", "actor.micro_batch_size=16", "launcher=inline", "model.precision=fp32")
     kl = (KL, "algorithm.kl_penalty_type=k2", "algorithm.reward_scale=0", "seed=5")
@@ -225,7 +223,7 @@ def test_a_student_learns_from_a_served_teacher_as_from_its_folder(
 
 
 @pytest.mark.integration
-def test_other_weights_and_a_server_that_is_not_there_are_named(folder: Path, url: str) -> None:
+def test_wrong_weights_and_missing_server_are_errors(folder: Path, url: str) -> None:
     # Whether the actor finds the server's token more probable than the server, or less.
     for factor in (1.5, 0.5):
         other = build(folder, url)
@@ -270,7 +268,7 @@ def test_adapters_are_trained_on_replies_of_a_server(tmp_path: Path, folder: Pat
         assert len(row.doubts) == min(5, len(row.logprobs))
 
 
-def test_what_a_server_cannot_do_is_refused() -> None:
+def test_unsupported_server_options_are_refused() -> None:
     words = ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=server"]
     with pytest.raises(ConfigError, match=r"rollout\.url is not set"):
         load_config("train", words)

@@ -20,7 +20,7 @@ def writer(config: str, weights: str = ""):
     return save
 
 
-def test_starts_with_the_same_config_read_the_same_path(tmp_path, monkeypatch):
+def test_engine_folder_path_depends_on_the_config(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     paths = []
     for config, weights in (("a", "1"), ("a", "2"), ("b", "1")):
@@ -31,14 +31,14 @@ def test_starts_with_the_same_config_read_the_same_path(tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("*") if path.suffix != ".lock" and path.is_file()]
 
 
-def test_a_failed_start_leaves_no_weights(tmp_path, monkeypatch):
+def test_failed_engine_start_removes_its_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(RuntimeError), model_folder(writer("a")):
         raise RuntimeError
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def test_engines_that_start_together_take_turns(tmp_path, monkeypatch):
+def test_engine_starts_are_serialised(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     seen, first_in = [], threading.Event()
 

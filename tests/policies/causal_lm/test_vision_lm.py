@@ -110,7 +110,7 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return build("vision_lm", value_dim=6, path=str(tmp_path))
 
 
-def test_replies_and_scores_are_those_of_plain_transformers(policy: CausalLMPolicy):
+def test_vision_replies_and_scores_match_transformers(policy: CausalLMPolicy):
     obs = observe()
     torch.nn.init.normal_(policy.module.value_head.weight)
     drawn = policy.act(obs, noise=np.random.default_rng(1).random((4, 6), dtype=np.float32))
@@ -138,7 +138,7 @@ def test_replies_and_scores_are_those_of_plain_transformers(policy: CausalLMPoli
         np.testing.assert_allclose(greedy.logprob[row, : len(tokens)], logprob, atol=1e-5)
 
 
-def test_what_the_picture_shows_matters():
+def test_reply_depends_on_the_image():
     policy, obs = build(), observe()
     tokens = policy.act(obs, noise=None).tokens
     other = Observation(images=255 - obs.images, state=obs.state, instructions=obs.instructions)
@@ -156,7 +156,7 @@ def test_pixels_reach_the_tower_with_gradients_and_adapters():
         assert sum(float(p.grad.abs().sum()) for p in seeing if p.grad is not None) > 0
 
 
-def test_saved_folders_are_public_ones(tmp_path: Path):
+def test_saved_vision_folder_has_the_public_layout(tmp_path: Path):
     policy, obs = build(), observe()
     with torch.no_grad():
         for parameter in policy.module.parameters():
@@ -177,7 +177,7 @@ def test_saved_folders_are_public_ones(tmp_path: Path):
         build("vision_lm", path=str(tmp_path / "whole"))
 
 
-def test_a_reply_never_says_that_there_is_a_picture():
+def test_replies_contain_no_image_tokens():
     policy, obs = build(), observe()
     picture = int(policy._never[0])
     with torch.no_grad():
@@ -187,12 +187,12 @@ def test_a_reply_never_says_that_there_is_a_picture():
     assert (drawn.tokens != picture).all()
 
 
-def test_the_small_model_has_a_word_for_each_colour_of_its_task() -> None:
+def test_small_vision_tokenizer_has_the_tasks_colours() -> None:
     words = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/vision_lm_tiny")).get_vocab()
     assert set(tasks.COLOURS) <= set(words)
 
 
 @pytest.mark.parametrize("name", ["causal_lm_tiny", "vision_lm_tiny"])
-def test_the_plan_knows_the_size_of_the_models_that_ship(name: str) -> None:
+def test_included_model_sizes_match_the_memory_plan(name: str) -> None:
     policy = build(name)
     assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())

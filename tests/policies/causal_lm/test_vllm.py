@@ -44,7 +44,7 @@ def test_replies_follow_three_weight_updates(policy):
     assert not any(np.array_equal(a, b) for a, b in pairwise(seen))
 
 
-def test_what_vllm_drew_is_what_is_scored(policy):
+def test_vllm_samples_are_scored_consistently(policy):
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(*PROMPTS), out.tokens)
     np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-4)
@@ -54,7 +54,7 @@ def test_what_vllm_drew_is_what_is_scored(policy):
     assert policy.act(observe(*PROMPTS), noise=noise(5, 9)).replies != out.replies
 
 
-def test_the_most_probable_tokens_are_the_modules(policy):
+def test_vllm_top_tokens_match_the_module(policy):
     plain = build(TINY, top=2)
     plain.module.lm.load_state_dict(policy.module.lm.state_dict())
     theirs, ours = (p.act(observe(*PROMPTS), noise=None) for p in (policy, plain))

@@ -82,7 +82,7 @@ def test_temperature_multiplies_the_deviation_once(way):
     assert (warm - cool).detach().numpy() == pytest.approx(steps * math.log(2.0), abs=1e-4)
 
 
-def test_the_temperature_of_fpo_scales_the_noise_that_it_begins_with():
+def test_fpo_temperature_scales_the_initial_noise():
     """A flow that stands still ends where it began."""
 
     def still(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_the_temperature_of_fpo_scales_the_noise_that_it_begins_with():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scoring_repeats_acting(way, temperature):
+def test_acting_and_scoring_agree(way, temperature):
     field, many = Field(16), seeds(16)
     chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_scoring_repeats_acting(way, temperature):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_ratio_moves_with_the_weights_and_with_nothing_else(way):
+def test_ratio_depends_on_the_weights_only(way):
     """Gradients reach the field; other tokens than the row's own do not."""
     field, many = Field(4), seeds(4)
     chances = likelihood(field, **WAYS[way])
@@ -133,7 +133,7 @@ def test_the_ratio_moves_with_the_weights_and_with_nothing_else(way):
     assert torch.equal(other[2], logprob[2])
 
 
-def test_bytes_that_are_kept():
+def test_record_size_matches_the_layout():
     """Mixed form: one state and the executed part of the next; two numbers to a token."""
     field = Field(1)
     full, part = SHAPE.horizon * SHAPE.width, SHAPE.executed * SHAPE.action_dim
@@ -148,7 +148,7 @@ def test_bytes_that_are_kept():
     assert {way: likelihood(field, **WAYS[way]).record.layout.tokens for way in expected} == expected
 
 
-def test_the_mixed_form_follows_the_ode_but_for_one_step():
+def test_mixed_chain_is_the_ode_except_one_step():
     """Each row has its own place, all places occur, and the kept states are those around it."""
     field, many = Field(64), seeds(64)
     cfg = settings()
@@ -174,7 +174,7 @@ def test_the_mixed_form_follows_the_ode_but_for_one_step():
         assert set(tokens[:, 0].tolist()) == {0, 1, 2}
 
 
-def test_the_joint_log_probability_is_the_sum_or_the_mean_over_steps_and_the_first_state():
+def test_joint_logprob_is_sum_or_mean_over_steps():
     field, many = Field(8), seeds(8)
     with torch.no_grad():
         total = likelihood(field, **WAYS["noise"]).sample(field.over(), many, CPU, 1.0)
@@ -194,7 +194,7 @@ def test_the_joint_log_probability_is_the_sum_or_the_mean_over_steps_and_the_fir
 
 
 @pytest.mark.parametrize("way", ["sde one", "fpo"])
-def test_what_is_not_executed_does_not_count(way):
+def test_unexecuted_actions_do_not_affect_logprobs(way):
     """Rows beyond K and padded numbers reach the velocity, not the log-probability of the chunk itself."""
     field, many = Field(4), seeds(4)
     chances = likelihood(field, **WAYS[way])
@@ -206,7 +206,7 @@ def test_what_is_not_executed_does_not_count(way):
     assert torch.equal(moved, logprob)
 
 
-def test_fpo_is_the_difference_of_losses_at_fixed_pairs():
+def test_fpo_ratio_is_the_difference_of_losses():
     """ratio = exp(mean(loss before - loss after)); one pair per ratio bounds the difference to +-3."""
     field, many = Field(4), seeds(4)
     average, each = likelihood(field, **WAYS["fpo"]), likelihood(field, **WAYS["fpo sample"], num_steps=4)
@@ -225,7 +225,7 @@ def test_fpo_is_the_difference_of_losses_at_fixed_pairs():
     torch.testing.assert_close(far, single.logprob - 3.0)
 
 
-def test_noise_is_normal_and_belongs_to_its_seed():
+def test_noise_is_normal_and_depends_on_its_seed():
     many = seeds(200)
     drawn = normals(many, STEP, (40, 5), CPU)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.02)
@@ -240,7 +240,7 @@ def test_noise_is_normal_and_belongs_to_its_seed():
     assert uniforms(np.array([7]), 4, 2)[0].tolist() == [((word >> 11) + 0.5) / 2**53 for word in words]
 
 
-def test_tokens_keep_every_bit():
+def test_tokens_round_trip_exactly():
     layout = TokenLayout(whole=2, floats=5)
     floats = np.array([[0.1, -0.0, np.float32(1e-45), 3e38, -1.0]], np.float32)
     whole = np.array([[2**47 + 3, 1]])
@@ -250,15 +250,15 @@ def test_tokens_keep_every_bit():
     assert back[1].tobytes() == floats.tobytes()
 
 
-def test_settings_say_what_contradicts_itself():
+def test_contradictory_flow_settings_are_reported():
     assert "leaves no stochastic step" in next(settings(num_steps=1, ignore_last=True).problems())
-    assert "certain" in next(settings(num_steps=1, likelihood="flow_cps", stochastic_steps="all").problems())
+    assert "deterministic" in next(settings(num_steps=1, likelihood="flow_cps", stochastic_steps="all").problems())
     assert not list(settings(num_steps=1, likelihood="flow_noise").problems())
     assert not list(settings(likelihood="dsrl", num_steps=1).problems())
 
 
 @pytest.mark.parametrize("way", ["sde one", "sde all", "cps one", "noise", "fpo", "fpo sample"])
-def test_policy_gradients_move_chunks_to_where_the_reward_is(way):
+def test_policy_gradient_moves_chunks_towards_reward(way):
     """The better half of each batch becomes likelier; from 0 on the way to 1 in each executed number."""
     torch.manual_seed(1)
     field = Field(1)

@@ -51,7 +51,7 @@ def read(tmp_path):
     return reader
 
 
-def test_public_configurations(read):
+def test_public_configs_are_read(read):
     assert read(OPENPI) == read(LEROBOT) == PI0
     assert read(OPENPI, adaptive=True) == read(LEROBOT | {"type": "pi05"}) == PI05
     assert read(OPENPI | {"action_horizon": 10}, adaptive=True) == replace(PI05, horizon=10)
@@ -59,14 +59,14 @@ def test_public_configurations(read):
     assert read(SMOL) == SMOLVLA
 
 
-def test_smaller_smolvla(read):
+def test_smaller_smolvla_config_is_read(read):
     spec = read(SMOL | {"num_vlm_layers": 8, "expert_width_multiplier": 0.5, "self_attn_every_n_layers": 1})
     assert (spec.language.depth, spec.expert.depth, spec.expert.width, spec.joint_every) == (8, 8, 480, 1)
     assert spec.expert.mlp == 1280  # 4 * 320
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_our_own_configuration_comes_back(name, read):
+def test_own_config_round_trips(name, read):
     spec = spec_of(name)
     assert read(own_config(spec)) == spec
     with pytest.raises(CheckpointError, match="malformed"):
@@ -76,7 +76,7 @@ def test_our_own_configuration_comes_back(name, read):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is not known"),
+        (OPENPI | {"paligemma_variant": "gemma_7b"}, "paligemma_variant=gemma_7b is unknown"),
         (SMOL | {"attention_mode": "self_attn"}, "attention_mode.*not supported"),
         (SMOL | {"num_expert_layers": 8}, "num_expert_layers.*not supported"),
         (SMOL | {"vlm_model_name": "HuggingFaceTB/SmolVLM2-2.2B-Instruct"}, "2.2B.*not supported"),
@@ -108,7 +108,7 @@ def test_a_missing_file_is_refused(tmp_path):
         ("pi0", {"use_relative_actions": True}, {"delta_dims": 6}, None),
     ],
 )
-def test_what_lerobot_tells_of_the_units_is_not_contradicted(form, told, keys, match, tmp_path):
+def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path):
     """Wrong units would not be noticed: actions have the right size and mean something else."""
     folder = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
     config = json.loads((folder / "config.json").read_text())

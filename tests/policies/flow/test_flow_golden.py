@@ -69,13 +69,13 @@ def smolvla(model, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_everything_recorded_is_reproduced(name, models):
+def test_recorded_tensors_are_reproduced(name, models):
     found = errors(name, models[name], recorded(name))
     assert {key: error for key, (error, allowed) in found.items() if error > allowed} == {}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_without_gradient_are_the_recorded_ones(name, models):
+def test_parameters_without_gradient_match_the_record(name, models):
     """What influences no action: the last language layer but for its keys and values, and the norm after it."""
     model, data = models[name], recorded(name)
     model.zero_grad()
@@ -102,7 +102,7 @@ KEYS = [(name, key) for name in NAMES for key in recorded(name) if (name, key) !
 
 
 @pytest.mark.parametrize(("name", "key"), KEYS)
-def test_a_change_of_any_recorded_tensor_is_noticed(name, key, models):
+def test_changed_recorded_tensor_fails(name, key, models):
     data = recorded(name)
     data[key] = tampered(data[key])
     found = errors(name, models[name], data)

@@ -35,21 +35,21 @@ def test_padding_is_centred():
     assert (tall[..., 18:] == -1).all()
 
 
-def test_centred_frames_are_pillows_bilinear():
+def test_centred_frames_match_pillow():
     given = frames(256, 256)
     expected = [np.asarray(Image.fromarray(frame).resize((224, 224), Image.Resampling.BILINEAR)) for frame in given]
     found = (pad_centred(given, 224) + 1) * 127.5
     np.testing.assert_allclose(found.permute(0, 2, 3, 1), np.stack(expected), atol=1e-3)
 
 
-def test_padding_is_left_and_above():
+def test_padding_is_left_and_top():
     wide = pad_left_top(frames(20, 40), 32)
     assert (wide[:, :, :16] == -1).all()
     assert (wide[:, :, 16:].flatten(2) > -1).any(-1).all()
     assert (pad_left_top(frames(40, 20), 32)[..., :16] == -1).all()
 
 
-def test_left_top_frames_are_plain_bilinear():
+def test_left_top_frames_match_bilinear_interpolation():
     """Twice as large: the second output pixel lies a quarter of the way from the first input pixel to the second."""
     given = frames(4, 4, 1)
     row = (pad_left_top(given, 8)[0, 0, 0] + 1) * 127.5
@@ -66,7 +66,7 @@ def test_frames_of_the_right_size_are_only_scaled(pad):
     assert (expected.min(), expected.max()) == (-1, 1)
 
 
-def test_sizes_are_cut_as_the_originals_cut_them():
+def test_fitted_sizes_match_the_originals():
     assert fitted_size(frames(480, 640, 1), 224) == (168, 224)
     assert fitted_size(frames(480, 640, 1), 512) == (384, 512)
     assert fitted_size(frames(100, 33, 1), 28) == (28, 9)
@@ -91,28 +91,28 @@ def spelled(prompts, ids):
     return "".join(prompts._tokenizer.id_to_token(i) for i in ids)
 
 
-def test_prompt_of_pi0(tokenizer_file):
+def test_pi0_prompt_matches_reference(tokenizer_file):
     prompts = FlowPrompts(tokenizer_file, PI0_PROMPT)
     assert spelled(prompts, prompts.encode(" pick_up the\nbowl ")) == "<bos>pick up the bowl\n"
 
 
-def test_prompt_of_pi05(tokenizer_file):
+def test_pi05_prompt_matches_reference(tokenizer_file):
     prompts = FlowPrompts(tokenizer_file, PI05_PROMPT)
     state = np.array([-1.0, 0.0, 1.0, -1.5, 2.0], np.float32)
     expected = "<bos>Task: open it, State: 0 128 255 -1 255;\nAction: "
     assert spelled(prompts, prompts.encode("open_it\n", state)) == expected
-    with pytest.raises(AssertionError, match="hold the state"):
+    with pytest.raises(AssertionError, match="need the state"):
         prompts.batch(["open it"])
 
 
-def test_prompt_of_smolvla(tokenizer_file):
+def test_smolvla_prompt_matches_reference(tokenizer_file):
     """Nothing in front, nothing cleaned, and one newline."""
     prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT)
     for task in ("pick up", "pick up\n"):
         assert spelled(prompts, prompts.encode(task)) == "pick up\n"
 
 
-def test_states_as_text():
+def test_states_are_binned_as_text():
     """256 bins of 1/128; an edge belongs to the bin above it."""
     assert state_text([-1.0, -1.0 + 1 / 128, -1e-4, 0.0, 0.999, 1.0, -1.0001]) == "0 1 127 128 255 255 -1"
 
@@ -133,7 +133,7 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
 def test_longer_prompts_are_refused(tokenizer_file):
     prompts = FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
-    with pytest.raises(ConfigError, match="has 49 tokens, this model reads 48 at most"):
+    with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48; shorten it"):
         prompts.batch(["x" * 49])
 
 
@@ -156,14 +156,14 @@ def statistics(tmp_path):
     return read_openpi(path)
 
 
-def test_mean_and_std(statistics):
+def test_mean_std_normalisation_matches_reference(statistics):
     affine = statistics["state"].mean_std()
     found = affine.normalise([[2.0, -2.0 + 1e-6, 9.0]])
     np.testing.assert_allclose(found, [[1.0 / 0.500001, 1.0, 9.0]], rtol=1e-5)
     np.testing.assert_allclose(affine.unnormalise(found), [[2.0, -2.0 + 1e-6, 9.0]], rtol=1e-6)
 
 
-def test_quantiles(statistics):
+def test_quantile_normalisation_matches_reference(statistics):
     """(x - q01) / (q99 - q01 + eps) * 2 - 1; further dimensions pass, and a span of zero stays finite."""
     affine = statistics["actions"].quantiles()
     found = affine.normalise([[3.0, 3.0, 9.0], [1.0, 3.0, -9.0]])
@@ -185,7 +185,7 @@ def test_quantiles(statistics):
     ],
     ids=["processor", "older model"],
 )
-def test_statistics_of_lerobot(names, tmp_path):
+def test_lerobot_statistics_are_read(names, tmp_path):
     rows = [[1.0, 2.0], [0.5, 0.25], [3.0], [4.0]]
     tensors = {name: torch.tensor(row) for name, row in zip(names, rows, strict=True)}
     tensors["observation.images.top.mean"] = torch.zeros(3, 1, 1)
@@ -196,7 +196,7 @@ def test_statistics_of_lerobot(names, tmp_path):
         read_lerobot({names[0]: tensors[names[0]]}, tmp_path)
 
 
-def test_equal_statistics_of_several_robots_need_no_choice(tmp_path):
+def test_equal_statistics_of_several_robots_need_no_key(tmp_path):
     both = [f"normalize_inputs.{robot}_buffer_observation_state.mean" for robot in ("so100-blue", "so100-red")]
     tensors = {both[0]: torch.tensor([1.0, 2.0]), both[1]: torch.tensor([1.0, 2.0])}
     tensors |= {f"unnormalize_outputs.{r}_buffer_action.mean": torch.tensor([3.0]) for r in ("so100-blue", "so100-red")}
@@ -216,7 +216,7 @@ def test_unusable_statistics_are_refused(tmp_path):
         read_openpi(path)
 
 
-def test_deltas_are_of_the_first_dimensions():
+def test_delta_actions_use_the_first_dimensions():
     """As pi0_libero: six of seven; the gripper stays."""
     state, actions = np.arange(8.0)[None], np.ones((1, 3, 7))
     deltas = to_deltas(actions, state, 6)
@@ -224,14 +224,14 @@ def test_deltas_are_of_the_first_dimensions():
     np.testing.assert_array_equal(from_deltas(deltas, state, 6), actions)
 
 
-def test_padding_of_dimensions():
+def test_dimensions_are_padded_with_zeros():
     assert pad_dims(np.ones((2, 3, 7)), 32).sum() == 42
     assert pad_dims([1.0, 2.0], 4).tolist() == [1, 2, 0, 0]
     with pytest.raises(AssertionError, match="do not fit"):
         pad_dims(np.ones(33), 32)
 
 
-def test_statistics_of_sft_reach_lerobots_files_too(tmp_path):
+def test_sft_statistics_are_written_to_lerobots_files(tmp_path):
     """lerobot reads no dataset_statistics.json: the old numbers in its own files would scale actions wrongly."""
     folder = write_checkpoint(tmp_path / "base", "smolvla", state_dim=8, action_dim=6, lerobot_statistics=True)
     config = json.loads((folder / "config.json").read_text())

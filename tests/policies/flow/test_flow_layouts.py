@@ -46,7 +46,7 @@ CASES = [(name, layout) for name in NAMES for layout in layouts_of(name)]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_a_model_goes_to_each_layout_and_back(name, layout, tmp_path):
+def test_layouts_round_trip(name, layout, tmp_path):
     model = model_of(name)
     save_weights(model.state_dict(), tmp_path / "saved", layout)
     written = load_file(tmp_path / "saved" / "model.safetensors")
@@ -59,7 +59,7 @@ def test_a_model_goes_to_each_layout_and_back(name, layout, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_originals_own_files_come_back_key_by_key(name, tmp_path):
+def test_original_files_round_trip_key_by_key(name, tmp_path):
     original = stored(name)
     model = build(spec_of(name))
     source = load_weights(model.state_dict(), write(tmp_path / "in", original))
@@ -68,7 +68,7 @@ def test_the_originals_own_files_come_back_key_by_key(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pi0", "pi05"])
-def test_names_are_those_of_the_originals(name):
+def test_weight_names_match_the_originals(name):
     """The recorded file has openpi's names; lerobot puts `model.` before each."""
     original = stored(name)
     weights, source = to_ours(original, GOLDEN)
@@ -89,7 +89,7 @@ def test_the_embedding_may_be_stored_as_the_output_matrix(names, tmp_path):
     same(load_file(tmp_path / "out" / "model.safetensors"), original)
 
 
-def test_an_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
+def test_untied_output_matrix_is_refused(tmp_path):
     original = stored("pi0")
     untied = original[OWN_EMBEDDING].clone()
     untied[3, 4] += 1e-3
@@ -97,7 +97,7 @@ def test_an_output_matrix_that_is_not_the_embedding_is_refused(tmp_path):
         load_weights(build(spec_of("pi0")).state_dict(), write(tmp_path / "in", original | {OUTPUT: untied}))
 
 
-def test_what_nothing_reads_is_kept_beside_the_model(tmp_path):
+def test_unused_weights_are_kept(tmp_path):
     beside = {
         OPENPI.dead[0][0]: torch.randn(400, 64),
         "normalize_inputs.buffer_observation_state.mean": torch.randn(8),
@@ -111,7 +111,7 @@ def test_what_nothing_reads_is_kept_beside_the_model(tmp_path):
     same(load_file(tmp_path / "out" / "model.safetensors"), stored("pi0") | beside)
 
 
-def test_heads_of_rl_are_loaded_where_the_model_has_them(tmp_path):
+def test_rl_heads_are_loaded_if_the_model_has_them(tmp_path):
     """RLinf's layout; a model whose checkpoint has none keeps its own."""
     model, weight = model_of("pi0"), torch.randn(4, 64)
     model.value_head = torch.nn.Linear(64, 4, bias=False)
@@ -125,7 +125,7 @@ def test_heads_of_rl_are_loaded_where_the_model_has_them(tmp_path):
         )
 
 
-def test_a_value_head_of_another_build_leaves_ours_new(tmp_path):
+def test_value_head_of_another_architecture_is_ignored(tmp_path):
     """RLinf's is `value_head.mlp.{0,2,4}`: values are learned anew, and the policy is read all the same."""
     model, weight = model_of("pi0"), torch.randn(4, 64)
     model.value_head = torch.nn.Sequential(torch.nn.Linear(64, 4))
@@ -173,16 +173,16 @@ def test_every_single_missing_weight_is_refused():
 @pytest.mark.parametrize(
     "key", ["paligemma_with_expert.gemma_expert.model.layers.4.mlp.up_proj.weight", "time_mlp_in.bias"]
 )
-def test_surplus_weights_are_named(key, tmp_path):
-    refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 weights .* does not know: '{key}'")
+def test_unexpected_weights_are_named(key, tmp_path):
+    refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 unexpected weights: '{key}'")
 
 
 def test_a_name_of_another_layout_is_refused(tmp_path):
     stray = "vision.post_layernorm.bias"
-    refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' is no name of the layout")
+    refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' does not match the layout")
 
 
-def test_another_shape_is_named(tmp_path):
+def test_wrong_shape_is_named(tmp_path):
     refused(
         stored("pi0") | {ANY: torch.zeros(128, 63)}, tmp_path / "in", rf"'{ANY}' \[128, 63\] instead of \[128, 64\]"
     )
@@ -197,17 +197,17 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 
 def test_weights_of_the_other_model_are_refused(tmp_path):
-    refused(stored("pi05"), tmp_path / "pi05", r"does not know: .*layers.0.input_layernorm.dense.bias")
-    refused(stored("smolvla"), tmp_path / "smolvla", "does not know|lacks")
-    refused({"a.weight": torch.zeros(1)}, tmp_path / "other", r"\(first name: 'a.weight'\) are of no known layout")
+    refused(stored("pi05"), tmp_path / "pi05", r"unexpected weights: .*layers.0.input_layernorm.dense.bias")
+    refused(stored("smolvla"), tmp_path / "smolvla", "unexpected weights|lacks")
+    refused({"a.weight": torch.zeros(1)}, tmp_path / "other", r"\(first name: 'a.weight'\) match no known layout")
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no model"):
+    with pytest.raises(CheckpointError, match="contains no model"):
         load_weights(build(spec_of("pi0")).state_dict(), tmp_path)
 
 
-def test_shards_are_joined(tmp_path):
+def test_sharded_weights_are_loaded(tmp_path):
     tensors = stored("pi0")
     keys = sorted(tensors)
     parts = {"model-00001-of-00002.safetensors": keys[:40], "model-00002-of-00002.safetensors": keys[40:]}
@@ -221,7 +221,7 @@ def test_shards_are_joined(tmp_path):
         load_weights(model.state_dict(), tmp_path)
 
 
-def test_a_layout_gets_what_its_own_loader_wants():
+def test_fresh_layout_has_all_weights_of_its_loader():
     """One copy of the embedding, and zeros for the output matrix that nothing reads."""
     weights = model_of("pi0").state_dict()
     for layout in (OPENPI, LEROBOT, TRANSFORMERS):
@@ -230,7 +230,7 @@ def test_a_layout_gets_what_its_own_loader_wants():
         assert {key: tuple(tensor.shape) for key, tensor in source.aside.items()} == {layout.dead[0][0]: (400, 64)}
 
 
-def test_bfloat16_files_fill_float32_models(tmp_path):
+def test_bfloat16_files_load_into_float32_models(tmp_path):
     tensors = {key: tensor.bfloat16() for key, tensor in stored("pi0").items()}
     model = build(spec_of("pi0"))
     load_weights(model.state_dict(), write(tmp_path / "in", tensors))

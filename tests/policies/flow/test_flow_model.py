@@ -30,7 +30,7 @@ def close(actual, expected, tolerance=2e-5):
 
 
 @torch.no_grad()
-def test_rows_do_not_depend_on_their_batch(model, data):
+def test_model_rows_are_batch_independent(model, data):
     inputs = inputs_of(data)
     prefix = model.prefix(inputs)
     both = sample(model, prefix, data["noise"], 3)
@@ -41,7 +41,7 @@ def test_rows_do_not_depend_on_their_batch(model, data):
 
 
 @torch.no_grad()
-def test_one_time_for_all_is_the_same_as_each(model, data):
+def test_shared_time_matches_per_row_time(model, data):
     memory = model.memory(model.prefix(inputs_of(data)))
     one = model.denoise(memory, data["noise"], torch.tensor([0.7]))
     each = model.denoise(memory, data["noise"], torch.full((2,), 0.7))
@@ -51,7 +51,7 @@ def test_one_time_for_all_is_the_same_as_each(model, data):
 
 
 @torch.no_grad()
-def test_what_is_masked_influences_nothing(model, data):
+def test_masked_inputs_have_no_effect(model, data):
     inputs = inputs_of(data)
     images, tokens = inputs.images.clone(), inputs.tokens.clone()
     images[~inputs.image_mask] = 1.0
@@ -64,7 +64,7 @@ def test_what_is_masked_influences_nothing(model, data):
 
 
 @torch.no_grad()
-def test_padding_on_the_right_changes_nothing(model, data):
+def test_right_padding_has_no_effect(model, data):
     inputs = inputs_of(data)
     wide = replace(
         inputs,
@@ -75,7 +75,7 @@ def test_padding_on_the_right_changes_nothing(model, data):
 
 
 @torch.no_grad()
-def test_the_state_is_read_but_by_pi05(model, data, name):
+def test_state_input_is_used_except_by_pi05(model, data, name):
     inputs = inputs_of(data)
     moved = replace(inputs, state=inputs.state + 0.5)
     first, second = (sample(model, model.prefix(x), data["noise"], 1) for x in (inputs, moved))
@@ -91,7 +91,7 @@ def test_actions_are_causal_in_smolvla_only(model, data, name):
 
 
 @torch.no_grad()
-def test_output_of_the_backbone_adds_to_the_same_keys(model, data):
+def test_backbone_output_keeps_keys_and_values(model, data):
     inputs = inputs_of(data)
     plain, full = model.prefix(inputs), model.prefix(inputs, output=True)
     assert plain.hidden is None
@@ -104,7 +104,7 @@ def test_output_of_the_backbone_adds_to_the_same_keys(model, data):
 
 
 @torch.no_grad()
-def test_a_padded_row_averages_all_values_as_the_originals_do(model, data):
+def test_fully_masked_row_averages_all_values(model, data):
     """A query that sees nothing gets equal weights: RLinf's value of pi0.5 averages padded rows too."""
     layer, prefix = model.language.layers[0], model.prefix(inputs_of(data), output=True)
     row = int((~prefix.valid[1]).nonzero()[0])
@@ -146,7 +146,7 @@ def test_a_frozen_backbone_keeps_no_activations(model, data, name):
     assert not any(key.startswith(("vision", "projector", "language")) for key in trained)
 
 
-def test_the_same_gradients_with_a_prefix_made_before(model, data):
+def test_precomputed_prefix_gives_the_same_gradients(model, data):
     """The prefix of a frozen backbone serves any number of updates."""
     for parameter in backbone_of(model):
         parameter.requires_grad_(False)
@@ -162,7 +162,7 @@ def test_the_same_gradients_with_a_prefix_made_before(model, data):
     assert all(torch.equal(first[key], found[key]) for key in first)
 
 
-def test_recomputed_activations_give_the_same_gradients(model, data):
+def test_gradient_checkpointing_gives_the_same_gradients(model, data):
     def gradients():
         model.zero_grad()
         loss = loss_of(
@@ -196,7 +196,7 @@ def test_bfloat16_is_close(model, data, cast):
     assert error.max() > 0
 
 
-def test_layers_serve_sharded_training_through_their_forward_only(model, data):
+def test_layers_are_called_through_forward_only(model, data):
     """FSDP gathers a layer's weights around its `forward`: no other use may reach them."""
     inside, strays = [0], []
 
@@ -221,7 +221,7 @@ def test_layers_serve_sharded_training_through_their_forward_only(model, data):
     assert strays == []
 
 
-def test_fresh_weights_are_a_function_of_the_seed(model, name):
+def test_initial_weights_depend_on_the_seed(model, name):
     spec = spec_of(name)
     one, two, other = build(spec), build(spec), build(spec)
     for made, seed in ((one, 3), (two, 3), (other, 4)):
@@ -254,7 +254,7 @@ def test_fresh_weights_are_a_function_of_the_seed(model, name):
     assert actions.isfinite().all()
 
 
-def test_time_embedding_by_hand():
+def test_time_embedding_matches_hand_computed_values():
     """Width 4: periods 4e-3 and 4; t = 1e-3 is a quarter of the first."""
     found = time_embedding(torch.tensor([1e-3, 1.0]), 4)
     quarter = torch.tensor([1.0, 1.570796e-3, 0.0, 1.0])
@@ -271,7 +271,7 @@ def test_time_embedding_by_hand():
     ],
     ids=["pi0", "pi05", "smolvla"],
 )
-def test_published_sizes(spec, backbone, expert):
+def test_published_model_sizes_match(spec, backbone, expert):
     """PaliGemma; adaRMS adds a layer to each of 37 norms; SmolVLA has 450.0 M with an output matrix of 47.3 M."""
     with torch.device("meta"):
         model = build(spec)

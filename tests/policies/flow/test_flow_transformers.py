@@ -89,14 +89,14 @@ def loaded(setup, tmp_path_factory):
     return load_theirs(tmp_path_factory.mktemp("theirs"), setup[2], TRANSFORMERS)
 
 
-def test_the_names_are_those_of_its_state(loaded):
+def test_weight_names_match_transformers(loaded):
     ours = {TRANSFORMERS.theirs(key) for key in model_of("pi0").state_dict()} | {key for key, _ in TRANSFORMERS.dead}
     assert ours == set(loaded.state_dict())
     assert TRANSFORMERS.theirs(EMBEDDING) in ours
 
 
 @torch.no_grad()
-def test_velocities_and_actions_agree(setup, loaded):
+def test_velocities_and_actions_match_transformers(setup, loaded):
     data, inputs, _, batch = setup
     ours = model_of("pi0")
     prefix = ours.prefix(inputs)
@@ -107,7 +107,7 @@ def test_velocities_and_actions_agree(setup, loaded):
     torch.testing.assert_close(sample(ours, prefix, data["noise"], STEPS), actions, atol=3e-4, rtol=0.0)
 
 
-def test_gradients_agree(setup, loaded):
+def test_gradients_match_transformers(setup, loaded):
     data, inputs, _, batch = setup
     ours, actions = model_of("pi0"), torch.randn(data["noise"].shape, generator=torch.Generator().manual_seed(1))
     loss = loss_of(ours, ours.prefix(inputs), actions, data["noise"], data["time"]).mean()
@@ -130,12 +130,12 @@ def test_gradients_agree(setup, loaded):
 
 
 @pytest.mark.parametrize("layout", [OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD], ids=lambda layout: layout.name)
-def test_it_reads_what_we_write_and_we_what_it_saves(layout, setup, tmp_path):
+def test_transformers_checkpoints_load_in_both_directions(layout, setup, tmp_path):
     load_theirs(tmp_path / "ours", setup[2], layout).save_pretrained(tmp_path / "theirs")
     check_saved(tmp_path / "theirs", model_of("pi0").state_dict())
 
 
-def test_what_it_saves_of_a_new_model_is_read(setup, tmp_path):
+def test_new_transformers_checkpoint_is_read(setup, tmp_path):
     theirs = PI0ForConditionalGeneration(setup[2])
     theirs.save_pretrained(tmp_path / "theirs")
     state = theirs.state_dict()

@@ -135,7 +135,7 @@ def test_acting_and_scoring_agree(folder, way):
     assert np.abs(again.actions - out.actions[part]).max() < 1e-4
 
 
-def test_log_probabilities_belong_to_their_action(folder):
+def test_logprobs_are_per_action(folder):
     """Each action's share of the tokens begins with those of its numbers, and the rest is 0."""
     policy = build(folder)
     out = policy.act(observe(4), noise=noise_for(policy, 4))
@@ -144,7 +144,7 @@ def test_log_probabilities_belong_to_their_action(folder):
     assert not shares[..., 4:].any()
 
 
-def test_an_action_has_the_units_of_its_data(folder):
+def test_actions_have_the_units_of_the_data(folder):
     """Bounds are those of the statistics, the gripper's -1 and 1, and a constant number stays what it was."""
     policy = build(folder)
     actions = policy.act(observe(50), noise=noise_for(policy, 50)).actions
@@ -157,7 +157,7 @@ def test_an_action_has_the_units_of_its_data(folder):
 
 
 @pytest.mark.parametrize("start", ["zero", "random"])
-def test_greedy_is_the_ode_and_does_not_depend_on_company(folder, start):
+def test_greedy_is_the_ode_and_batch_independent(folder, start):
     policy = build(folder, greedy_start=start)
     stir(policy)
     obs = observe(5)
@@ -168,7 +168,7 @@ def test_greedy_is_the_ode_and_does_not_depend_on_company(folder, start):
 
 
 @pytest.mark.parametrize("way", ["sde", "noise", "fpo"])
-def test_every_parameter_learns_but_the_value_does_not_bend_the_network(folder, way):
+def test_value_loss_does_not_change_the_network(folder, way):
     policy = build(folder, value_dim=1, **WAYS[way])
     stir(policy)
     obs = observe(4)
@@ -183,7 +183,7 @@ def test_every_parameter_learns_but_the_value_does_not_bend_the_network(folder, 
 
 
 @pytest.mark.parametrize("value_from", ["prefix", "expert"])
-def test_values_are_a_function_of_the_observation(folder, value_from):
+def test_values_depend_on_the_observation_only(folder, value_from):
     policy = build(folder, value_dim=3, value_from=value_from)
     obs = observe(4)
     noise = noise_for(policy, 4)
@@ -194,7 +194,7 @@ def test_values_are_a_function_of_the_observation(folder, value_from):
 
 
 @pytest.mark.parametrize("power", [1.5, 4.0])
-def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder, power):
+def test_validation_loss_uses_fixed_noise(folder, power):
     """x_t = t noise + (1 - t) a, target noise - a, t from 0.001 + 0.999 Beta(power, 1)."""
     policy = build(folder, **({} if power == 1.5 else {"imitated_time": power}))
     stir(policy)
@@ -214,7 +214,7 @@ def test_imitation_is_flow_matching_with_fixed_draws_in_validation(folder, power
     assert policy.imitate(obs, actions).loss.requires_grad
 
 
-def test_imitation_is_the_mean_over_so_many_pairs(folder):
+def test_imitation_loss_is_the_mean_over_pairs(folder):
     """Each with noise and time of its own, in the order in which single ones would have them."""
     one, three = (build(folder, imitated_pairs=pairs) for pairs in (1, 3))
     three.module.load_state_dict(one.module.state_dict())
@@ -226,7 +226,7 @@ def test_imitation_is_the_mean_over_so_many_pairs(folder):
     torch.testing.assert_close(three.imitate(obs, actions).loss, expected)
 
 
-def test_a_greedy_start_is_drawn_from_all_that_is_seen(folder):
+def test_random_greedy_start_depends_on_the_whole_observation(folder):
     policy, obs = build(folder, greedy_start="random"), observe(3)
     alike = replace(obs, images=np.repeat(obs.images[:1], 3, axis=0))
     starts = policy._greedy_start(alike)
@@ -235,7 +235,7 @@ def test_a_greedy_start_is_drawn_from_all_that_is_seen(folder):
     assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
 
 
-def test_imitation_learns_what_it_is_shown(folder):
+def test_imitation_fits_the_demonstrations(folder):
     """One action for each instruction: greedy and sampled chunks come near it."""
     policy = build(folder, num_steps=4)
     obs = observe(16)
@@ -252,7 +252,7 @@ def test_imitation_learns_what_it_is_shown(folder):
         assert policy.imitate(obs, actions).accuracy.mean() > 0.5
 
 
-def test_weights_come_back(folder, tmp_path):
+def test_flow_weights_round_trip(folder, tmp_path):
     policy = build(folder, value_dim=1, likelihood="flow_noise")
     stir(policy)
     saved = tmp_path / "saved"
@@ -270,7 +270,7 @@ def test_weights_come_back(folder, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "surplus", "shape", "config"])
-def test_damaged_weights_are_refused_and_nothing_is_changed(folder, tmp_path, damage):
+def test_damaged_weights_are_refused_without_changes(folder, tmp_path, damage):
     policy = build(folder)
     saved = tmp_path / "saved"
     saved.mkdir()
@@ -299,7 +299,7 @@ def test_damaged_weights_are_refused_and_nothing_is_changed(folder, tmp_path, da
         assert all(torch.equal(before[name], p) for name, p in policy.module.state_dict().items())
 
 
-def test_the_spec_says_the_truth(folder):
+def test_spec_matches_the_policy(folder):
     for env, path in ((ENV, folder), (ENV, None)):
         policy = build(path, env=env)
         assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
@@ -308,7 +308,7 @@ def test_the_spec_says_the_truth(folder):
     assert "fp32 only" in FACTORY.validate(half)[0]
 
 
-def test_a_record_is_little_more_than_the_two_states(folder):
+def test_record_size_is_about_two_states(folder):
     """Mixed form of 3 x 4 numbers: index and 24 floats in 13 tokens, rounded up to a multiple of K."""
     policy = build(folder)
     assert policy.spec.tokens_per_chunk == 15
@@ -332,7 +332,7 @@ def test_statistics_of_another_size_are_refused(folder):
         build(folder)
 
 
-def test_words_beyond_the_known_tasks_widen_the_batch_and_change_nothing_else(folder):
+def test_longer_instructions_only_widen_the_batch(folder):
     policy = build(folder)
     stir(policy)
     obs = observe(2)

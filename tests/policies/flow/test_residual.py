@@ -38,7 +38,7 @@ def correct(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
 
 
 @pytest.mark.parametrize("start", ["zero", "random"])
-def test_a_new_actor_leaves_the_flow_alone_to_the_last_bit(folder, start):  # noqa: F811
+def test_new_residual_actor_is_bit_identical_to_the_flow(folder, start):  # noqa: F811
     policy, alone = (build(folder, greedy_start=start, **way) for way in ({"likelihood": "residual"}, {}))
     mine, theirs = (p.act(observe(6), noise=None).actions for p in (policy, alone))
     assert np.array_equal(mine, theirs)
@@ -47,7 +47,7 @@ def test_a_new_actor_leaves_the_flow_alone_to_the_last_bit(folder, start):  # no
 
 @pytest.mark.parametrize("start", ["zero", "random"])
 @pytest.mark.parametrize("repeated", [False, True])
-def test_what_is_kept_says_what_was_executed(folder, start, repeated):  # noqa: F811
+def test_record_contains_the_executed_correction(folder, start, repeated):  # noqa: F811
     """The flow's own greedy chunk, and the kept correction times its scale; also by the critics' features."""
     policy = correct(folder, residual_scale=0.3, greedy_start=start, residual_repeated=repeated)
     alone = build(folder, greedy_start=start)
@@ -65,7 +65,7 @@ def test_what_is_kept_says_what_was_executed(folder, start, repeated):  # noqa: 
     np.testing.assert_allclose(policy._scale.to_actions(executed, obs), out.actions, atol=1e-5)
 
 
-def test_what_the_actor_reads_is_the_flows_first_step_and_its_proposal(folder):  # noqa: F811
+def test_residual_features_are_first_step_and_proposal(folder):  # noqa: F811
     policy, obs = correct(folder), observe(6)
     network, middle = policy.module.network, torch.zeros(6, 3, 4)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_what_the_actor_reads_is_the_flows_first_step_and_its_proposal(folder): 
     torch.testing.assert_close(features[:, :-12], rows.mean(1))
 
 
-def test_the_density_of_an_action_is_that_of_its_correction(folder):  # noqa: F811
+def test_residual_logprob_is_that_of_the_correction(folder):  # noqa: F811
     """At the beginning of the action's share; against torch's own transformed distribution."""
     policy = correct(folder)
     obs = observe(6)
@@ -89,7 +89,7 @@ def test_the_density_of_an_action_is_that_of_its_correction(folder):  # noqa: F8
     assert not shares[..., 1:].any()
 
 
-def test_gradients_reach_the_correction_only(folder):  # noqa: F811
+def test_only_the_residual_actor_has_gradients(folder):  # noqa: F811
     policy = correct(folder, value_dim=1)
     trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
     assert trained == {"residual_actor", "value_head"}
@@ -99,7 +99,7 @@ def test_gradients_reach_the_correction_only(folder):  # noqa: F811
     assert policy.spec.num_trained == sum(p.numel() for p in policy.module.residual_actor.parameters())
 
 
-def test_critics_see_what_is_executed(folder):  # noqa: F811
+def test_critics_get_executed_actions(folder):  # noqa: F811
     """Beside the features and the proposal; the same networks, given that sum themselves, say the same."""
     policy = correct(folder, residual_scale=0.5)
     features, correction = policy.features(observe(6)), torch.rand(6, 12) * 2 - 1
@@ -111,7 +111,7 @@ def test_critics_see_what_is_executed(folder):  # noqa: F811
     assert not torch.allclose(plain(features, correction), plain(features, executed), atol=1e-3)
 
 
-def test_the_actor_comes_back_with_the_weights_and_others_find_the_flow_alone(folder, tmp_path):  # noqa: F811
+def test_residual_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
     policy, saved = correct(folder), tmp_path / "saved"
     saved.mkdir()
     policy.save(saved)
@@ -148,7 +148,7 @@ def test_sac_needs_a_frozen_flow(tmp_path):
         build_run_plan(load_config("train", words), training=True)
 
 
-def test_updates_find_the_action_that_is_missing_and_leave_the_flow_as_it_was(tmp_path):
+def test_residual_updates_keep_the_flow_frozen(tmp_path):
     """The reward is for an executed first number of 0.3: corrections become large where the proposal is far below."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "model.residual_scale=0.5", f"runner.output_dir={tmp_path}"]

@@ -50,7 +50,7 @@ def flow_from(policy: SteeredFlowPolicy, start: torch.Tensor) -> FloatArray:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_the_noise_that_was_chosen_is_what_the_flow_starts_from(folder, repeated):  # noqa: F811
+def test_dsrl_choice_is_the_initial_noise(folder, repeated):  # noqa: F811
     policy = steer(folder, noise_repeated=repeated, noise_bound=2.0)
     out = policy.act(observe(6), noise=noise_for(policy, 6))
     chosen = policy.chosen(out.tokens)
@@ -60,7 +60,7 @@ def test_the_noise_that_was_chosen_is_what_the_flow_starts_from(folder, repeated
     assert np.abs(flow_from(policy, start) - out.actions).max() < 1e-5
 
 
-def test_with_noise_of_its_own_the_flow_takes_the_steps_of_its_sde(folder):  # noqa: F811
+def test_steered_noise_uses_the_sde(folder):  # noqa: F811
     """From the chosen start; the first steps of the seed's streams, and the greedy chunk is the ODE's as before."""
     policy, plain = (steer(folder, noise_repeated=True, steered_noise=level) for level in (0.7, 0.0))
     noise, obs = noise_for(policy, 6), observe(6)
@@ -79,7 +79,7 @@ def test_with_noise_of_its_own_the_flow_takes_the_steps_of_its_sde(folder):  # n
     assert np.abs(out.actions - certain.actions).max() > 0.1
 
 
-def test_an_untrained_actor_acts_greedily_like_the_flow_alone(folder):  # noqa: F811
+def test_untrained_dsrl_actor_matches_the_flow(folder):  # noqa: F811
     """Zero weights of the last layer: the mean is the middle of the noise."""
     policy = steer(folder)
     last = policy.module.noise_actor.layers[-1]
@@ -91,7 +91,7 @@ def test_an_untrained_actor_acts_greedily_like_the_flow_alone(folder):  # noqa: 
     assert np.array_equal(mine, theirs)
 
 
-def test_the_density_is_that_of_the_squashed_gaussian(folder):  # noqa: F811
+def test_dsrl_logprob_is_that_of_a_squashed_gaussian(folder):  # noqa: F811
     """Joint over all chosen numbers, at the first action; against torch's own transformed distribution."""
     policy = steer(folder)
     obs = observe(6)
@@ -105,7 +105,7 @@ def test_the_density_is_that_of_the_squashed_gaussian(folder):  # noqa: F811
     assert not out.logprob[:, 1:].any()
 
 
-def test_only_the_actor_learns(folder):  # noqa: F811
+def test_only_the_dsrl_actor_has_gradients(folder):  # noqa: F811
     policy = steer(folder, value_dim=1)
     trained = {name.split(".")[0] for name, p in policy.module.named_parameters() if p.requires_grad}
     assert trained == {"noise_actor", "value_head"}
@@ -114,7 +114,7 @@ def test_only_the_actor_learns(folder):  # noqa: F811
     assert policy.module.noise_actor.layers[0].weight.grad.abs().sum() > 0
 
 
-def test_the_actor_comes_back_with_the_weights(folder, tmp_path):  # noqa: F811
+def test_dsrl_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
     policy, other = steer(folder), build(folder, likelihood="dsrl", seed=3)
     saved = tmp_path / "saved"
     saved.mkdir()
@@ -123,11 +123,11 @@ def test_the_actor_comes_back_with_the_weights(folder, tmp_path):  # noqa: F811
     assert np.array_equal(*(p.act(observe(6), noise=None).actions for p in (policy, other)))
 
 
-def test_demonstrations_say_nothing_of_noise(folder):  # noqa: F811
+def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
     policy = steer(folder)
-    with pytest.raises(ConfigError, match=r"leave model\.likelihood out"):
+    with pytest.raises(ConfigError, match=r"remove model\.likelihood"):
         policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))
-    with pytest.raises(ConfigError, match="demonstrations hold actions"):
+    with pytest.raises(ConfigError, match="demonstrations of actions cannot be used"):
         policy.normalise(np.zeros((2, 3, 4), np.float32), observe(2))
 
 
@@ -178,7 +178,7 @@ def test_an_update_learns_from_features_that_were_kept(tmp_path):
         assert all(torch.equal(p, frozen[name]) for name, p in host.policy.module.network.named_parameters())
 
 
-def test_temperature_widens_what_is_chosen(folder):  # noqa: F811
+def test_temperature_widens_the_choice(folder):  # noqa: F811
     """The sample before it is squashed is mean + temperature * deviation * noise."""
     policy = steer(folder)
     noise, chosen = noise_for(policy, 6), []
@@ -190,7 +190,7 @@ def test_temperature_widens_what_is_chosen(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
-def test_the_density_has_the_temperature_that_was_chosen_with(folder, temperature):  # noqa: F811
+def test_dsrl_logprob_includes_the_temperature(folder, temperature):  # noqa: F811
     policy = steer(folder)
     out = policy.act(observe(6), noise=noise_for(policy, 6), temperature=temperature)
     mean, log_std = policy.module.noise_actor(policy.features(observe(6)))[:, 0].chunk(2, -1)
@@ -201,7 +201,7 @@ def test_the_density_has_the_temperature_that_was_chosen_with(folder, temperatur
     assert out.logprob[:, 0] == pytest.approx(expected, abs=1e-3)
 
 
-def test_each_chunk_is_kept_with_the_features_of_its_own_observation(tmp_path):
+def test_stored_features_match_their_observation(tmp_path):
     """Five observations, of which two are read at a time."""
     words = [*RUN, "actor.global_batch_size=2", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)

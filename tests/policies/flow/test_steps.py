@@ -70,12 +70,12 @@ def errors(golden: dict[str, Tensor], facts: dict[str, str]) -> dict[str, float]
     return {name: float((found[name] - golden[name]).abs().max()) for name in found.keys() & golden.keys()}
 
 
-def test_every_tensor_of_the_public_steps(golden, facts):
+def test_steps_match_the_public_code(golden, facts):
     assert max(errors(golden, facts).values()) < 2e-5
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02])
-def test_two_percent_of_anything_is_noticed(golden, facts, factor):
+def test_two_percent_change_fails(golden, facts, factor):
     """Of every tensor that is not zero everywhere, inputs and weights included."""
     unseen = []
     for name, tensor in golden.items():
@@ -95,7 +95,7 @@ def test_entropy_is_that_of_a_gaussian(golden, facts):
             )
 
 
-def test_log_prob_is_that_of_torch_and_has_its_gradient():
+def test_log_prob_and_gradient_match_torch():
     generator = torch.Generator().manual_seed(0)
     mean, after = torch.randn(2, 3, 4, generator=generator, requires_grad=True), torch.randn(2, 3, 4)
     std = torch.full((2, 1, 1), 0.3)
@@ -105,7 +105,7 @@ def test_log_prob_is_that_of_torch_and_has_its_gradient():
     torch.testing.assert_close(gradient, ((after - mean) / std.square()).detach())
 
 
-def test_a_certain_step_gives_no_gradient_that_is_no_number():
+def test_deterministic_step_has_finite_gradients():
     mean, level = torch.ones(1, 2, 3, requires_grad=True), torch.tensor(0.5, requires_grad=True)
     step = flow_cps(mean, mean, *times(torch.tensor([3]), 4), level)
     value = step.log_prob(torch.zeros(1, 2, 3)).sum() + step.entropy().sum()
@@ -125,7 +125,7 @@ def test_the_last_step_ends_at_data(steps):
     assert (flow_sde(x, v, t, end, level).std > 0).all()
 
 
-def test_flow_sde_in_its_other_form_and_its_marginals():
+def test_flow_sde_has_the_flows_marginals():
     """Flow-GRPO writes x - d (v + s^2 / (2t) (x + (1 - t) v)); both SDE and CPS keep the marginal N(0, s0^2) flows."""
     steps, level, spread = 400, torch.tensor(0.7), 0.5
     generator = torch.Generator().manual_seed(1)
@@ -146,7 +146,7 @@ def test_flow_sde_in_its_other_form_and_its_marginals():
         assert float(state.std()) == pytest.approx(spread, rel=0.05), method.__name__
 
 
-def test_a_new_noise_head_gives_the_middle_of_its_range():
+def test_new_noise_head_returns_the_geometric_mean():
     head = NoiseHead(8, 3, 0.08, 0.16)
     assert torch.allclose(head(torch.randn(2, 5, 8)), torch.tensor(math.sqrt(0.08 * 0.16)))
     for parameter in head.parameters():

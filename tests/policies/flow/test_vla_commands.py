@@ -82,7 +82,7 @@ def success(folder, *words):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", FORMS)
-def test_demonstrations_are_learnt_by_flow_matching(form, demos, tmp_path):
+def test_sft_trains_by_flow_matching(form, demos, tmp_path):
     """From random weights, with the statistics of the data; then the policy succeeds, however it is named."""
     path = checkpoint(tmp_path, form, random=True)
     small = ("actor.global_batch_size=32", "actor.micro_batch_size=32", "data.image_aug=false")
@@ -99,7 +99,7 @@ def test_demonstrations_are_learnt_by_flow_matching(form, demos, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_rl_runs_and_a_resumed_run_goes_on_as_if_nothing_happened(form, algorithm, tmp_path):
+def test_resumed_rl_run_is_identical(form, algorithm, tmp_path):
     path = checkpoint(tmp_path, form)
     chosen = ("algorithm=ppo",) if algorithm == "ppo" else ()
     extra = ("model.likelihood=flow_noise",) if form == "pi05" else ()
@@ -132,7 +132,7 @@ def test_adapters_are_trained_and_evaluated(tmp_path):
     assert evaluate(configure("eval", tmp_path / "eval", *words)).overall.episodes == 2
 
 
-def test_the_small_policy_trains_from_nothing(tmp_path):
+def test_small_policy_trains_from_scratch(tmp_path):
     small = ("model=flow_small", "model.num_action_chunks=4", "actor.optim.warmup_steps=0")
     run = train(configure("train", tmp_path, *ENV, *TRAIN, *small, "env.kwargs.echo=true")).run
     assert rows(run)[-1]["actor/loss"] != 0
@@ -151,7 +151,7 @@ def test_the_small_policy_trains_from_nothing(tmp_path):
     ],
     ids=["all", "expert", "adapters"],
 )
-def test_two_ranks_equal_one(form, more, tmp_path):
+def test_vla_two_ranks_match_one(form, more, tmp_path):
     """Losses and weights, whatever is frozen; what one rank has saved, two go on with."""
     path = checkpoint(tmp_path, form)
     learning = ("algorithm=ppo", "algorithm.update_epoch=1", "actor.optim.lr=0.001", "actor.micro_batch_size=3")
@@ -168,7 +168,7 @@ def test_two_ranks_equal_one(form, more, tmp_path):
             torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
 
 
-def test_a_public_folder_is_loaded_as_an_object_without_naming_it_twice(tmp_path):
+def test_public_folder_loads_from_python(tmp_path):
     folder = write_checkpoint(tmp_path / "smolvla", "smolvla", state_dim=4, action_dim=7, lerobot_statistics=True)
     words = [word for word in model_words("smolvla", folder) if not word.startswith("model.path")]
     policy = load_policy(folder, "env=tabletop", "env.init_params.camera_names=[front]", *words)

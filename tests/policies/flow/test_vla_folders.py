@@ -37,7 +37,7 @@ def of_robots(pattern: str = "{}.buffer.{}.{}") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("pattern", ["{}.buffer.{}.{}", "normalize_inputs.{}.buffer_{}.{}", "{}_buffer_{}.{}"])
-def test_unnorm_key_chooses_among_robots(tmp_path: Path, pattern: str) -> None:
+def test_unnorm_key_selects_a_robot(tmp_path: Path, pattern: str) -> None:
     tensors = of_robots(pattern)
     with pytest.raises(CheckpointError, match=r"several robots: so100, so100-blue, so100-red. Set model.unnorm_key"):
         read_lerobot(tensors, tmp_path)
@@ -46,7 +46,7 @@ def test_unnorm_key_chooses_among_robots(tmp_path: Path, pattern: str) -> None:
     assert read_lerobot(tensors, tmp_path, "so100-red")["actions"].numbers["mean"] == (2.0,) * 7
 
 
-def test_policy_of_several_robots_is_built_for_the_chosen_one(tmp_path: Path) -> None:
+def test_policy_uses_the_statistics_of_unnorm_key(tmp_path: Path) -> None:
     folder = folder_of("smolvla", tmp_path, lerobot_statistics=True)
     save_file(of_robots(), folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
     with pytest.raises(CheckpointError, match="several robots"):
@@ -56,7 +56,7 @@ def test_policy_of_several_robots_is_built_for_the_chosen_one(tmp_path: Path) ->
     build("smolvla", tmp_path / "saved", unnorm_key="so100-blue").load_weights(tmp_path / "saved")
 
 
-def test_unnorm_key_chooses_among_assets(tmp_path: Path) -> None:
+def test_unnorm_key_selects_an_asset_folder(tmp_path: Path) -> None:
     folder = folder_of("pi0", tmp_path)
     other = folder / "assets/lab/other/norm_stats.json"
     other.parent.mkdir()
@@ -71,7 +71,7 @@ def test_unnorm_key_chooses_among_assets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", ["libero_spatial", "libero_spatial_no_noops"])
 @pytest.mark.parametrize("wanted", ["libero_spatial", "libero_spatial_no_noops"])
-def test_suffix_of_data_sets_may_be_there_or_not(known: str, wanted: str) -> None:
+def test_no_noops_suffix_is_optional(known: str, wanted: str) -> None:
     assert find_data_set(wanted, [known, "bridge"], Path("x")) == known
     with pytest.raises(CheckpointError, match=r"No statistics 'libero_10_no_noops' \(with or without '_no_noops'\)"):
         find_data_set("libero_10_no_noops", [known], Path("x"))
@@ -119,22 +119,22 @@ def edit_config(folder: Path, **values: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["tokenizer_max_length", "max_token_len"])
-def test_prompt_limit_of_the_checkpoint_applies_before_anything_is_built(tmp_path: Path, form: str, name: str) -> None:
+def test_checkpoint_prompt_limit_is_checked_early(tmp_path: Path, form: str, name: str) -> None:
     folder, cfg = folder_of(form, tmp_path), settings(form, tmp_path / form)
     factory, long = POLICIES.get(form), replace(ENV, tasks=("open it", "x" * 60))
     if form == "pi05":
         factory.spec(cfg, long, 0)
     else:
-        with pytest.raises(ConfigError, match=r"has 6\d tokens, this model reads 48 at most"):
+        with pytest.raises(ConfigError, match=r"has 6\d tokens, but this model supports 48; shorten"):
             factory.spec(cfg, long, 0)
     edit_config(folder, **{name: 120})
     factory.spec(cfg, long, 0)
     edit_config(folder, **{name: 50})
-    with pytest.raises(ConfigError, match="this model reads 50 at most"):
+    with pytest.raises(ConfigError, match="this model supports 50; shorten"):
         factory.spec(cfg, long, 0)
 
 
-def test_executed_actions_of_the_checkpoint_are_mentioned(tmp_path: Path) -> None:
+def test_other_number_of_executed_actions_gives_a_warning(tmp_path: Path) -> None:
     folder, cfg, factory = folder_of("pi0", tmp_path), settings("pi0", tmp_path / "pi0"), POLICIES.get("pi0")
     assert factory.spec(cfg, ENV, 0).doubts == ()
     edit_config(folder, n_action_steps=3)

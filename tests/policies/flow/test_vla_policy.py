@@ -88,7 +88,7 @@ def noise_for(policy, count):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_acting_and_scoring_agree(form, way, tmp_path):
+def test_vla_acting_and_scoring_agree(form, way, tmp_path):
     values = {"value_dim": 1, "value_from": "expert" if way == "all" else "prefix"}
     policy = build(form, folder_of(form, tmp_path), **values, **WAYS[way])
     obs = observe(5)
@@ -107,7 +107,7 @@ def test_acting_and_scoring_agree(form, way, tmp_path):
 
 @pytest.mark.parametrize("way", ["sde", "all", "noise"])
 @pytest.mark.parametrize("form", FORMS)
-def test_numbers_that_are_constant_in_the_data_have_no_probability(form, way, tmp_path):
+def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
     """Neither when acting nor when scoring, and no entropy: they would be noise in every gradient."""
     folder = folder_of(form, tmp_path)
     (file,) = folder.rglob("norm_stats.json")
@@ -124,7 +124,7 @@ def test_numbers_that_are_constant_in_the_data_have_no_probability(form, way, tm
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_greedy_chunks_are_those_of_the_model_on_what_the_public_code_feeds_it(form, tmp_path):
+def test_greedy_chunks_match_the_public_preprocessing(form, tmp_path):
     """Rotated, padded images with a third camera that is black and masked; statistics; prompt; Euler steps."""
     policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
     fit = pad_left_top if form == "smolvla" else pad_centred
@@ -157,7 +157,7 @@ def test_greedy_chunks_are_those_of_the_model_on_what_the_public_code_feeds_it(f
     np.testing.assert_allclose(policy.act(obs, noise=None).actions, expected, atol=2e-4)
 
 
-def test_relative_actions_come_and_go(tmp_path):
+def test_relative_actions_round_trip(tmp_path):
     """openpi's pi0_libero: the first numbers are relative to the state."""
     path, obs = folder_of("pi0", tmp_path), observe(3)
     absolute, relative = build("pi0", path), build("pi0", path, delta_dims=4)
@@ -171,7 +171,7 @@ def test_relative_actions_come_and_go(tmp_path):
     np.testing.assert_allclose(relative._scale.to_actions(rows, obs), given, atol=1e-5)
 
 
-def test_pi05_without_a_state_reads_pi0s_prompt(tmp_path):
+def test_pi05_without_state_uses_pi0s_prompt(tmp_path):
     policy = build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False)
     assert not policy.spec.uses_state
     obs = observe(2)
@@ -182,7 +182,7 @@ def test_pi05_without_a_state_reads_pi0s_prompt(tmp_path):
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_pi05_reads_states_of_any_length(told, tmp_path):
+def test_pi05_accepts_states_of_any_length(told, tmp_path):
     """Longer than a state's token could be (12 numbers here): it has none."""
     wide, obs = replace(ENV, state_dim=15), observe(2)
     obs = replace(obs, state=np.tile(obs.state, 3))
@@ -193,13 +193,13 @@ def test_pi05_reads_states_of_any_length(told, tmp_path):
     assert torch.equal(policy.module.network.reader.read(obs).tokens, changed) is not told
 
 
-def test_relative_actions_need_the_state_that_is_not_read(tmp_path):
+def test_relative_actions_work_without_a_state_input(tmp_path):
     """Else a server would ask for no state, and have nothing to add to."""
     assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.uses_state
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
+def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
     """All six rows, though three are executed; padded numbers count, as in the public training."""
     path, obs = folder_of(form, tmp_path), observe(4)
     policy = build(form, path)
@@ -243,7 +243,7 @@ def test_imitation_is_the_models_own_loss_of_the_whole_chunk(form, tmp_path):
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_public_folders_in_and_out(form, layout, tmp_path):
+def test_public_folders_round_trip(form, layout, tmp_path):
     """Read, saved and read again: the same names, weights, side files and actions."""
     lerobot = layout in (LEROBOT, SMOLVLA_LEROBOT)
     path = folder_of(form, tmp_path, layout=layout, lerobot_statistics=lerobot)
@@ -268,7 +268,7 @@ def trained_parts(policy):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_trained(form, tmp_path):
+def test_trained_parameters_follow_the_settings(form, tmp_path):
     path = folder_of(form, tmp_path)
     obs = observe(3)
     heads = {n.partition(".")[0] for n in build_model(form).state_dict()} - {*BACKBONE, "expert"}
@@ -282,7 +282,7 @@ def test_what_is_trained(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_correction_of_the_executed_rows_begins_at_nothing_and_alone_is_trained(form, tmp_path):
+def test_vla_residual_starts_at_zero_and_is_trained_alone(form, tmp_path):
     path, obs = folder_of(form, tmp_path), observe(4)
     alone, policy = build(form, path), build(form, path, likelihood="residual", residual_scale=0.4)
     assert trained_parts(policy) == {"residual_actor"}
@@ -299,7 +299,7 @@ def test_a_correction_of_the_executed_rows_begins_at_nothing_and_alone_is_traine
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_recomputed_activations_change_no_gradient(form, tmp_path):
+def test_vla_gradient_checkpointing_keeps_gradients(form, tmp_path):
     path, found = folder_of(form, tmp_path), []
     for recompute in (False, True):
         policy = build(form, path, train_expert_only=False, recompute=recompute)
@@ -342,7 +342,7 @@ def test_adapters_are_trained_saved_and_merged(form, only, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_half_precision_acts_in_half_and_keeps_what_is_trained(form, tmp_path):
+def test_half_precision_keeps_trained_weights_in_float32(form, tmp_path):
     path, obs = folder_of(form, tmp_path), observe(3)
     exact = build(form, path).act(obs, noise=None).actions
     for trainable in (False, True):
@@ -352,7 +352,7 @@ def test_half_precision_acts_in_half_and_keeps_what_is_trained(form, tmp_path):
         assert np.abs(policy.act(obs, noise=None).actions - exact).max() < 0.1
 
 
-def test_random_starts_need_no_statistics(tmp_path):
+def test_random_initialisation_needs_no_statistics(tmp_path):
     path = folder_of("pi0", tmp_path, random=True)
     shutil.rmtree(path / "assets")
     policy = build("pi0", path)
@@ -378,7 +378,7 @@ def test_random_starts_need_no_statistics(tmp_path):
     ],
     ids=["chunk", "delta", "statistics", "two", "own"],
 )
-def test_what_does_not_fit_is_refused(keys, change, match, tmp_path):
+def test_mismatched_environment_is_refused(keys, change, match, tmp_path):
     path = folder_of("pi0", tmp_path)
     if change:
         change(path)
@@ -388,11 +388,11 @@ def test_what_does_not_fit_is_refused(keys, change, match, tmp_path):
 
 def test_too_few_statistics_are_refused(tmp_path):
     path = write_checkpoint(tmp_path / "pi0", "pi0", state_dim=4, action_dim=7)
-    with pytest.raises(CheckpointError, match="has 4 dimensions, the environment gives 5"):
+    with pytest.raises(CheckpointError, match="has 4 dimensions, but the environment has 5"):
         build("pi0", path)
 
 
-def test_validation_names_what_is_missing(tmp_path):
+def test_validate_reports_missing_files(tmp_path):
     path = folder_of("pi0", tmp_path)
     factory = POLICIES.get("pi0")
     assert "set model=pi0" in POLICIES.get("pi05").validate(settings("pi05", path))[0]
@@ -400,7 +400,7 @@ def test_validation_names_what_is_missing(tmp_path):
     assert "PaliGemma" in factory.validate(settings("pi0", path))[0]
     (path / "model.safetensors").unlink()
     assert any("no model*.safetensors" in line for line in factory.validate(settings("pi0", path)))
-    assert "does not exist" in factory.validate(settings("pi0", tmp_path / "none"))[0]
+    assert "is not a folder" in factory.validate(settings("pi0", tmp_path / "none"))[0]
 
 
 LIBERO = replace(
@@ -421,7 +421,7 @@ LIBERO = replace(
         ("smolvla_libero", 10, 50, True, 1 + (50 * 12 + 10 * 7) // 2),
     ],
 )
-def test_presets_of_libero(preset, executed, horizon, state, tokens, tmp_path):
+def test_libero_presets_are_valid(preset, executed, horizon, state, tokens, tmp_path):
     form = preset.removesuffix("_libero")
     path = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
     length = () if form == "pi05" else (f"model.horizon={horizon}",)
@@ -435,7 +435,7 @@ def test_presets_of_libero(preset, executed, horizon, state, tokens, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
-def test_tiny_ones_act_on_the_table_from_random_weights(name):
+def test_tiny_vlas_act_on_the_tabletop(name):
     cfg = load_config("sft", [f"model={name}", "data.path=none"]).model
     factory = POLICIES.get(cfg.model_type)
     assert factory.validate(cfg) == []
@@ -450,7 +450,7 @@ def test_tiny_ones_act_on_the_table_from_random_weights(name):
 
 
 @pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
-def test_shipped_starts_are_small_and_read_the_words(name):
+def test_included_tiny_vlas_are_small_and_tokenize_tasks(name):
     cfg = load_config("eval", [f"model={name}"]).model
     folder = resolve_asset(str(cfg.path))
     assert sum(path.stat().st_size for path in folder.iterdir()) < 6e6

@@ -13,7 +13,7 @@ def tokenizer():
     return ActionTokenizer(vocab_end=32000, n_bins=256)
 
 
-def test_recorded_examples(tokenizer, golden_dir):
+def test_action_tokens_match_recorded_examples(tokenizer, golden_dir):
     recorded = json.loads((golden_dir / "expected" / "action_tokenizer.json").read_text())
     for token, value in recorded["examples_id_to_value"].items():
         assert tokenizer.decode(np.array(int(token))) == pytest.approx(value, abs=1e-15)
@@ -27,11 +27,11 @@ def test_every_id_survives_a_round_trip(tokenizer):
     assert tokenizer.decode(np.array(31744)) == tokenizer.decode(np.array(31745))
 
 
-def test_values_outside_are_clipped(tokenizer):
+def test_out_of_range_values_are_clipped(tokenizer):
     assert tokenizer.encode([-7.0, 7.0]).tolist() == [31999, 31744]
 
 
-def test_unnormalise_by_hand():
+def test_unnormalise_matches_hand_computed_values():
     got = unnormalise(np.array([[-1.0, 0.25, 1.0], [1.0, -0.25, -1.0]]), STATISTICS)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, [[-0.5, 0.25, 2.0], [1.0, -0.25, 2.0]], atol=1e-6)

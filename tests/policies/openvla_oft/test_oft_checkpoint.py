@@ -54,7 +54,7 @@ def test_save_load_save_is_byte_equal(checkpoint, make_policy, tmp_path, monkeyp
         assert a[name] == (checkpoint / name).read_bytes()
 
 
-def test_a_saved_tiny_preset_holds_weights_and_no_wish_for_random_ones(make_policy, tmp_path):
+def test_saved_tiny_preset_does_not_request_random_weights(make_policy, tmp_path):
     policy = make_policy("assets/openvla_oft_tiny", seed=3)
     policy.save(tmp_path / "saved")
     assert "embodyrl_init" not in json.loads((tmp_path / "saved" / "config.json").read_text())
@@ -77,7 +77,7 @@ def test_load_weights_works_in_place(checkpoint, make_policy, tmp_path):
         assert p.data_ptr() == pointers[name]
 
 
-def test_value_head_may_be_absent_or_surplus(checkpoint, make_policy, tmp_path):
+def test_value_head_is_optional(checkpoint, make_policy, tmp_path):
     make_policy(checkpoint, value_dim=1, seed=7).save(tmp_path / "with_head")
     saved = load_file(tmp_path / "with_head" / "value_head.safetensors")
     assert list(saved) == [f"value_head.mlp.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight", "4.weight")]
@@ -115,7 +115,7 @@ def _drop_key(folder):
 
 def _add_key(folder):
     rewrite(folder / SHARD, lambda t: t.update({"language_model.extra": torch.ones(1)}))
-    return rf"has 1 weights that this model does not know: 'language_model\.extra' in {SHARD}"
+    return rf"has 1 unexpected weights: 'language_model\.extra' in {SHARD}"
 
 
 def _reshape(folder):
@@ -149,7 +149,7 @@ def _break_index(folder):
 
 
 @pytest.mark.parametrize("damage", [_drop_key, _add_key, _reshape, _truncate, _cut_header, _lose_shard, _break_index])
-def test_damaged_checkpoints_are_named_and_touch_nothing(checkpoint, make_policy, tmp_path, damage):
+def test_damaged_checkpoints_are_refused_without_changes(checkpoint, make_policy, tmp_path, damage):
     policy = make_policy(checkpoint)
     before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
     with torch.no_grad():
@@ -163,7 +163,7 @@ def test_damaged_checkpoints_are_named_and_touch_nothing(checkpoint, make_policy
 
 def test_a_folder_without_weights_is_refused(checkpoint, make_policy, tmp_path):
     policy = make_policy(checkpoint)
-    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"contains no model\*\.safetensors"):
         policy.load_weights(tmp_path)
 
 

@@ -53,7 +53,7 @@ def uniform(policy, count: int) -> np.ndarray:
     return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), dtype=np.float32)
 
 
-def test_scoring_repeats_acting_in_any_company(policy):
+def test_continuous_scoring_is_batch_independent(policy):
     obs = observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
     assert out.tokens.shape == out.logprob.shape == (6, policy.spec.tokens_per_chunk)
@@ -75,7 +75,7 @@ def test_scoring_repeats_acting_in_any_company(policy):
     assert not policy.act(obs, noise=None).logprob.any()
 
 
-def test_gradients_are_those_of_finite_differences(policy):
+def test_continuous_gradients_match_finite_differences(policy):
     """Along the steepest direction of all weights, where float32's rounding counts least."""
     obs = observe(2)
     tokens = policy.act(obs, noise=uniform(policy, 2)).tokens
@@ -107,7 +107,7 @@ def normal(value: float, mean: float, std: float) -> float:
     return -0.5 * ((value - mean) / std) ** 2 - math.log(std) - 0.5 * math.log(2 * math.pi)
 
 
-def test_the_gaussian_is_that_of_the_formula(make_policy, env_spec):
+def test_l1_gaussian_matches_the_formula(make_policy, env_spec):
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
     policy = make_policy(TINY, env=env, num_action_chunks=2, temperature=1.3, action_head="l1", action_std=0.2)
     obs = observe(2)
@@ -121,7 +121,7 @@ def test_the_gaussian_is_that_of_the_formula(make_policy, env_spec):
     np.testing.assert_allclose(entropy, 0.5 * math.log(2 * math.pi * math.e * (0.2 * 1.3) ** 2), rtol=1e-5)
 
 
-def test_the_chain_is_that_of_the_formulas(make_policy, env_spec):
+def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     """All steps of a chain, written out with numbers from the model (arXiv 2010.02502, 2409.00588)."""
     keys = HEADS["diffusion, all steps"]
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
@@ -153,7 +153,7 @@ def test_the_chain_is_that_of_the_formulas(make_policy, env_spec):
     torch.testing.assert_close(first.float(), rest, atol=2e-4, rtol=0)
 
 
-def test_a_chain_imitates_by_the_noise_in_what_the_forward_process_makes(make_policy, env_spec):
+def test_diffusion_imitation_predicts_the_noise(make_policy, env_spec):
     """Denoising diffusion (arXiv 2006.11239, equation 14): x_t = sqrt(a) x + sqrt(1 - a) e."""
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
@@ -169,7 +169,7 @@ def test_a_chain_imitates_by_the_noise_in_what_the_forward_process_makes(make_po
     torch.testing.assert_close(loss, (found - noise).square().mean((1, 2)), rtol=1e-4, atol=1e-5)
 
 
-def test_the_critic_of_a_chain_sees_the_middle_of_the_noise_at_its_noisiest_step(make_policy, env_spec):
+def test_diffusion_critic_uses_zero_noise(make_policy, env_spec):
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
     policy = make_policy(TINY, env=env, num_action_chunks=2, value_dim=1, **HEADS["diffusion, one step"])
     model, inputs = policy.module, policy._inputs(observe(3))
@@ -183,7 +183,7 @@ def test_the_critic_of_a_chain_sees_the_middle_of_the_noise_at_its_noisiest_step
 
 
 @pytest.mark.parametrize("head", ["l1", "diffusion, one step"])
-def test_what_rl_learned_is_saved(head, make_policy, env_spec, tmp_path):
+def test_rl_components_are_saved(head, make_policy, env_spec, tmp_path):
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
     keys = {"env": env, "num_action_chunks": 2, "value_dim": 1} | HEADS[head]
     policy = make_policy(TINY, **keys)
@@ -197,7 +197,7 @@ def test_what_rl_learned_is_saved(head, make_policy, env_spec, tmp_path):
     np.testing.assert_array_equal(again.act(obs, noise=noise).logprob, policy.act(obs, noise=noise).logprob)
 
 
-def test_diffusion_learns_by_supervision(make_policy, env_spec):
+def test_diffusion_trains_by_sft(make_policy, env_spec):
     env = dataclasses.replace(env_spec, unnorm_key="libero_10")
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
     obs, actions = observe(2), policy.act(observe(2), noise=None).actions

@@ -19,7 +19,7 @@ def problems(folder=None, **config):
     return FACTORY.validate(model_of(path=None if folder is None else str(folder), **config))
 
 
-def test_the_registry_holds_it():
+def test_openvla_oft_is_registered():
     assert POLICIES.get("openvla_oft") is FACTORY
 
 
@@ -40,24 +40,24 @@ def test_checks_and_description_do_not_import_torch(env_spec):
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
 
 
-def test_no_path_says_which_checkpoints_fit_and_what_can_be_tried_now():
+def test_missing_path_error_lists_checkpoints():
     (message,) = problems()
     for part in (
         "Haozhan72/Openvla-oft-SFT-libero",
         "RLinf/",
-        "or the L1",
+        "or L1",
         "local folder",
         "model=openvla_oft_tiny",
     ):
         assert part in message
 
 
-def test_missing_folder_and_missing_config(tmp_path):
-    assert "does not exist" in problems(tmp_path / "nowhere")[0]
+def test_missing_folder_or_config_is_an_error(tmp_path):
+    assert "is not a folder" in problems(tmp_path / "nowhere")[0]
     assert "has no config.json" in problems(tmp_path)[0]
 
 
-def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
+def test_valid_folder_and_preset_have_no_problems(checkpoint):
     assert problems(checkpoint) == []
     assert problems("assets/openvla_oft_tiny") == []
 
@@ -67,7 +67,7 @@ def test_a_good_folder_and_the_preset_have_no_problems(checkpoint):
     [
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
         ({"lora": LoraSettings(path="nowhere")}, "nowhere holds no adapter_config.json"),
-        ({"is_lora": True, "use_film": True}, "is for evaluation"),
+        ({"is_lora": True, "use_film": True}, "supports evaluation only"),
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
 )
@@ -81,12 +81,12 @@ def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
     ("word", "meant"),
     [("action_normalization=bound", "bounds"), ("action_head=L1", "l1"), ("image_pipeline=oficial", "official")],
 )
-def test_the_schema_knows_the_choices(word, meant):
+def test_schema_lists_the_choices(word, meant):
     with pytest.raises(ConfigError, match=f"Did you mean '{meant}'"):
         load_config("train", ["model=openvla_oft_tiny", f"model.{word}"])
 
 
-def test_adapters_want_trained_weights():
+def test_adapters_need_trained_weights():
     (message,) = problems("assets/openvla_oft_tiny", is_lora=True)
     assert "no trained weights" in message
 
@@ -95,7 +95,7 @@ def test_problems_are_reported_together(checkpoint):
     assert len(problems(checkpoint, lora=LoraSettings(r=8), unnorm_key="libero_9")) == 2
 
 
-def test_incomplete_folders(checkpoint):
+def test_incomplete_folders_are_refused(checkpoint):
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "action_head--100_checkpoint.pt").write_bytes(b"")
     for path in checkpoint.glob("model*"):
@@ -103,7 +103,7 @@ def test_incomplete_folders(checkpoint):
     text = "\n".join(problems(checkpoint))
     assert "has no tokenizer.json" in text
     assert "continuous action head" in text
-    assert "holds no model*.safetensors" in text
+    assert "contains no model*.safetensors" in text
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_incomplete_folders(checkpoint):
         ({"text_config": 7}, "field of the wrong type"),
     ],
 )
-def test_foreign_configs_are_refused(checkpoint, edit_json, fields, part):
+def test_configs_of_other_models_are_refused(checkpoint, edit_json, fields, part):
     edit_json(checkpoint / "config.json", **fields)
     (message,) = problems(checkpoint)
     assert part in message
@@ -147,7 +147,7 @@ def test_spec_refuses_what_does_not_fit_the_environment(checkpoint, env_spec, co
         FACTORY.spec(model_of(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
 
 
-def test_statistics_key_rule(checkpoint):
+def test_statistics_key_defaults_to_the_environments(checkpoint):
     statistics = checkpoint / "dataset_statistics.json"
     raw = json.loads(statistics.read_text())["libero_10_no_noops"]
     other = json.loads(json.dumps(raw))

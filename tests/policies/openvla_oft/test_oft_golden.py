@@ -403,13 +403,13 @@ def recorded_tensors():
 
 @pytest.mark.parametrize(("file", "key"), recorded_tensors())
 @torch.no_grad()
-def test_a_change_of_two_per_cent_is_noticed(policies, golden, limits, file, key):
+def test_two_percent_change_fails(policies, golden, limits, file, key):
     recorded = Recorded(golden, limits(file), file, key)
     with pytest.raises(AssertionError):
         CHECKS[file](policies, recorded)
 
 
-def test_a_causal_mask_is_far_off(policies, golden, monkeypatch):
+def test_causal_mask_gives_other_logits(policies, golden, monkeypatch):
     plain = F.scaled_dot_product_attention
 
     def causal(q, k, v, attn_mask=None):

@@ -40,14 +40,14 @@ def observe(count: int) -> Observation:
     )
 
 
-def test_sizes_of_batches_are_few_and_at_most_half_as_large_again():
+def test_graph_batch_sizes_are_few():
     sizes = {bucket(count) for count in range(1, 257)}
     assert len(sizes) == 16
     assert all(count <= bucket(count) <= 1.5 * count for count in range(2, 257))
 
 
 @torch.no_grad()
-def test_a_filled_batch_gives_what_the_batch_gives(policy):
+def test_padded_batch_matches_the_batch(policy):
     inputs = policy._inputs(observe(5))
     filled = fill(inputs, bucket(5))
     assert len(filled.pixels) == len(filled.state) == 6
@@ -56,9 +56,9 @@ def test_a_filled_batch_gives_what_the_batch_gives(policy):
 
 
 @torch.no_grad()
-def test_where_a_pass_cannot_be_recorded_acting_goes_on_without_and_says_why(policy):
+def test_failed_recording_falls_back_with_a_warning(policy):
     inputs, recorded = policy._inputs(observe(5)), Recorded(policy._forward)
-    with pytest.warns(UserWarning, match=r"model\.cuda_graphs: acting without, a pass cannot be recorded: .*CUDAGraph"):
+    with pytest.warns(UserWarning, match=r"model\.cuda_graphs: not used, because .*CUDAGraph"):
         first = recorded(inputs)
     second = recorded(inputs)
     for logits in (first, second):
@@ -66,7 +66,7 @@ def test_where_a_pass_cannot_be_recorded_acting_goes_on_without_and_says_why(pol
 
 
 @torch.no_grad()
-def test_a_lack_of_memory_is_no_reason_to_act_without_recording(policy, monkeypatch):
+def test_out_of_memory_is_not_a_fallback(policy, monkeypatch):
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

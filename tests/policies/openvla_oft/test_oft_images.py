@@ -72,7 +72,7 @@ def test_centre_crop_equals_tensorflow(tf_images):
     assert np.array_equal(got, tf_images["center_crop_224"])
 
 
-def test_whole_official_pipeline_equals_tensorflow(tf_images, tf_frames):
+def test_official_pipeline_equals_tensorflow(tf_images, tf_frames):
     """But for roundings of the resize, which other processors may do otherwise."""
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
     got = official_pixels(np.concatenate([upright[None], tf_frames["frames"]]), 224, CPU).permute(0, 2, 3, 1).numpy()
@@ -93,7 +93,7 @@ def test_normalisation_and_channel_order(tf_images, norms, golden_dir):
 
 
 @pytest.mark.parametrize("pipeline", ["rlinf", "official"])
-def test_rotation_happens_before_everything_else(tf_images, norms, pipeline):
+def test_rotation_is_applied_first(tf_images, norms, pipeline):
     raw = tf_images["agentview_256"][None, None]
     arguments = {"pipeline": pipeline, "size": 56, "norms": norms, "device": CPU}
     rotated = preprocess(raw, rotation_deg=180, **arguments)
@@ -101,7 +101,7 @@ def test_rotation_happens_before_everything_else(tf_images, norms, pipeline):
     assert not torch.equal(rotated, preprocess(raw, rotation_deg=0, **arguments))
 
 
-def test_cameras_are_groups_of_six_channels_and_rows_do_not_mix(norms):
+def test_cameras_are_groups_of_six_channels(norms):
     frames = np.random.default_rng(0).integers(0, 256, (3, 2, 40, 48, 3), dtype=np.uint8)
     arguments = {"rotation_deg": 180, "pipeline": "rlinf", "size": 28, "norms": norms, "device": CPU}
     both = preprocess(frames, **arguments)
@@ -110,6 +110,6 @@ def test_cameras_are_groups_of_six_channels_and_rows_do_not_mix(norms):
     assert torch.equal(both[1:2], preprocess(frames[1:2], **arguments))
 
 
-def test_constants_of_the_file_win_over_the_nominal_ones(norms):
+def test_processor_file_overrides_default_constants(norms):
     assert norms[0].mean == (0.484375, 0.455078125, 0.40625)
     assert norms[0].std == (0.228515625, 0.2236328125, 0.224609375)

@@ -41,13 +41,13 @@ def test_discrete_loss_is_the_cross_entropy_of_tokens_and_stop(checkpoint, make_
     np.testing.assert_allclose(scores.accuracy, (greedy == tokens).mean(1))
 
 
-def test_values_beyond_the_statistics_are_those_at_the_ends(checkpoint, make_policy):
+def test_imitation_targets_are_clipped_to_the_statistics(checkpoint, make_policy):
     policy, obs = make_policy(checkpoint), observe()
     far, farther = (policy.imitate(obs, np.full((4, 8, 7), x, np.float32)).loss for x in (99.0, 999.0))
     assert torch.equal(far, farther)
 
 
-def test_openvla_learns_by_teacher_forcing(checkpoint, make_policy):
+def test_openvla_imitation_uses_teacher_forcing(checkpoint, make_policy):
     policy, obs = make_policy(checkpoint, factory=OPENVLA, num_action_chunks=1), observe()
     out = policy.act(obs, noise=np.random.default_rng(0).random((4, 7), dtype=np.float32))
     tokens = np.maximum(out.tokens, 31745)
@@ -88,7 +88,7 @@ def test_l1_regression_fits_samples_that_differ_in_image_or_task(make_policy, ro
     assert policy.imitate(obs, want).loss.mean().item() < 0.2 * first
 
 
-def test_supervised_training_may_add_heads_to_a_checkpoint(checkpoint, make_policy, robot, tmp_path):
+def test_sft_may_add_heads_to_a_checkpoint(checkpoint, make_policy, robot, tmp_path):
     env = dataclasses.replace(robot, unnorm_key="libero_10")
     config = {"env": env, "use_proprio": True, "action_head": "l1"}
     with pytest.raises(CheckpointError, match="has neither proprio_projector"):
@@ -107,7 +107,7 @@ def test_supervised_training_may_add_heads_to_a_checkpoint(checkpoint, make_poli
         np.testing.assert_array_equal(again.act(obs, noise=None).actions, a.act(obs, noise=None).actions)
 
 
-def test_adapters_train_beside_a_whole_l1_head(checkpoint, make_policy, robot, tmp_path):
+def test_adapters_train_with_a_full_l1_head(checkpoint, make_policy, robot, tmp_path):
     env = dataclasses.replace(robot, unnorm_key="libero_10")
     config = {"env": env, "use_proprio": True, "action_head": "l1", "is_lora": True, "precision": Precision.bf16}
     config["lora"] = LoraSettings(r=4, lora_alpha=4)

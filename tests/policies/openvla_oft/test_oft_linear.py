@@ -28,7 +28,7 @@ def gradients(outs, x, module, onto) -> list[torch.Tensor]:
 @pytest.mark.parametrize("alpha", [2, 5])
 @pytest.mark.parametrize("names", [["one"], ["one", "two"]])
 @pytest.mark.parametrize("bias", [False, True])
-def test_adapted_layers_together_are_each_of_them(names, bias, alpha):
+def test_fused_adapted_layers_match_separate_ones(names, bias, alpha):
     torch.manual_seed(0)
     module = Pair(bias=bias)
     config = LoraConfig(r=2, lora_alpha=alpha, target_modules=["one", "two"], init_lora_weights=False)
@@ -46,7 +46,7 @@ def test_adapted_layers_together_are_each_of_them(names, bias, alpha):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
-def test_a_rotation_in_place_is_a_rotation():
+def test_in_place_rotation_matches_the_formula():
     x = torch.randn(2, 3, 5, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = (t.double() for t in rope_tables(torch.arange(5)[None], 8, 10_000.0))
     weight = torch.randn(2, 3, 5, 8, dtype=torch.float64)

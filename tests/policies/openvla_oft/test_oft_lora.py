@@ -73,13 +73,13 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
         assert (parameter.grad is not None) == (name in names), name
 
 
-def test_a_given_adapter_decides_how_many_parameters_are_trained(checkpoint, make_policy, adapter):
+def test_initial_adapter_sets_the_trained_parameters(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=8, lora=LoraSettings(path=str(adapter)))
     assert policy.spec.num_trained == sum(p.numel() for p in trained(policy).values())
 
 
 @pytest.mark.parametrize(("init", "std"), [("gaussian", 0.25), ("kaiming", 0.144)])
-def test_initial_factors(checkpoint, make_policy, init, std):
+def test_initial_factors_match_the_settings(checkpoint, make_policy, init, std):
     policy = make_policy(checkpoint, is_lora=True, lora=LoraSettings(r=4, lora_alpha=4, init_lora_weights=init))
     state = policy.module.state_dict()
     # Gaussian: 1/r. Kaiming-uniform with a = sqrt(5): 1 / sqrt(3 * fan_in), here of 16 inputs.
@@ -93,7 +93,7 @@ def test_initial_factors(checkpoint, make_policy, init, std):
         assert not a.any() or not torch.equal(a, c)
 
 
-def test_checkpoints_hold_only_what_is_trained(checkpoint, make_policy, tmp_path):
+def test_adapter_checkpoints_contain_only_trained_weights(checkpoint, make_policy, tmp_path):
     config = {"value_dim": 1, "lora": LoraSettings(r=4, lora_alpha=8)}
     policy, obs = make_policy(checkpoint, is_lora=True, **config), observe()
     take_a_step(policy, obs, policy.act(obs, noise=uniforms(4)).tokens)
@@ -123,7 +123,7 @@ def test_bf16_base_with_fp32_adapters(checkpoint, make_policy):
     np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-6)
 
 
-def test_adapters_that_do_not_fit_are_named(checkpoint, make_policy, adapter, tmp_path):
+def test_mismatched_adapters_are_an_error(checkpoint, make_policy, adapter, tmp_path):
     damaged = tmp_path / "adapter"
     damaged.mkdir()
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -144,9 +144,9 @@ def test_adapters_that_do_not_fit_are_named(checkpoint, make_policy, adapter, tm
     with pytest.raises(CheckpointError, match=r"adapts 'projector\.fc9\.weight', which .* another model"):
         make_policy(checkpoint, lora=LoraSettings(path=str(damaged)))
     write(tensors, r=8)
-    with pytest.raises(CheckpointError, match="is not of rank 8"):
+    with pytest.raises(CheckpointError, match="does not have rank 8"):
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
-    with pytest.raises(ConfigError, match=r"q_prj fits no layer.*q_proj"):
+    with pytest.raises(ConfigError, match=r"q_prj matches no layer.*q_proj"):
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules="q_prj"))
 
 

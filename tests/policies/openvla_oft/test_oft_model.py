@@ -15,7 +15,7 @@ from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.openvla_oft.vision import PatchEmbed
 
 
-def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
+def test_images_are_encoded_separately(checkpoint, make_policy, golden):
     module = make_policy(checkpoint).module
     pixels = golden("inputs")["pixel_values_2img"]
     with torch.no_grad():
@@ -23,7 +23,7 @@ def test_two_images_are_two_runs_of_the_towers(checkpoint, make_policy, golden):
         close(both, torch.cat([module.vision_backbone(pixels[:, i : i + 6]) for i in (0, 6)], dim=1), 1e-5)
 
 
-def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
+def test_7b_model_has_the_published_keys_and_shapes(golden_dir, checkpoint):
     config_file = golden_dir / "config_7b_example.json"
     (checkpoint / "dataset_statistics.json").unlink()
     (checkpoint / "config.json").write_bytes(config_file.read_bytes())
@@ -37,7 +37,7 @@ def test_7b_keys_shapes_and_count(golden_dir, checkpoint):
     assert count_parameters(config, options) == sum(p.numel() for p in module.parameters()) == 7_541_237_184
 
 
-def test_unused_weights_get_no_gradient_and_all_others_do(checkpoint, make_policy, golden):
+def test_only_used_weights_get_a_gradient(checkpoint, make_policy, golden):
     module = make_policy(checkpoint, value_dim=1).module
     logits, value = module(inputs_of(golden))
     (logits.logsumexp(-1).sum() + value.sum()).backward()
@@ -52,7 +52,7 @@ def test_unused_weights_get_no_gradient_and_all_others_do(checkpoint, make_polic
 
 
 @pytest.mark.parametrize("append_stop", [True, False])
-def test_slots_that_pass_the_first_layer_once_are_all_slots(checkpoint, make_policy, golden, monkeypatch, append_stop):
+def test_deduplicated_slots_match_all_slots(checkpoint, make_policy, golden, monkeypatch, append_stop):
     """Two prompts of different lengths: STOP and padding stand elsewhere in each row."""
     module, batch = make_policy(checkpoint, append_stop=append_stop, value_dim=1).module, inputs_of(golden)
     assert batch.prompt_lengths[0] != batch.prompt_lengths[1]
@@ -72,7 +72,7 @@ def test_slots_that_pass_the_first_layer_once_are_all_slots(checkpoint, make_pol
 
 
 @pytest.mark.parametrize("side", [28, 30])
-def test_patches_are_those_of_the_convolution(checkpoint, side):
+def test_patch_embedding_matches_the_convolution(checkpoint, side):
     embed = PatchEmbed(read_config(checkpoint).towers[0])
     size = embed.proj.weight.shape[-1]
     pixels = torch.randn(2, 6, side * size // 14, 2 * size)[:, :3]
@@ -82,7 +82,7 @@ def test_patches_are_those_of_the_convolution(checkpoint, side):
         close(a, b, 1e-5 * float(b.detach().abs().max()))
 
 
-def test_a_norm_has_the_numbers_and_gradients_of_its_formula():
+def test_fused_norm_matches_its_formula():
     torch.manual_seed(0)
     norm, x = RmsNorm(32, 1e-2), torch.randn(3, 5, 32, requires_grad=True)
     torch.nn.init.normal_(norm.weight)

@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
 
-def test_rounded_rotary_table(checkpoint, make_policy, golden):
+def test_rope_bf16_table_rounds_frequencies(checkpoint, make_policy, golden):
     """RLinf casts the rotary frequencies to bfloat16; the golden logits of both variants are 4.06 apart."""
     want = golden("official_discrete_1img_bf16")["action_logits_31744_32064_inv_freq_bf16"][..., :256].float()
     batch = inputs_of(golden, rows=1)
@@ -49,18 +49,18 @@ def test_evaluation_temperature_replaces_that_of_training(checkpoint, make_polic
     assert not np.array_equal(got.tokens, hot.act(observe(), noise=uniforms(4)).tokens)
 
 
-def test_freezing_by_pattern(checkpoint, make_policy):
+def test_freeze_patterns_select_parameters(checkpoint, make_policy):
     policy = make_policy(checkpoint, value_dim=1, freeze=["vision_backbone.*", "*.embed_tokens.weight"])
     scores = policy.score(observe(), policy.act(observe(), noise=uniforms(4)).tokens)
     (scores.logprob.sum() + scores.value.sum()).backward()
     with_gradient = {name for name, p in policy.module.named_parameters() if p.grad is not None}
     assert with_gradient
     assert not any(name.startswith("vision_backbone.") or "embed_tokens" in name for name in with_gradient)
-    with pytest.raises(ConfigError, match=r"'vision\.\*' fits no parameter.*vision_backbone"):
+    with pytest.raises(ConfigError, match=r"'vision\.\*' matches no parameter.*vision_backbone"):
         make_policy(checkpoint, freeze=["vision.*"])
 
 
-def test_recomputation_saves_memory_and_changes_no_gradient(checkpoint, make_policy):
+def test_gradient_checkpointing_saves_memory(checkpoint, make_policy):
     gradients, saved = {}, {}
     for recompute in (False, True):
         policy = make_policy(checkpoint, value_dim=1, recompute=recompute)
@@ -85,7 +85,7 @@ def test_recomputation_saves_memory_and_changes_no_gradient(checkpoint, make_pol
         pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],
 )
-def test_a_compiled_model_gives_the_same_numbers(checkpoint, make_policy, monkeypatch, backend):
+def test_compiled_model_matches_the_plain_model(checkpoint, make_policy, monkeypatch, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor wants a C++ compiler")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
@@ -102,7 +102,7 @@ def test_a_compiled_model_gives_the_same_numbers(checkpoint, make_policy, monkey
 
 
 @pytest.mark.parametrize(("chunk", "dim", "images"), [(25, 14, 3), (5, 7, 1)])
-def test_other_robots(checkpoint, make_policy, env_spec, chunk, dim, images):
+def test_other_action_dimensions_work(checkpoint, make_policy, env_spec, chunk, dim, images):
     """ALOHA: 25 actions of 14 dimensions from three cameras, between minimum and maximum; Bridge: 5 of 7."""
     bounds = {"min": [-2.0] * dim, "max": [2.0] * dim, "q01": [-1.0] * dim, "q99": [1.0] * dim}
     (checkpoint / "dataset_statistics.json").write_text(json.dumps({"robot": {"action": bounds}}))
@@ -128,7 +128,7 @@ def test_other_robots(checkpoint, make_policy, env_spec, chunk, dim, images):
         ("openvla", ("official", False, 1)),
     ],
 )
-def test_presets(preset, want):
+def test_presets_are_valid(preset, want):
     model = load_config("train", [f"model={preset}"]).model
     chunks = () if preset == "openvla" else (model.append_stop, model.action_head, model.use_proprio)
     assert (model.image_pipeline, model.rope_bf16_table, model.num_images_in_input, *chunks) == want

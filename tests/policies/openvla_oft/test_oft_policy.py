@@ -29,7 +29,7 @@ def uniforms(rows, seed=0):
 
 
 @pytest.mark.parametrize("rotation", [0, 180])
-def test_read_only_inputs_are_fine(checkpoint, make_policy, env_spec, rotation):
+def test_read_only_inputs_are_accepted(checkpoint, make_policy, env_spec, rotation):
     policy = make_policy(checkpoint, env=dataclasses.replace(env_spec, image_rotation_deg=rotation))
     noise = uniforms(4)
     noise.flags.writeable = False
@@ -68,7 +68,7 @@ def test_actions_are_in_the_units_of_the_statistics(checkpoint, make_policy):
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("trainable", [True, False])
-def test_act_and_score_agree(checkpoint, make_policy, precision, trainable):
+def test_oft_acting_and_scoring_agree(checkpoint, make_policy, precision, trainable):
     policy = make_policy(checkpoint, value_dim=1, precision=precision, trainable=trainable)
     for noise in (uniforms(4), None):
         out = policy.act(observe(), noise=noise)
@@ -87,7 +87,7 @@ def test_temperature_is_in_the_logprob_and_greedy_ignores_it(checkpoint, make_po
     assert hot_out.logprob.mean() < cold_out.logprob.mean() - 0.1
 
 
-def test_a_row_does_not_depend_on_its_neighbours(checkpoint, make_policy):
+def test_rows_are_batch_independent(checkpoint, make_policy):
     policy = make_policy(checkpoint, value_dim=1)
     first, other = observe(0), observe(1, instructions=("put the",))
     images = other.images.copy()
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_its_neighbours(checkpoint, make_policy):
         assert not np.array_equal(getattr(a, field)[3], getattr(b, field)[3])
 
 
-def test_the_instruction_and_the_image_matter(checkpoint, make_policy):
+def test_actions_depend_on_instruction_and_image(checkpoint, make_policy):
     policy = make_policy(checkpoint)
     base = observe(rows=1)
     other_text = dataclasses.replace(base, instructions=("put the",))
@@ -122,7 +122,7 @@ def test_padding_does_not_change_a_row(checkpoint, make_policy, env_spec):
     np.testing.assert_allclose(a.logprob, b.logprob, atol=1e-4)
 
 
-def test_only_the_wanted_cameras_are_read(checkpoint, make_policy, env_spec):
+def test_only_configured_cameras_are_used(checkpoint, make_policy, env_spec):
     two = dataclasses.replace(env_spec, cameras=("agentview", "wrist"))
     obs = observe(cameras=2)
     blind = dataclasses.replace(obs, images=obs.images.copy())
@@ -144,7 +144,7 @@ def test_sampling_follows_the_softmax():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_of_integers_are_those_of_floats(dtype):
+def test_integer_sums_match_float_sums(dtype):
     probability = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype).softmax(-1)
     probability[:, 100:200] = 0
     sums = integer_sums(probability)
@@ -155,7 +155,7 @@ def test_sums_of_integers_are_those_of_floats(dtype):
 
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("pipeline", ["rlinf", "official"])
-def test_training_sees_the_pixels_that_acting_saw(checkpoint, make_policy, pipeline, precision):
+def test_training_and_acting_use_the_same_pixels(checkpoint, make_policy, pipeline, precision):
     policy = make_policy(checkpoint, image_pipeline=pipeline, precision=precision)
     seen = []
     policy.module.vision_backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
@@ -167,7 +167,7 @@ def test_training_sees_the_pixels_that_acting_saw(checkpoint, make_policy, pipel
     assert torch.equal(seen[0], seen[2])
 
 
-def test_sampling_at_the_ends():
+def test_sampling_at_the_ends_of_the_interval_is_valid():
     scaled = torch.full((1, 2, 256), -float("inf"))
     scaled[..., 7] = 0.0
     noise = torch.tensor([[0.0, np.nextafter(np.float32(1), np.float32(0))]])
@@ -186,7 +186,7 @@ def test_gradients_reach_both_towers_and_the_value_head(make_policy):
     assert silent == []
 
 
-def test_tiny_preset_starts_well_spread_and_depends_on_the_seed(make_policy):
+def test_tiny_preset_starts_near_uniform(make_policy):
     obs = observe(instructions=("pick up the milk and place it in the basket",))
     first, again, other = (make_policy(TINY, seed=seed, temperature=1.0) for seed in (0, 0, 1))
     entropy = first.score(obs, first.act(obs, noise=None).tokens).entropy
@@ -196,7 +196,7 @@ def test_tiny_preset_starts_well_spread_and_depends_on_the_seed(make_policy):
     assert not np.array_equal(a, c)
 
 
-def test_tiny_preset_can_learn_to_tell_images_and_tasks_apart(make_policy):
+def test_tiny_preset_can_fit_images_and_tasks(make_policy):
     """Four samples with different targets are fitted in 30 steps; a blind or deaf model could not."""
     policy = make_policy(TINY, temperature=1.0)
     tasks = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
@@ -215,12 +215,12 @@ def test_tiny_preset_can_learn_to_tell_images_and_tasks_apart(make_policy):
     assert (policy.act(obs, noise=None).tokens == targets).mean() > 0.9
 
 
-def test_the_image_pipeline_is_a_choice(checkpoint, make_policy):
+def test_image_pipeline_setting_is_used(checkpoint, make_policy):
     a, b = (make_policy(checkpoint, image_pipeline=name).act(observe(), noise=None) for name in ("rlinf", "official"))
     assert np.abs(a.logprob - b.logprob).max() > 1e-3
 
 
-def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
+def test_tiny_preset_uses_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
     cameras = ("agentview", "robot0_eye_in_hand")
     env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
     options = {"env": env, "num_images_in_input": 2, "use_proprio": True, "value_dim": 1}
@@ -239,7 +239,7 @@ def test_the_tiny_preset_reads_both_cameras_and_the_state(make_policy, env_spec,
     assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
 
 
-def test_the_shipped_start_has_one_logprob_in_every_batch(make_policy, env_spec):
+def test_tiny_preset_logprobs_are_batch_independent(make_policy, env_spec):
     """Rows of different prompt lengths together, alone and in reverse order; while acting and while training."""
     cameras = ("agentview", "robot0_eye_in_hand")
     env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")

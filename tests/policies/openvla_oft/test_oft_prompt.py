@@ -26,16 +26,16 @@ def encoder(tmp_path):
 
 
 @pytest.mark.parametrize("instruction", RECORDED)
-def test_recorded_ids(encoder, instruction):
+def test_token_ids_match_the_record(encoder, instruction):
     assert list(encoder.encode(instruction)) == HEAD + RECORDED[instruction] + TAIL
 
 
-def test_the_golden_prompts(encoder, golden):
+def test_prompts_match_golden_ids(encoder, golden):
     for instruction, name in (("pick up the black bowl", "prompt_a"), ("put the", "prompt_b")):
         assert list(encoder.encode(instruction)) == golden("inputs")[name].tolist()
 
 
-def test_case_is_folded(encoder):
+def test_prompts_are_lower_case(encoder):
     assert encoder.encode("Put The") == encoder.encode("put the")
 
 
@@ -46,7 +46,7 @@ def test_batch_has_the_width_of_the_longest_task(encoder):
     assert ids[0, 17:].tolist() == [0] * 4
 
 
-def test_a_longer_instruction_widens_to_a_multiple_of_16(encoder):
+def test_longer_instruction_widens_to_a_multiple_of_16(encoder):
     ids, lengths = encoder.batch(["put the", *RECORDED])
     assert lengths.tolist() == [17, 29, 35]
     assert ids.shape == (3, 48)
@@ -67,7 +67,7 @@ def test_a_broken_tokenizer_file_is_named(tmp_path):
         PromptEncoder(path, bos_token_id=1)
 
 
-def test_tiny_preset_reads_every_task_word_as_one_piece_and_never_an_action_id():
+def test_tiny_tokenizer_has_one_token_per_task_word():
     encoder = PromptEncoder(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", bos_token_id=1)
     instruction = "put the white mug on the plate and put the chocolate pudding to the right of the plate"
     # BOS, "In", ":", 7 words, the instruction, "?", newline, "Out", ":", empty piece

@@ -64,7 +64,7 @@ def half_span(policy) -> np.ndarray:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_new_actor_leaves_the_model_alone_to_the_last_bit(build, precision):
+def test_new_oft_residual_actor_is_bit_identical_to_the_model(build, precision):
     """While it is trained as in evaluation: what it corrects does not change on the way to a robot."""
     obs, keys = observe(3), {"precision": precision, "likelihood": "residual"}
     alone = build(precision=precision, trainable=False).act(obs, noise=None).actions
@@ -77,7 +77,7 @@ def test_a_new_actor_leaves_the_model_alone_to_the_last_bit(build, precision):
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_what_is_kept_says_what_was_executed(build, repeated):
+def test_oft_record_contains_the_executed_correction(build, repeated):
     """The model's greedy chunk and the kept correction, within its bound; critics and demonstrations see the same."""
     policy, obs = correct(build, residual_scale=0.3, residual_repeated=repeated), observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
@@ -117,7 +117,7 @@ def test_acting_and_scoring_agree_on_the_squashed_gaussian(build):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_reach_the_correction_only(build, precision):
+def test_only_the_oft_residual_actor_has_gradients(build, precision):
     policy, obs = correct(build, precision=precision, value_dim=1), observe(2)
     trained = {name: p for name, p in policy.module.named_parameters() if p.requires_grad}
     assert {name.split(".")[0] for name in trained} == {"residual_actor", "value_head"}
@@ -130,16 +130,16 @@ def test_gradients_reach_the_correction_only(build, precision):
     assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
 
 
-def test_the_actor_comes_back_with_the_weights_and_others_find_the_model_alone(build, tmp_path):
+def test_oft_residual_actor_is_saved_with_the_model(build, tmp_path):
     policy, obs = correct(build), observe(3)
     policy.save(tmp_path / "saved")
     mine = policy.act(obs, noise=None).actions
     for keys in ({"trainable": True}, {"trainable": False}):
         again = build(tmp_path / "saved", likelihood="residual", seed=3, **keys)
         assert np.array_equal(again.act(obs, noise=None).actions, mine)
-    with pytest.raises(CheckpointError, match=r"bound is 0\.2, this run needs 0\.3"):
+    with pytest.raises(CheckpointError, match=r"bound is 0\.2 \(this run needs 0\.3"):
         build(tmp_path / "saved", likelihood="residual", residual_scale=0.3)
-    with pytest.raises(CheckpointError, match=r"bound is 0\.2, this run needs 0\.3"):
+    with pytest.raises(CheckpointError, match=r"bound is 0\.2 \(this run needs 0\.3"):
         FACTORY.compare(policy._cfg.updated({"residual_scale": 0.3}), policy._env, tmp_path / "saved")
     FACTORY.compare(policy._cfg, policy._env, tmp_path / "saved")
     other = build(likelihood="residual", seed=0)
@@ -153,7 +153,7 @@ def test_the_actor_comes_back_with_the_weights_and_others_find_the_model_alone(b
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("model.is_lora=true",), "likelihood=residual freezes the model, adapters with it"),
+        (("model.is_lora=true",), "likelihood=residual freezes the model including adapters"),
         (("model.likelihood=head",), "OpenVLA-OFT with model.likelihood=residual"),
         (("launcher=local", "actor.fsdp.size=2"), "learns in one process"),
     ],
@@ -176,7 +176,7 @@ def test_keys_without_effect_warn(words, key):
     assert line.startswith(f"{key} has no effect")
 
 
-def test_demonstrations_are_kept_as_corrections_of_what_the_model_proposes(tmp_path):
+def test_demonstrations_are_stored_as_corrections(tmp_path):
     """What critics see of them is what was demonstrated; the memory of moments is that of the actor alone."""
     demos = tmp_path / "demos"
     view = ("env.init_params.camera_heights=56", "env.init_params.camera_widths=56")

@@ -84,7 +84,7 @@ def test_greedy_decoding_and_scoring_match_the_reference(openvla, golden):
                 np.testing.assert_allclose(chosen, logprobs, atol=1e-4)
 
 
-def test_earlier_tokens_matter_and_later_ones_do_not(openvla, golden):
+def test_tokens_depend_on_earlier_tokens_only(openvla, golden):
     module, batch = openvla().module, inputs_of(golden)
     tokens = torch.full((2, 7), FIRST + 100)
     changed = tokens.clone()
@@ -95,7 +95,7 @@ def test_earlier_tokens_matter_and_later_ones_do_not(openvla, golden):
     assert all((a[:, j] - b[:, j]).abs().max() > 1e-3 for j in range(4, 7))
 
 
-def test_act_and_score_agree_whatever_the_batch(openvla):
+def test_openvla_acting_and_scoring_are_batch_independent(openvla):
     policy = openvla(value_dim=1)
     assert policy.spec.tokens_per_chunk == 7
     obs, noise = observe(), np.random.default_rng(0).random((4, 7), dtype=np.float32)
@@ -111,8 +111,8 @@ def test_act_and_score_agree_whatever_the_batch(openvla):
     np.testing.assert_allclose(alone.logprob, out.logprob[:1], atol=1e-4)
 
 
-def test_it_is_registered_and_takes_single_actions_only(checkpoint):
+def test_openvla_predicts_single_actions(checkpoint):
     assert POLICIES.get("openvla") is OPENVLA
     (problem,) = OPENVLA.validate(model_of("openvla", path=str(checkpoint)))
-    assert "one action per query" in problem
+    assert "one action per inference" in problem
     assert "append_stop" not in OPENVLA.settings.model_fields

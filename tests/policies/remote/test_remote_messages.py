@@ -28,7 +28,7 @@ PICTURE = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
 
 
 @pytest.mark.parametrize("write", [bytes_keyed, text_keyed])
-def test_arrays_come_back_as_they_were(write):
+def test_arrays_round_trip(write):
     sent = {"a": PICTURE[::-1], "b": [np.float32(1.5), np.zeros((0, 3))], "c": {"d": np.array([True, False])}}
     found = unpack(pack(sent, write))
     for one, other in ((found["a"], sent["a"]), (found["b"][1], sent["b"][1]), (found["c"]["d"], sent["c"]["d"])):
@@ -37,7 +37,7 @@ def test_arrays_come_back_as_they_were(write):
     assert found["b"][0] == 1.5
 
 
-def test_pictures_may_be_compressed():
+def test_compressed_images_are_decoded():
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -74,7 +74,7 @@ def test_small_messages_with_many_parts_are_refused(message):
         unpack(message())
 
 
-def test_long_states_and_many_pictures_are_read():
+def test_long_states_and_many_images_are_read():
     found = unpack(msgpack.packb({"state": [0.5] * 5000, "images": [_png(640, 480)] * 8, "prompt": "x" * 5000}))
     assert len(found["state"]) == 5000
     assert found["images"][7].shape == (480, 640)
@@ -109,17 +109,17 @@ def test_a_damaged_or_dangerous_array_is_refused(field, value, says, tmp_path, m
 
 
 @pytest.mark.parametrize("data", [b"\xc1", b"\x93\x01", b"", "text", b"\x91" * 10_000])
-def test_what_is_no_message_is_refused(data):
+def test_malformed_message_is_refused(data):
     with pytest.raises(MessageError):
         unpack(data)
 
 
-def test_a_picture_of_another_kind_is_refused():
+def test_image_of_another_type_is_refused():
     with pytest.raises(MessageError, match="neither PNG nor JPEG"):
         unpack(msgpack.packb({"__image__": True, "format": "png", "data": b"GIF89a", "shape": [1, 1, 3]}))
 
 
-def test_what_cannot_be_sent_is_not_pickled():
+def test_unsupported_objects_are_not_pickled():
     with pytest.raises(MessageError, match="cannot be sent"):
         pack({"a": np.array([object()])}, bytes_keyed)
     with pytest.raises(MessageError, match="cannot be sent"):
@@ -129,20 +129,20 @@ def test_what_cannot_be_sent_is_not_pickled():
 SEEN = Seen(images=(PICTURE, PICTURE[:, ::-1]), state=np.arange(8, dtype=np.float32), prompt="pick up the bowl")
 
 
-def test_names_are_those_of_openpis_libero_policies():
+def test_default_names_match_openpis_libero_policies():
     assert set(OPENPI.write(SEEN)) == {"observation/image", "observation/wrist_image", "observation/state", "prompt"}
     assert set(VLA_EVAL.write(SEEN)) == {"images", "states", "task_description"}
 
 
 @pytest.mark.parametrize("names", [OPENPI, VLA_EVAL])
-def test_what_is_written_is_read(names):
+def test_observations_round_trip(names):
     found = names.read(names.write(SEEN), images=2, states=8)
     assert all(np.array_equal(one, other) for one, other in zip(found.images, SEEN.images, strict=True))
     assert np.array_equal(found.state, SEEN.state)
     assert found.prompt == SEEN.prompt
 
 
-def test_images_of_vla_eval_are_read_in_the_order_in_which_they_come():
+def test_vla_eval_images_are_read_by_position():
     """Its servers read by position; fails where names decide."""
     first, second = SEEN.images
     message = VLA_EVAL.write(SEEN) | {"images": {"wrist": first, "agentview": second}}
@@ -152,7 +152,7 @@ def test_images_of_vla_eval_are_read_in_the_order_in_which_they_come():
     assert np.array_equal(VLA_EVAL.read(message, images=1, states=8).images[0], first)
 
 
-def test_names_can_be_chosen():
+def test_names_are_configurable():
     cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
     message = names_of(cfg).write(SEEN)
     assert set(message) == {"cam_high", "state", "task"}
@@ -172,12 +172,12 @@ def test_names_can_be_chosen():
         ({"prompt": None}, "text"),
     ],
 )
-def test_an_observation_that_does_not_fit_is_refused(change, says):
+def test_mismatched_observation_is_refused(change, says):
     with pytest.raises(MessageError, match=says):
         OPENPI.read(OPENPI.write(SEEN) | change, images=2, states=8)
 
 
-def test_a_missing_part_is_named_with_what_came():
+def test_missing_part_error_lists_received_parts():
     message = OPENPI.write(SEEN)
     del message["observation/wrist_image"]
     with pytest.raises(MessageError, match=r"'observation/wrist_image'.*What came: .*'observation/image'.*Fix"):

@@ -1,4 +1,4 @@
-"""A small flow policy with a network of its own. Importing this package does not import torch."""
+"""A small flow policy with its own network. Importing this package does not import torch."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 
 class SmallFlowSettings(FlowSettings):
-    """The small flow policy."""
+    """Settings of the small flow policy."""
 
     num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
     """Euler steps from noise to an action chunk."""
@@ -31,7 +31,7 @@ class SmallFlowSettings(FlowSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What is known before the weights."""
+    """Spec, config and units of a policy before its weights are loaded."""
 
     config: SmallConfig
     units: Units
@@ -45,13 +45,13 @@ class SmallFlowFactory:
     settings: ClassVar = SmallFlowSettings
 
     def validate(self, cfg: SmallFlowSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         if cfg.precision is Precision.fp32:
             return []
-        return [f"model.precision={cfg.precision.value}: flow_small computes in fp32 only; set model.precision=fp32."]
+        return [f"model.precision={cfg.precision.value}: flow_small supports fp32 only; set model.precision=fp32."]
 
     def spec(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: it fits itself to the environment's observations and actions.
+        """Describe the policy, whose sizes follow from the environment's observations and actions.
 
         Raises:
             CheckpointError: the folder's JSON files are malformed.
@@ -74,20 +74,20 @@ class SmallFlowFactory:
         return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes, and what an actor beside the flow chooses (see `ComparesWeights`)."""
+        """Compare sizes, and the actor on the flow (see `ComparesWeights`)."""
         plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
-        wrong = [f"{k} is {saved[k]}, this run needs {v}" for k, v in asdict(plan.config).items() if saved[k] != v]
+        wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
         if wrong:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model of then."
+                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model of that run."
             )
         check_steering(cfg, plan.shape, plan.config.width, folder)
 
     def build(self, cfg: SmallFlowSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with fresh weights from the seed, or with those in `cfg.path`.
+        """Build the policy with weights initialised from the seed, or with those in `cfg.path`.
 
         Raises:
-            CheckpointError: the folder does not hold weights of this shape.
+            CheckpointError: the folder has no weights of this shape.
         """
         from embodyrl.policies.flow.small.network import build_policy
 

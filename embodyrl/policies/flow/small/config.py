@@ -1,4 +1,4 @@
-"""What a folder of a small flow policy says about its weights, and its units. No torch."""
+"""Config and units in the folder of a small flow policy. Imports no torch."""
 
 import json
 from dataclasses import asdict, dataclass, fields
@@ -23,7 +23,7 @@ class SmallConfig:
     planes: tuple[int, ...] = (32, 64)
     """Channels of the convolutions, each of which halves the image."""
     maps: int = 32
-    """Feature maps whose places are read."""
+    """Number of feature maps for spatial softmax."""
     vocabulary: int = 512
     """Words are hashed to n ids."""
     num_images: int = 0
@@ -57,7 +57,7 @@ class SmallConfig:
 
     @property
     def num_parameters(self) -> int:
-        """All weights and biases of the network."""
+        """Number of weights and biases of the network."""
         w = self.width
         attention, mlp = w * 3 * w + 3 * w + w * w + w, 6 * w * w + 4 * w
         blocks = self.layers * (2 * (attention + mlp) + 4 * w + w * 6 * w + 6 * w)
@@ -73,7 +73,7 @@ class SmallConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Bounds of actions and states; equal ones say that a number is constant in the data."""
+    """Bounds of actions and states; equal bounds mean that a number is constant in the data."""
 
     action_low: FloatArray
     """[A]"""
@@ -85,15 +85,15 @@ class Units:
 
 
 def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
-    """The bounds q01 and q99 of the folder's only statistics; without them those of the action space, or -1 and 1.
+    """Return the bounds q01 and q99 of the folder's only statistics; else those of the action space, or -1 and 1.
 
     Args:
-        env: says how many numbers there are.
-        gripper: of the policy; its ends are the bounds of that number.
-        folder: may hold statistics.
+        env: contains the numbers of dimensions.
+        gripper: of the policy; its two values are the bounds of that number.
+        folder: may contain statistics.
 
     Raises:
-        CheckpointError: the statistics are malformed, or of another number of dimensions.
+        CheckpointError: the statistics are malformed, or have another number of dimensions.
     """
     space = env.action_space
     low, high = (np.array(b, np.float32) for b in ((space.low, space.high) if space else ([], [])))
@@ -120,5 +120,5 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
     ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
     check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):
-        raise CheckpointError(f"{path}: {part} has {len(low)} numbers, the environment has {size}.")
+        raise CheckpointError(f"{path}: {part} has {len(low)} numbers, but the environment has {size}.")
     return low, high

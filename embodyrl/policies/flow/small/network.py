@@ -1,4 +1,4 @@
-"""A small network of its own for a flow policy: convolutions, words, state, and an expert with pi0.5's kind of time."""
+"""Small network of a flow policy: convolutions, words, state, and an expert with time conditioning as in pi0.5."""
 
 import math
 import zlib
@@ -41,24 +41,24 @@ class SmallFiles:
         """Read the weights of a folder into a module.
 
         Raises:
-            CheckpointError: they are missing, damaged or of another shape; names them.
+            CheckpointError: they are missing, damaged or of another shape; the message names them.
         """
-        fix = f"Use the {CONFIG_FILE} and the model settings that it was saved with."
+        fix = f"Use the {CONFIG_FILE} and the model settings of that run."
         fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
 
 
 PLACE_SCALE = 0.3
-"""Size of the places beside what stands there, whose numbers have size 1 at first."""
+"""Scale of position embeddings relative to features of initial size 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallPrefix:
-    """Keys and values for each layer of the expert, [B, heads, N, W / heads], and what a value head reads."""
+    """Keys and values for each layer of the expert, [B, heads, N, W / heads], and the input of a value head."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     mask: Tensor
-    """[B, 1, 1, N + H] bool: what action rows may see."""
+    """[B, 1, 1, N + H] bool: attention mask of action rows."""
     pooled: Tensor
 
 
@@ -70,7 +70,7 @@ class _Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, heads, N, W / heads]."""
+        """Return queries, keys and values [B, heads, N, W / heads]."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k, v
 
@@ -97,9 +97,9 @@ class EncoderBlock(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Block of the action rows: they attend to each other and to the whole prefix in one attention.
+    """Block of the action rows, which attend to each other and to the whole prefix in one attention.
 
-    Unlike pi0's, every layer sees the last layer of the prefix: of two or three layers none is to be wasted. Time
+    Unlike in pi0, every layer attends to the last layer of the prefix, since there are only two or three layers. Time
     enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer starts at 0.
     """
 
@@ -121,9 +121,9 @@ class ExpertBlock(nn.Module):
 
 
 class LookedFor(nn.Module):
-    """Where in an image is what the instruction speaks of: expected places of feature maps (arXiv 1504.00702).
+    """Locations in an image that the instruction refers to: spatial softmax of feature maps (arXiv 1504.00702).
 
-    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), from no change at first.
+    The instruction scales and shifts the features (FiLM, arXiv 1709.07871), starting at the identity.
     """
 
     def __init__(self, planes: tuple[int, ...], maps: int, width: int) -> None:
@@ -139,7 +139,7 @@ class LookedFor(nn.Module):
         self.out = nn.Linear(2 * maps, width)
 
     def forward(self, pixels: Tensor, language: Tensor) -> Tensor:
-        """Token [B, width] of an image [B, 3, h, w] in -1..1 and the mean word [B, width]."""
+        """Return a token [B, width] of an image [B, 3, h, w] in -1..1 and the mean word [B, width]."""
         scale1, shift1, scale2, shift2 = self.film(language)[:, :, None, None].chunk(4, dim=1)
         grid = pixels
         for layer in self.halving:
@@ -147,7 +147,7 @@ class LookedFor(nn.Module):
         grid = self.between(F.gelu(self.norm1(grid) * (1 + scale1) + shift1))
         maps = self.maps(F.gelu(self.norm2(grid) * (1 + scale2) + shift2))
         height, width = maps.shape[2:]
-        # A softmax over places, so that the expected place has a gradient towards where the map is bright.
+        # Softmax over locations: the expected location has a gradient towards bright parts of the map.
         share = maps.flatten(2).softmax(2).unflatten(2, (height, width))
         down = (share.sum(3) * torch.linspace(-1, 1, height, device=maps.device)).sum(2)
         across = (share.sum(2) * torch.linspace(-1, 1, width, device=maps.device)).sum(2)
@@ -159,7 +159,7 @@ def _halve(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmallFlow(nn.Module):
-    """The network of a `FlowModule`; implements `ActionScale`. The units travel with the weights."""
+    """Network of a `FlowModule`; implements `ActionScale`. The units are saved with the weights."""
 
     action_low: Tensor
     action_high: Tensor
@@ -167,13 +167,13 @@ class SmallFlow(nn.Module):
     state_high: Tensor
 
     def __init__(self, config: SmallConfig, shape: ChunkShape, units: Units, *, words: int) -> None:
-        """Build it with the weights that torch's generator gives.
+        """Build the network with weights from torch's generator.
 
         Args:
             config: sizes.
             shape: of a chunk.
             units: of actions and states.
-            words: width to which instructions are padded, at least; longer ones widen their batch.
+            words: minimum padded width of instructions; longer ones widen their batch.
         """
         super().__init__()
         self.config, self.shape = config, shape
@@ -198,7 +198,7 @@ class SmallFlow(nn.Module):
         self.action_out = nn.Linear(width, shape.width)
 
     def encode_prefix(self, obs: Observation) -> SmallPrefix:
-        """Read observations: images [B, C, h, w, 3], state [B, S] as it is, instructions."""
+        """Encode observations: images [B, C, h, w, 3], state [B, S] unnormalised, instructions."""
         ids = on_device(self._word_ids(obs.instructions), self.action_in.weight.device)
         words, known = self.word(ids), ids > 0
         parts = [words + _waves(ids.shape[1], self.config.width, ids.device)]
@@ -216,7 +216,7 @@ class SmallFlow(nn.Module):
             tokens = block(tokens, seen)
         tokens = self.norm(tokens)
         both = self.memory(tokens).unflatten(2, (2, self.config.layers, self.config.heads, -1))
-        # Made for all layers of the expert at once: no step of the flow changes them.
+        # Computed for all layers of the expert together: no step of the flow changes them.
         keys, values = both.permute(2, 3, 0, 4, 1, 5).unbind()
         mask = F.pad(seen, (0, self.shape.horizon), value=True)
         shares = seen[:, 0, 0, :, None] / seen.sum(3, keepdim=True)[:, 0]
@@ -234,31 +234,31 @@ class SmallFlow(nn.Module):
         return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Actions [B, K, A] of rows [B, K, A]; what was constant in the data stays so, whatever flows there."""
+        """Return actions [B, K, A] of rows [B, K, A]; constant numbers of the data stay constant."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         return low + 0.5 * (x + 1.0) * (high - low)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for what is constant."""
+        """Return rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for constant numbers."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         rows = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
         return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
 
     def _state(self, state: Tensor) -> Tensor:
-        """To -1..1, and at most twice as far; what never changed in the data says nothing, whatever it does now."""
+        """Normalise to -1..1, clipped to twice the range; constant numbers of the data become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))
 
     def _see(self, obs: Observation, language: Tensor) -> Tensor:
-        """One token per image, [B, C, width]."""
+        """Return one token per image, [B, C, width]."""
         images = on_device(np.ascontiguousarray(obs.images[:, : self.config.num_images]), language.device)
         pixels = images.permute(0, 1, 4, 2, 3).flatten(0, 1).float() / 127.5 - 1.0
         asked = language.repeat_interleave(self.config.num_images, dim=0)
         return self.eye(pixels, asked).unflatten(0, (len(obs), -1)) + self.camera
 
     def _word_ids(self, instructions: tuple[str, ...]) -> np.ndarray:
-        """[B, N] hashed words, 0 where there is none; an empty instruction is one unknown word."""
+        """Return hashed words [B, N], padded with 0; an empty instruction is one unknown word."""
         rows = [
             [1 + zlib.crc32(w.encode()) % (self.config.vocabulary - 1) for w in text.lower().split()] or [1]
             for text in instructions
@@ -270,14 +270,14 @@ class SmallFlow(nn.Module):
 
 
 def _waves(count: int, width: int, device: torch.device) -> Tensor:
-    """Sinusoidal places [count, width] (arXiv 1706.03762), scaled down."""
+    """Return sinusoidal position embeddings [count, width] (arXiv 1706.03762), scaled down."""
     place = torch.arange(count, device=device)[:, None]
     angle = place * torch.exp(torch.arange(0, width, 2, device=device) * (-math.log(1e4) / width))
     return PLACE_SCALE * torch.cat([angle.sin(), angle.cos()], 1)
 
 
 def _time_waves(t: Tensor, width: int) -> Tensor:
-    """[B, width]: sin and cos of 2 pi t / period, periods from 0.004 to 4 in even ratios (openpi)."""
+    """Return sin and cos of 2 pi t / period [B, width], with geometric periods from 0.004 to 4 (openpi)."""
     share = torch.linspace(0, 1, width // 2, device=t.device)
     angle = t[:, None] * (2 * math.pi / (4e-3 * (4.0 / 4e-3) ** share))
     return torch.cat([angle.sin(), angle.cos()], 1)
@@ -292,10 +292,10 @@ def build_policy(
     folder: Path | None,
     request: PolicyRequest,
 ) -> FlowPolicy:
-    """Build the policy with fresh weights from the seed, or with those of a folder.
+    """Build the policy with weights initialised from the seed, or with those of a folder.
 
     Raises:
-        CheckpointError: the folder does not hold weights of this shape.
+        CheckpointError: the folder has no weights of this shape.
     """
     longest = max((len(task.split()) for task in request.env.instructions or request.env.tasks), default=1)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""pi0, pi0.5 and SmolVLA as policies, and the memory they take. Importing this package does not import torch."""
+"""pi0, pi0.5 and SmolVLA as policies, with memory estimates. Importing this package does not import torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,16 +30,16 @@ _PROMPT_TOKENS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Numbers of parameters, heads of reinforcement learning excluded."""
+    """Numbers of parameters, without RL heads."""
 
     model: FlowSpec
     backbone: int
     expert: int
-    """With the projections of states, actions and time."""
+    """Including the projections of states, actions and time."""
 
     @classmethod
     def of(cls, model: FlowSpec) -> Self:
-        """Count them."""
+        """Count the parameters of a model."""
         text, expert = model.language, model.expert
         adaptive = isinstance(model, Pi0Spec) and model.adaptive
         projector = _projector(model)
@@ -60,11 +60,11 @@ class Sizes:
 
     @property
     def total(self) -> int:
-        """All parameters."""
+        """Number of all parameters."""
         return self.backbone + self.expert
 
     def adapters(self, rank: int, *, expert_only: bool) -> int:
-        """Parameters of adapters on all linear layers, and of what is trained in full beside them, about."""
+        """Return the approximate parameters of adapters on all linear layers, and of fully trained modules."""
         stacks = (self.model.expert,) if expert_only else (self.model.expert, self.model.language)
         sides = sum(
             s.depth * (4 * s.width + 2 * (s.heads + s.kv_heads) * s.head_dim + 3 * (s.width + s.mlp)) for s in stacks
@@ -76,7 +76,10 @@ class Sizes:
         return rank * sides + 3 * w * w + 3 * self.model.action_dim * w
 
     def activation_bytes(self, images: int, *, expert_only: bool) -> int:
-        """What one pass keeps for the backward pass, about: 10 vectors of the width and 4 of the MLP per token."""
+        """Return the approximate bytes that a pass stores for the backward pass.
+
+        Per token: 10 vectors of the width and 4 of the MLP.
+        """
         model = self.model
         kept = (model.horizon + 1) * _kept(model.expert)
         if not expert_only:
@@ -121,19 +124,19 @@ TRY_NOW = "To try things without a download, use model=openvla_oft_tiny or model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaFactory:
-    """Builds flow policies of any size; implements `PolicyFactory`."""
+    """Builds flow policies of all sizes; implements `PolicyFactory`."""
 
     settings: type[VlaSettings] = VlaSettings
 
     def validate(self, cfg: VlaSettings) -> list[str]:
-        """Return config problems, one line each with the fix."""
+        """Return config errors with fixes, one line each."""
         return adapter_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy from the checkpoint's small files.
 
         Raises:
-            ConfigError: the checkpoint and the environment do not fit together.
+            ConfigError: the checkpoint and the environment do not fit.
             CheckpointError: a file is missing or malformed.
         """
         folder = _folder(cfg)
@@ -156,7 +159,7 @@ class VlaFactory:
             value_dim=value_dim,
             num_images=cfg.num_images_in_input,
             uses_state=reads_state(cfg) or cfg.delta_dims > 0,
-            # As LIBERO's simulator and demonstrations have it, and so the checkpoints that were trained on them.
+            # The convention of LIBERO's simulator and demonstrations, and of checkpoints trained on them.
             turns_images=True,
             gripper=None if env.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.gripper.index),
             num_parameters=sizes.total,
@@ -170,7 +173,7 @@ class VlaFactory:
         return described(spec, cfg, shape, model.expert.width, folder)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare what an actor beside the flow chooses (see `ComparesWeights`)."""
+        """Compare the actor on the flow (see `ComparesWeights`)."""
         model = read_folder(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 
@@ -179,7 +182,7 @@ class VlaFactory:
 
         Raises:
             CheckpointError: a file is missing, truncated or does not fit.
-            ConfigError: adapters fit no layer.
+            ConfigError: adapters match no layer.
         """
         from embodyrl.policies.flow.vla.build import build_policy
 
@@ -205,7 +208,7 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             f"model.num_action_chunks={cfg.num_action_chunks} executes more than the {model.horizon} actions of this "
             "checkpoint's chunk; lower it."
         )
-    # pi0.5's is text, of any length, or not read at all.
+    # pi0.5's state is text of any length, or unused.
     state = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
     for what, size, most in (("actions", env.action_dim, model.action_dim), ("states", state, model.state_dim)):
         if size > most:
@@ -233,8 +236,8 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
     where = (
-        ", which public checkpoints leave to another repository; copy that of the language model there (pi0, pi0.5: "
-        "PaliGemma's; SmolVLA: SmolVLM2's)."
+        ", which public checkpoints do not contain; copy that of the language model there (pi0, pi0.5: PaliGemma's; "
+        "SmolVLA: SmolVLM2's)."
     )
     return [
         *contradictions(folder, cfg),

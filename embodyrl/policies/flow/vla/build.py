@@ -1,6 +1,7 @@
-"""A flow policy around pi0, pi0.5 or SmolVLA: built without memory, filled from a folder, then partly frozen.
+"""Construction of pi0, pi0.5 or SmolVLA policies: on the meta device, loaded from a folder, partly frozen.
 
-Weights are safetensors in any public layout, strictly checked; no code is run. Adapters and side files lie beside them.
+Weights are safetensors in any public layout, strictly checked; no code is run. Adapters and further files are in the
+same folder.
 """
 
 from collections.abc import Mapping
@@ -42,32 +43,32 @@ from embodyrl.types import PolicySpec
 
 
 def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
-    """Copy the weights of a folder into those of a model, in place, casting to its dtypes; return how they were stored.
+    """Copy the weights of a folder into those of a model, in place, with its dtypes; return their storage format.
 
-    Everything is checked before the first weight is touched. Heads that RL adds may be missing on either side.
+    All checks run before the first weight is changed. RL heads may be missing on either side.
 
     Args:
         target: weights by our names, without adapters.
         folder: safetensors shards in any known layout.
-        change: applied to each weight by our name (adapters are merged so).
+        change: applied to each weight by our name (for merging adapters).
 
     Raises:
-        CheckpointError: a file is unreadable or truncated; weights are missing, surplus, of another shape, or untied.
+        CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
     """
     files = weight_files(folder)
     if not files:
         raise CheckpointError(
-            f"{folder} holds no model*.safetensors. Point model.path at a folder with the whole checkpoint; weights in "
-            f"other forms are not read, because loading them can run code."
+            f"{folder} contains no model*.safetensors. Set model.path to a folder with the full checkpoint; weights "
+            f"in other formats are not loaded, because loading them can run code."
         )
     stored: dict[str, Tensor] = {}
     for path in files:
         found = map_weights(path)
         if twice := sorted(found.keys() & stored.keys()):
-            raise CheckpointError(f"{path}: weight '{twice[0]}' is in another shard too; fetch the folder again.")
+            raise CheckpointError(f"{path}: weight '{twice[0]}' is in two shards; download the folder again.")
         stored |= found
     weights, source = to_ours(stored, folder)
-    # RLinf's value heads are built in another way: such a head is as good as none.
+    # RLinf's value heads have another architecture: ignore them.
     theirs = source.layout.theirs
     check_weights(target, weights, folder, may_lack=HEADS, may_hold=HEADS, shown=lambda key: f"'{theirs(key)}'")
     with torch.no_grad():
@@ -79,13 +80,13 @@ def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | No
 
 
 def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Layout) -> None:
-    """Write weights as safetensors shards into a fresh folder.
+    """Write weights as safetensors shards into a new folder.
 
     Args:
         weights: by our names, without adapters; they keep their dtypes.
         folder: the caller makes the write atomic by renaming it.
-        like: what `load_weights` returned, to store them under the same names with the same weights beside them; or a
-            layout, to store them as its loader wants them.
+        like: the storage format that `load_weights` returned, to write the same names and further weights; or a layout,
+            to write them for its loader.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
@@ -94,7 +95,7 @@ def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Lay
 
 
 def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of what shares memory: the writer would keep one name of the two."""
+    """Copy tensors that share memory: the writer would keep one name of the two."""
     seen: set[int] = set()
     apart = {}
     for key, tensor in stored.items():
@@ -104,21 +105,21 @@ def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 MODEL = "network.model."
-"""Where the model lies inside of a `FlowModule`."""
+"""Prefix of the model in a `FlowModule`."""
 BESIDE_FILE = "beside.safetensors"
-"""What is trained in full beside adapters."""
+"""Fully trained weights, saved with adapters."""
 
 
 class VlaFiles:
-    """Public layouts, whole; or adapters with what is trained beside them. Implements `WeightFiles`."""
+    """Weights in public layouts, or adapters with fully trained weights. Implements `WeightFiles`."""
 
     def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
-        """Remember the small files of a checkpoint.
+        """Read the small files of a checkpoint.
 
         Args:
-            base: `model.path`, whose weights adapters belong to.
-            network: takes the statistics of what is loaded.
-            adapter: of the adapters that are trained, if any.
+            base: `model.path`, the base weights of adapters.
+            network: takes the statistics of loaded weights.
+            adapter: spec of the trained adapters, if any.
         """
         self._base, self._reader, self._adapter = base, network.reader, adapter
         self._side_files = side_files(base, network.reader.unnorm_key)
@@ -126,7 +127,7 @@ class VlaFiles:
         self._source: Source | Layout = OPENPI if paligemma else SMOLVLA_LEROBOT
 
     def save(self, module: nn.Module, folder: Path) -> None:
-        """Write the weights under the names they were read by, in the dtypes they are kept in; or only the adapters."""
+        """Write the weights under the names and dtypes of the loaded checkpoint; or only the adapters."""
         if self._adapter is None:
             like = self._source
             if isinstance(like, Source):
@@ -142,10 +143,10 @@ class VlaFiles:
             (folder / name).write_bytes(content)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read a public checkpoint, one of ours, or one of adapters, which are merged where none are trained.
+        """Read a public checkpoint, one of ours, or adapters, which are merged if none are trained.
 
         Raises:
-            CheckpointError: something is missing, surplus, damaged or of another shape.
+            CheckpointError: a weight is missing, unexpected, damaged or of another shape.
         """
         adapter = None if weight_files(folder) else find_adapter(folder)
         if adapter is None:
@@ -162,10 +163,10 @@ class VlaFiles:
         self._side_files = side_files(folder, self._reader.unnorm_key)
 
     def load_merged(self, module: nn.Module, adapter: Path) -> None:
-        """Read the weights of `model.path` with an adapter merged into them.
+        """Read the weights of `model.path` and merge an adapter into them.
 
         Raises:
-            CheckpointError: the adapter is of another model.
+            CheckpointError: the adapter is from another model.
         """
         from embodyrl.policies.openvla_oft.lora import merging
 
@@ -174,18 +175,18 @@ class VlaFiles:
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
-    """Weights of a `FlowModule` by the names of its model; heads keep theirs."""
+    """Return the weights of a `FlowModule` by the names of its model; heads keep theirs."""
     return {key.removeprefix(MODEL): tensor for key, tensor in base_state(module).items()}
 
 
 def _beside(module: nn.Module) -> dict[str, Tensor]:
-    """Weights that are trained in full while adapters are: heads, and the projections of the flow."""
+    """Return fully trained weights next to adapters: heads, and the projections of the flow."""
     parts = ("vision.", "projector.", "language.", "expert.")
     return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
 
 
 def _load_beside(module: nn.Module, folder: Path) -> None:
-    fix = "Use the model.path that it was trained with."
+    fix = "Use the model.path of its training."
     fill_weights(_beside(module), folder / BESIDE_FILE, optional=HEADS, fix=fix)
 
 
@@ -196,14 +197,14 @@ def build_policy(
 
     Raises:
         CheckpointError: a file is missing, truncated or does not fit.
-        ConfigError: `model.lora.target_modules` fits no layer.
+        ConfigError: `model.lora.target_modules` matches no layer.
     """
     assert isinstance(sizes, Pi0Spec | SmolVlaSpec)
     with torch.device("meta"):
         model = Pi0(sizes) if isinstance(sizes, Pi0Spec) else SmolVla(sizes)
     adapted = cfg.is_lora and request.trainable
     if cfg.precision is Precision.bf16:
-        # What is not trained is kept in half, and so is what adapters are put on.
+        # Frozen weights, including those below adapters, are stored in half precision.
         parts = ("expert", *BACKBONE) if adapted else BACKBONE if cfg.train_expert_only else ()
         for part in parts if request.trainable else ("",):
             model.get_submodule(part).to(torch.bfloat16)
@@ -215,10 +216,10 @@ def build_policy(
     network = VlaNetwork(model, reader, shape, pools=pools)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
-        # The heads draw from the global generator, which is given back as it was.
+        # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
-    # Before the weights are read: it decides what has a gradient, and `_adapt` changes that again.
+    # Before the weights are read: this sets what is trained, and `_adapt` changes that again.
     policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
     _fill(module, files, cfg, folder, request)
     if request.trainable:
@@ -231,7 +232,7 @@ def build_policy(
 
 
 def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest) -> None:
-    """Read the weights of `model.path`, with the adapter of `model.lora.path` merged where none is trained."""
+    """Read the weights of `model.path`, and merge the adapter of `model.lora.path` if none is trained."""
     adapter = given_adapter(cfg)
     if starts_random(folder):
         module.network.model.initialise(request.seed)

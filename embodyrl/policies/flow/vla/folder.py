@@ -1,4 +1,4 @@
-"""What a checkpoint folder of pi0, pi0.5 or SmolVLA says beside its weights: prompts, statistics, units. No torch."""
+"""Small files in a checkpoint folder of pi0, pi0.5 or SmolVLA: prompts, statistics, units. Imports no torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,19 +39,19 @@ from embodyrl.types import FloatArray
 
 
 def pad_dims(x: npt.ArrayLike, size: int) -> FloatArray:
-    """Fill the last dimension [..., D] up with zeros."""
+    """Pad the last dimension [..., D] with zeros."""
     x = np.asarray(x, np.float32)
     assert x.shape[-1] <= size, f"{x.shape[-1]} dimensions do not fit into the {size} of the model"
     return np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
 def to_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
-    """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both in their own units."""
+    """Subtract the state [B, S] from the first `dims` dimensions of actions [B, H, A], both unnormalised."""
     return _shift(actions, state, dims, -1.0)
 
 
 def from_deltas(actions: npt.ArrayLike, state: npt.ArrayLike, dims: int) -> FloatArray:
-    """Add the state again: the inverse of `to_deltas`."""
+    """Add the state: the inverse of `to_deltas`."""
     return _shift(actions, state, dims, 1.0)
 
 
@@ -68,22 +68,22 @@ _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Between the units of states and actions and those of the model."""
+    """Conversion between the units of states and actions and those of the model."""
 
     state: Affine | None
-    """None: states pass as they are."""
+    """None: states are unchanged."""
     actions: Affine
 
 
 def kind_of(spec: FlowSpec) -> str:
-    """Which of the models has these sizes."""
+    """Return the model with these sizes."""
     if isinstance(spec, Pi0Spec):
         return "pi05" if spec.adaptive else "pi0"
     return "smolvla"
 
 
 def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
-    """Sizes of a checkpoint, with the horizon of the config.
+    """Read the sizes of a checkpoint, with the horizon of the config.
 
     Raises:
         CheckpointError: config.json is missing, malformed, or of another model.
@@ -97,7 +97,7 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
 
 
 def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
-    """Where lerobot's config.json says that the model was trained on other numbers than the settings give it."""
+    """Return contradictions between lerobot's config.json and the settings."""
     try:
         told: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         modes: dict[str, str] = told.get("normalization_mapping") or {}
@@ -105,7 +105,7 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
         found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
     except (OSError, ValueError, AttributeError, TypeError):
         return []
-    # What `embodyrl sft` trained has the units of its own file, and of its own settings.
+    # Models trained by `embodyrl sft` have their own statistics and settings.
     own = (folder / STATISTICS_FILE).exists()
     problems = []
     known = {str(mode).upper(): str(mode) for mode in Normalization}
@@ -119,15 +119,16 @@ def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     if not own and relative and not cfg.delta_dims:
         problems.append(
             f"model.delta_dims=0: {folder / CONFIG_FILE} was trained on actions relative to the state "
-            "(use_relative_actions); set it to the number of those (all but the gripper's: 6 on LIBERO)."
+            f"(use_relative_actions); set it to the number of relative dimensions (all except the gripper: 6 on "
+            f"LIBERO)."
         )
     return problems
 
 
 def prompt_form(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptForm:
-    """Return how instructions are written; pi0.5 without the state reads pi0's prompts.
+    """Return the prompt format; pi0.5 without the state uses pi0's prompts.
 
-    The checkpoint's config.json may limit their length (lerobot: tokenizer_max_length, openpi: max_token_len).
+    The checkpoint's config.json may limit the length (lerobot: tokenizer_max_length, openpi: max_token_len).
     """
     form = SMOLVLA_PROMPT
     if isinstance(spec, Pi0Spec):
@@ -138,13 +139,13 @@ def prompt_form(cfg: VlaSettings, spec: FlowSpec, folder: Path) -> PromptForm:
 
 
 def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_dim: int) -> None:
-    """Check that the model reads every instruction as a whole.
+    """Check that no instruction exceeds the model's maximum length.
 
     Raises:
-        ConfigError: an instruction has too many tokens; names it.
+        ConfigError: an instruction has too many tokens; the message names it.
     """
     state = np.zeros(state_dim, np.float32) if form.reads_state else None
-    # No token is shorter than a byte, so most instructions need no tokenizer.
+    # A token is at least one byte, so most instructions need no tokenizer.
     few = form.limit - len(form.template) - len(form.tail) - 4 * state_dim * form.reads_state - 2
     if long := [task for task in tasks if len(task.encode()) > few]:
         prompts = FlowPrompts(folder / TOKENIZER_FILE, form)
@@ -157,30 +158,30 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
-    """Return what the banner says about a checkpoint: that it was meant to execute another number of actions."""
+    """Return warnings about a checkpoint: another number of executed actions."""
     own = _config(folder).get("n_action_steps")
     if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
         return ()
     return (
         f"the checkpoint executes {own} actions per query (n_action_steps), model.num_action_chunks="
-        f"{cfg.num_action_chunks} of them are executed",
+        f"{cfg.num_action_chunks} is set",
     )
 
 
 def reads_state(cfg: VlaSettings) -> bool:
-    """pi0.5 may do without."""
+    """Return True unless pi0.5 ignores the state."""
     return not isinstance(cfg, Pi05Settings) or cfg.state_in_prompt
 
 
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
-    """Statistics of a folder as the config uses them, cut to the environment's dimensions.
+    """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
     They are those of `dataset_statistics.json` (ours), else of openpi's `norm_stats.json` (also below `assets`), else
-    of lerobot's preprocessor or older weights. A folder without weights may have none: then numbers pass as they are.
+    of lerobot's preprocessor or older weights. A folder without weights may have none: then numbers are unchanged.
 
     Raises:
         CheckpointError: there are none, several, or too few dimensions.
-        ConfigError: our statistics are of actions that are not relative.
+        ConfigError: our statistics are of absolute actions.
     """
     found, eps = _find_statistics(folder, cfg.unnorm_key)
     if not found:
@@ -188,40 +189,40 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
             return Units(state=None, actions=Affine(shift=(0.0,) * action_dim, scale=(1.0,) * action_dim))
         raise CheckpointError(
             f"{folder} has no statistics of states and actions: neither {OPENPI_FILE} (openpi; also below assets/) "
-            f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Fetch them with the weights; without them actions "
-            f"mean nothing."
+            f"nor {_NORMALIZER} (lerobot) nor {STATISTICS_FILE}. Download them with the weights; without them actions "
+            f"cannot be unnormalised."
         )
     if cfg.delta_dims and (folder / STATISTICS_FILE).exists():
         raise ConfigError(
-            f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} are of actions "
-            "as they are; set model.delta_dims=0."
+            f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} are of absolute "
+            f"actions; set model.delta_dims=0."
         )
     sizes = {"actions": action_dim} | ({"state": state_dim} if reads_state(cfg) else {})
     units: dict[str, Affine] = {}
     for part, size in sizes.items():
         if part not in found:
-            raise CheckpointError(f"{folder} has no statistics of {part}; it was made from data without them.")
+            raise CheckpointError(f"{folder} has no statistics of {part}; its data set lacks them.")
         statistics = found[part]
         quantiles = cfg.normalization is Normalization.quantiles
         affine = statistics.quantiles(eps) if quantiles else statistics.mean_std(eps)
-        # Published statistics may be padded with dimensions that do not vary.
+        # Published statistics may be padded with constant dimensions.
         padded = all(scale <= OPENPI_EPS for scale in affine.scale[size:])
         if len(affine.shift) < size or not padded:
             raise CheckpointError(
-                f"{statistics.where} has {len(affine.shift)} dimensions, the environment gives {size}. The checkpoint "
-                f"was trained on another robot; choose another one, or train it with `embodyrl sft`."
+                f"{statistics.where} has {len(affine.shift)} dimensions, but the environment has {size}. The "
+                f"checkpoint was trained on another robot; use another one, or train it with `embodyrl sft`."
             )
         units[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size])
     return Units(state=units.get("state"), actions=units["actions"])
 
 
 def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowStatistics], float]:
-    """Return statistics by part, and what is added to their denominators."""
+    """Return statistics by part, and the constant added to their denominators."""
     if (folder / STATISTICS_FILE).exists():
         return _read_own(folder / STATISTICS_FILE), OPENPI_EPS
     if (openpi := _openpi_file(folder, key)) is not None:
         return read_openpi(openpi), OPENPI_EPS
-    # Processors of their own came later: older models keep the numbers among their weights.
+    # Processors were introduced later: older models have the statistics among their weights.
     for path in (*sorted(folder.glob(_NORMALIZER)), *sorted(folder.glob("model*.safetensors"))):
         tensors = _vectors(path)
         if tensors or path.name.startswith("policy_"):
@@ -230,7 +231,7 @@ def _find_statistics(folder: Path, key: str | None) -> tuple[Mapping[str, FlowSt
 
 
 def _openpi_file(folder: Path, key: str | None) -> Path | None:
-    """Return openpi's statistics: those of the folder, or else below assets/<data set>, where `key` chooses."""
+    """Return openpi's statistics file: that of the folder, or of assets/<data set>, selected by `key`."""
     if (folder / OPENPI_FILE).exists():
         return folder / OPENPI_FILE
     assets = {p.parent.relative_to(folder / "assets").as_posix(): p for p in folder.glob(f"assets/**/{OPENPI_FILE}")}
@@ -238,19 +239,19 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
         return assets[find_data_set(key, assets, folder / "assets")]
     if len(assets) > 1:
         raise CheckpointError(
-            f"{folder} has statistics of {len(assets)} data sets: {', '.join(sorted(assets))}. Set model.unnorm_key to "
-            "the one that the policy is to control."
+            f"{folder} has statistics of {len(assets)} data sets: {', '.join(sorted(assets))}. Set model.unnorm_key "
+            f"to that of the policy's robot."
         )
     return next(iter(assets.values()), None)
 
 
 def _vectors(path: Path) -> dict[str, np.ndarray]:
-    """Statistics among the tensors of a file; no weight is read."""
+    """Read the statistics among the tensors of a file; no weight is read."""
     try:
         with safe_open(path, "np") as file:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file ({error}); fetch it again.") from error
+        raise CheckpointError(f"{path} is truncated or not a safetensors file ({error}); download it again.") from error
 
 
 def _read_own(path: Path) -> dict[str, FlowStatistics]:
@@ -263,7 +264,7 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
 
 
 def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
-    """Read configuration, tokenizer, processors and the statistics that `key` chooses, to be written again."""
+    """Read configuration, tokenizer, processors and the statistics of `key`, to save them again."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     found = {p.name: p.read_bytes() for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     if STATISTICS_FILE not in found and (openpi := _openpi_file(folder, key)) is not None:
@@ -273,7 +274,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Our statistics in lerobot's files too, where the folder came from there: it reads no others."""
+    """Add our statistics to lerobot's files, which its loader reads, if the folder has them."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

@@ -1,4 +1,4 @@
-"""pi0, pi0.5 and SmolVLA as the network of a flow policy: from stored observations to velocities, and units back."""
+"""pi0, pi0.5 and SmolVLA as networks of a flow policy: stored observations to velocities, and units."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ from embodyrl.types import ByteArray, FloatArray, Observation
 
 
 class Pi0(FlowModel):
-    """pi0: the suffix is a state token, then the actions. pi0.5: the actions only, time through the norms."""
+    """pi0: the suffix is a state token, then the actions. pi0.5: the suffix is the actions, and time conditions the
+    norms.
+    """
 
     spec: Pi0Spec
 
@@ -45,12 +47,15 @@ class Pi0(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Unlike the text, they are not scaled."""
+        """Return image tokens, unscaled in contrast to the text."""
         return self.projector(self.vision(images))
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Every expert layer sees the language layer's keys and values; the state token does not see the actions."""
-        # pi0's suffix begins with the token of the state.
+        """Return views in which every expert layer attends to the language layer's keys and values.
+
+        The state token does not attend to the actions.
+        """
+        # pi0's suffix starts with the state token.
         lead = 0 if self.spec.adaptive else 1
         size, device = lead + self.spec.horizon, prefix.valid.device
         blocks = (torch.arange(size, device=device) >= lead).long()
@@ -61,7 +66,7 @@ class Pi0(FlowModel):
         return Memory(views=with_memory(view, prefix.layers), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """State and actions, or actions and the condition of the norms."""
+        """Return state and action tokens, or action tokens and the condition of the norms."""
         actions, when = self.action_in_proj(x), time_embedding(time, self.spec.expert.width)
         if self.spec.adaptive:
             return actions, F.silu(self.time_mlp(when.to(actions.dtype)))
@@ -70,10 +75,11 @@ class Pi0(FlowModel):
 
 
 class SmolVla(FlowModel):
-    """The state is the prefix's last token; images and text do not see it. Actions see no later actions.
+    """SmolVLA: the state is the last token of the prefix; images and text do not attend to it.
 
-    So the state is no part of `Prefix`: its token passes the language model in `memory`, and its projection learns
-    beside a frozen backbone without keeping what images and text went through.
+    Actions do not attend to later actions. The state is not part of `Prefix`: its token passes through the language
+    model in `memory`, and its projection can be trained with a frozen backbone without storing the activations of
+    images and text.
     """
 
     spec: SmolVlaSpec
@@ -90,14 +96,14 @@ class SmolVla(FlowModel):
         )
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """Patches in squares of s x s to one token each, row by row; scaled as the text is."""
+        """Merge s x s patches into one token each, row by row; scaled like the text."""
         features, s = self.vision(images), self.spec.shuffle
         side = math.isqrt(features.shape[1])
         squares = features.unflatten(1, (side // s, s, side // s, s)).transpose(2, 3).flatten(3).flatten(1, 2)
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Append the state's keys and values, and translate them where an expert layer attends across."""
+        """Append the state's keys and values, and translate them for expert layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
         past, count = key_mask(valid), valid.sum(1, keepdim=True)
@@ -108,7 +114,7 @@ class SmolVla(FlowModel):
         joint = View(
             rotary(count + steps, self.spec.expert), torch.cat([past.expand(-1, -1, size, -1), own], dim=-1)
         )  # fmt: skip
-        # Positions of their own, from 0; keys translated from the other stack are not rotated again.
+        # Positions from 0; keys translated from the other stack are already rotated.
         across = View(rotary(steps[None], self.spec.expert), past, among=False)
         views = []
         for i, (layer, pair) in enumerate(zip(self.expert.layers, layers, strict=True)):
@@ -118,12 +124,12 @@ class SmolVla(FlowModel):
         return Memory(views=tuple(views), state=prefix.state)
 
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Actions mixed with time; angles in float64 as in the public code."""
+        """Return action tokens with time; angles in float64 as in the public code."""
         when = time_embedding(time, self.spec.expert.width, double=True)
         return self._mix_time(self.action_in_proj(x), when), None
 
     def _append_state(self, prefix: Prefix, view: View) -> tuple[KeysValues, ...]:
-        """Let the state's token see images and text; return the keys and values of all three."""
+        """Return keys and values of images, text and the state token, which attends to all three."""
         token = self.state_proj(prefix.state.to(self.state_proj.weight.dtype))[:, None]
         views = [View(view.rope, view.mask, pair) for pair in prefix.layers]
         own, _ = self.language.remember(token, views)
@@ -140,16 +146,16 @@ BLACK = -1.0
 
 
 def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
-    """Height and width with the ratio of frames [N, H, W, 3] that fill a square of `side` pixels."""
+    """Return height and width of frames [N, H, W, 3], scaled to fit into a square of `side` pixels."""
     _, height, width, _ = frames.shape
     ratio = max(width / side, height / side)
     return int(height / ratio), int(width / ratio)
 
 
 def pad_centred(frames: ByteArray, side: int) -> Tensor:
-    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, with black around them.
+    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centred on black.
 
-    As openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
+    Like openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
     """
     height, width = fitted_size(frames, side)
     canvas = np.zeros((len(frames), side, side, 3), np.uint8)
@@ -163,25 +169,25 @@ def pad_centred(frames: ByteArray, side: int) -> Tensor:
 
 
 def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = None) -> Tensor:
-    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, with black to the left and above.
+    """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, padded with black on the left and top.
 
-    As lerobot's SmolVLA: plain bilinear interpolation in float32, without antialias.
+    Like lerobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
     """
     pixels = _centred(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
-    # The same pixels for acting and training: inside autocast the resizing would run in bfloat16.
+    # The same pixels for acting and training: inside autocast, resizing would run in bfloat16.
     with torch.autocast(pixels.device.type, enabled=False):
         pixels = F.interpolate(pixels, size=(height, width), mode="bilinear", align_corners=False)
     return F.pad(pixels, (side - width, 0, side - height, 0), value=BLACK)
 
 
 def _centred(frames: Tensor) -> Tensor:
-    """[N, H, W, 3] bytes to [N, 3, H, W] in -1..1."""
+    """Convert [N, H, W, 3] bytes to [N, 3, H, W] in -1..1."""
     return frames.permute(0, 3, 1, 2).float() / 255.0 * 2.0 - 1.0
 
 
 class VlaReader:
-    """Observations and actions in the form in which the model was trained on them; implements `ActionScale`."""
+    """Conversion of observations and actions to the model's inputs; implements `ActionScale`."""
 
     def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
         """Read tokenizer and statistics of a folder.
@@ -201,17 +207,17 @@ class VlaReader:
 
     @property
     def unnorm_key(self) -> str | None:
-        """Robot or data set whose statistics apply."""
+        """Robot or data set of the statistics."""
         return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
-        """Take the statistics of a folder: its weights' numbers mean what they meant where it was trained."""
+        """Use the statistics of a folder, which belong to its weights."""
         self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action_dim)
-        # Where all data are equal, the scale is what keeps a division from being one by 0.
+        # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
     def read(self, obs: Observation) -> FlowInputs:
-        """What the model reads of observations: images [B, C, H, W, 3] as stored, states [B, S] in their own units."""
+        """Return model inputs of observations: images [B, C, H, W, 3] as stored, states [B, S] unnormalised."""
         count, cameras = len(obs), self._cfg.num_images_in_input
         frames = obs.images[:, :cameras]
         if self._env.image_rotation_deg == 180:
@@ -228,39 +234,39 @@ class VlaReader:
         ids, seen = self._prompts.batch(obs.instructions, state if self._prompts.form.reads_state else None)
         return FlowInputs(
             images=pixels.unflatten(0, (count, cameras)),
-            # A masked camera is as good as none: nothing sees it, and it takes no position.
+            # Skip a masked camera: no token attends to it, and it has no position.
             image_mask=torch.ones(count, cameras, dtype=torch.bool, device=self._device),
             tokens=on_device(ids, self._device),
             token_mask=on_device(seen, self._device),
-            # Only pi0's and SmolVLA's is a token, and fits (`VlaFactory.spec`).
+            # Only pi0's and SmolVLA's state is a token, whose size was checked (`VlaFactory.spec`).
             state=on_device(pad_dims(state[:, : self._spec.state_dim], self._spec.state_dim), self._device),
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Actions [B, K, A] of rows [B, K, D]."""
+        """Return actions [B, K, A] of rows [B, K, D]."""
         actions = self._units.actions.unnormalise(x[..., : self._env.action_dim])
         return from_deltas(actions, obs.state, self._cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Rows [B, H, D] of actions [B, H, A], padded with zeros."""
+        """Return rows [B, H, D] of actions [B, H, A], padded with zeros."""
         relative = to_deltas(actions, obs.state, self._cfg.delta_dims)
         return pad_dims(self._units.actions.normalise(relative), self._spec.action_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaPrefix:
-    """A batch of observations as the expert reads them, made once for all steps."""
+    """Encoded observations, computed once for all steps."""
 
     memory: Memory
     pooled: Tensor | None
-    """[B, width of the language model] mean over images and text, where values read it."""
+    """[B, width of the language model] mean over images and text, if values need it."""
 
 
 class VlaNetwork(nn.Module):
     """The network of a `FlowModule`."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
-        """Join model and reader; `pools`: a value head reads the prefix, which costs one more layer of it."""
+        """Join model and reader; `pools`: a value head uses the prefix, which costs one more layer of it."""
         super().__init__()
         self.model = model
         self.shape = shape
@@ -269,7 +275,7 @@ class VlaNetwork(nn.Module):
         self._pools = pools
 
     def encode_prefix(self, obs: Observation) -> VlaPrefix:
-        """Run the backbone once, and what the expert makes of it that is the same at all times."""
+        """Run the backbone, and the parts of the expert that are independent of time."""
         prefix = self.model.prefix(self.reader.read(obs), output=self._pools)
         pooled = None
         if prefix.hidden is not None:
@@ -278,5 +284,5 @@ class VlaNetwork(nn.Module):
         return VlaPrefix(memory=self.model.memory(prefix), pooled=pooled)
 
     def velocity(self, prefix: Any, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """One pass of the expert (see `FlowModule`)."""
+        """Run one pass of the expert (see `FlowModule`)."""
         return self.model.denoise(prefix.memory, x, t)

@@ -1,4 +1,4 @@
-"""Statistics of states and actions that come with pi0, pi0.5 and SmolVLA, and the scaling they define. No torch."""
+"""Statistics of states and actions in checkpoints of pi0, pi0.5 and SmolVLA, and their scaling. Imports no torch."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from embodyrl.types import FloatArray
 OPENPI_FILE = "norm_stats.json"
 """openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-"""lerobot adds its own to fewer of the denominators, which is 1e-8 of a difference where the spread is not zero."""
+"""lerobot adds its epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
 PARTS = ("state", "actions")
 _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
@@ -30,14 +30,14 @@ class Affine:
     scale: tuple[float, ...]
 
     def normalise(self, x: npt.ArrayLike) -> FloatArray:
-        """Map [..., >= D] to the units of training."""
+        """Normalise [..., >= D]."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         out[..., :size] = (out[..., :size] - np.asarray(self.shift)) / np.asarray(self.scale)
         return out.astype(np.float32)
 
     def unnormalise(self, x: npt.ArrayLike) -> FloatArray:
-        """The inverse."""
+        """Invert `normalise`."""
         out = np.array(x, np.float64)
         size = len(self.shift)
         out[..., :size] = out[..., :size] * np.asarray(self.scale) + np.asarray(self.shift)
@@ -46,13 +46,13 @@ class Affine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowStatistics:
-    """Numbers per dimension of a data set's states or actions: mean and std, q01 and q99, or all four."""
+    """Statistics per dimension of a data set's states or actions: mean and std, q01 and q99, or all four."""
 
     numbers: Mapping[str, tuple[float, ...]]
     where: str
 
     def mean_std(self, eps: float = OPENPI_EPS) -> Affine:
-        """(x - mean) / (std + eps): pi0 and SmolVLA.
+        """Return (x - mean) / (std + eps), as in pi0 and SmolVLA.
 
         Raises:
             CheckpointError: there are no mean and std.
@@ -61,7 +61,7 @@ class FlowStatistics:
         return Affine(shift=mean, scale=tuple(s + eps for s in std))
 
     def quantiles(self, eps: float = OPENPI_EPS) -> Affine:
-        """(x - q01) / (q99 - q01 + eps) * 2 - 1: pi0.5.
+        """Return (x - q01) / (q99 - q01 + eps) * 2 - 1, as in pi0.5.
 
         Raises:
             CheckpointError: there are no q01 and q99.
@@ -75,7 +75,7 @@ class FlowStatistics:
         if not found[0] or len(found[0]) != len(found[1]):
             raise CheckpointError(
                 f"{self.where} has no usable {first} and {second}; only: {', '.join(sorted(self.numbers)) or 'none'}. "
-                f"Fetch the file again, or choose the normalisation that the checkpoint was trained with."
+                f"Download the file again, or use the normalisation of the checkpoint's training."
             )
         return found[0], found[1]
 
@@ -91,8 +91,8 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is missing or malformed ({error!r}). It holds the statistics of the training data; take it from "
-            f"the checkpoint's assets."
+            f"{path} is missing or malformed ({error!r}). It contains the statistics of the training data; use that "
+            f"of the checkpoint's assets."
         ) from error
 
 
@@ -110,10 +110,10 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
     Args:
         tensors: by name; see `STATISTIC`.
         where: the file.
-        robot: whose statistics apply, where there are those of several.
+        robot: robot of the statistics, if there are several.
 
     Raises:
-        CheckpointError: states or actions have none, or those of several robots and none is chosen.
+        CheckpointError: states or actions have none, or there are several robots and none is selected.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for key, tensor in tensors.items():
@@ -127,18 +127,18 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
         chosen = found[find_data_set(robot, found, where)]
     elif any(numbers != chosen for numbers in found.values()):
         raise CheckpointError(
-            f"{where} holds statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key to the one "
-            "that the policy is to control."
+            f"{where} contains statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key to that "
+            f"of the policy's robot."
         )
     if empty := [part for part in PARTS if not chosen.get(part)]:
         raise CheckpointError(
-            f"{where} holds no statistics of {' and '.join(empty)}; it is of another step, or damaged."
+            f"{where} contains no statistics of {' and '.join(empty)}; it is from another step, or damaged."
         )
     return {part: to_statistics(chosen[part], f"{where}: {part}") for part in PARTS}
 
 
 def to_statistics(numbers: Mapping[str, Any], where: str) -> FlowStatistics:
-    """Return checked statistics of the part that `where` ends with.
+    """Return checked statistics of the part at the end of `where`.
 
     Raises:
         CheckpointError: see `check_statistics`.
