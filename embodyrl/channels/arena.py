@@ -112,7 +112,7 @@ class Arena:
         """
         _, size = layout.offsets(capacity)
         available = available_bytes()
-        # A ticket has room for n record numbers only.
+        # A ticket has a limited number of bits for the record.
         if size > available or capacity > _RECORDS:
             raise EmbodyError(
                 f"The record arena needs {size / 2**30:.2f} GiB ({capacity} records of "

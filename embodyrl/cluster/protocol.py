@@ -200,7 +200,7 @@ def parse_placement(
             found[name] = nodes
     if missing := [name for name in COMPONENTS if name not in found]:
         raise ConfigError(f"cluster.component_placement does not place {', '.join(missing)}; add it.")
-    if found["rollout"] != found["actor"] and not apart:
+    if found["rollout"] != found["actor"] and not separate:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
             "same nodes; write the same for both, or use rollout.mode=disaggregated."

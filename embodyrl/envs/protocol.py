@@ -118,7 +118,7 @@ class Rows(Protocol):
 
     @property
     def held_out(self) -> int:
-        """The last n rows are for evaluation."""
+        """Number of rows at the end that are held out for evaluation."""
         ...
 
     @property
@@ -143,12 +143,12 @@ class Rows(Protocol):
 
     @property
     def pictures(self) -> int:
-        """Images of the row that shows most."""
+        """Maximum number of images in a row."""
         ...
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width that have room for each image."""
+        """Height and width that fit every image."""
         ...
 
     def __len__(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Which OpenGL draws MuJoCo's images on this machine: a GPU's by EGL where that works, else the CPU's by OSMesa."""
+"""Selection of MuJoCo's OpenGL backend: EGL on a GPU if it works, else OSMesa on the CPU."""
 
 import functools
 import os

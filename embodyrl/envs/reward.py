@@ -132,7 +132,7 @@ class StepReward:
         """Add the parts of the reward to an environment's spec.
 
         Raises:
-            ConfigError: a learned reward saw other cameras, or in another order, whose images may have the same size.
+            ConfigError: a reward model was trained with other cameras, or in another order.
         """
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras[: len(names)] != names:

@@ -23,9 +23,9 @@ _LINE = FONT_SIZE + 8
 _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _SHORTEST_S = 4.0
-"""A video of the longest episode lasts at least so long: shorter ones are slowed, all by the same factor."""
+"""Minimum duration of a video of the longest episode: shorter ones are slowed down by the same factor."""
 _STILL_S = 1.0
-"""The last image stays so long, with the outcome below it."""
+"""Duration of the last frame, with the outcome below it."""
 _FAILURES = (OSError, RuntimeError, ValueError)
 """Errors of imageio and ffmpeg for a missing binary, a full disk, or a folder that is not writable."""
 
@@ -46,7 +46,7 @@ class VideoError(EmbodyError):
 
 
 def remove_videos(stem: Path) -> None:
-    """Remove what earlier attempts at an episode recorded, whole or in part: it must not have two videos."""
+    """Remove complete and partial videos of earlier attempts at an episode."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
         if not film.is_dir():  # not a video of ours
@@ -56,9 +56,9 @@ def remove_videos(stem: Path) -> None:
 class VideoRecorder:
     """Encodes frames as they arrive (H.264, yuv420p) under a temporary name; `finish` renames the file.
 
-    With `info`, the instruction stands above the image, the step and the success mark below it; nothing is drawn
-    over the image itself. The video ends with a still image and the outcome in colour, and where episodes have at
-    most `horizon` steps, so few that nobody could follow them, every step is shown several times.
+    With `info`, the instruction is above the image, the step and the success mark below. The video ends with a still
+    frame and the coloured outcome. If episodes have at most `horizon` steps, too few to follow, every step is shown
+    several times.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class VideoRecorder:
     def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
         from PIL import Image, ImageDraw
 
-        # Whole factors keep small images even.
+        # Integer factors keep small images even.
         scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
         width, height = frame.shape[1] * scale, frame.shape[0] * scale
         picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)

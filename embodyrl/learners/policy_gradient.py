@@ -41,7 +41,7 @@ class _Part:
     """A micro-batch of B samples."""
 
     seen: IntArray | Observation
-    """What was observed, or the records [B] where that stands: images are read when they are needed."""
+    """Observations, or their records [B]: images are read when they are needed."""
     tokens: IntArray
     """[B, L]"""
     inputs: LossInputs

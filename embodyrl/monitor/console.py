@@ -159,7 +159,7 @@ class ConsoleMonitor(Monitor):
         self._freeze()
 
     def _freeze(self) -> None:
-        """Leave the last image where it is; what follows are lines below it."""
+        """Freeze the last display; later lines are printed below it."""
         if self._picture is not None and has_room(self._stream, _READER_S):
             self._picture.stop()
         self._picture = self._board = None

@@ -182,7 +182,7 @@ class EnvWorker:
             recording.recorder.add(self._env.render(slot), success)
         except (EmbodyError, OSError) as error:
             recording.recorder.discard()
-            # The episode goes on without its video: a codec is no reason to lose what was played.
+            # The episode continues without its video: a codec error must not lose the episode.
             del self._open_recordings[slot]
             self._problems.append(Recording(slot=slot, path=None, problem=str(error)))
         self._render_s += time.perf_counter() - started

@@ -114,7 +114,7 @@ def test_a_share_of_the_goal_is_no_success(name):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
-def test_a_suite_is_chosen_by_name():
+def test_suite_selects_an_environment():
     assert "float32" in " ".join(described("make_suites", suite="far").doubts)
     with pytest.raises(ConfigError, match=r"env.suite=deep is not in .*: near/0, far/0"):
         described("make_suites", suite="deep")

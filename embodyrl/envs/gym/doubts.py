@@ -15,7 +15,7 @@ _EXACT = 2**24
 _LOST = 1e-6
 """Smallest relative change that counts as lost in float32."""
 _PICTURE = 32
-"""Least height and width of numbers that look like an image without colours."""
+"""Minimum height and width of an array that is probably a greyscale image."""
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
 
 
 def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Frames of a stack move on by one place in each step; colours of one image do not."""
+    """Warn of colour channels that are treated as stacked frames, which shift by one place in each step."""
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
     yield from _stacked_colours(name, shape, values)

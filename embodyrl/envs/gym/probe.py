@@ -63,12 +63,12 @@ class Probe:
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
-    """Build the environment, read what it declares, and close it again.
+    """Build the environment, read its declarations, and close it.
 
     Args:
-        cfg: names it.
-        pictures: build it with a render mode; some environments then render in every step.
-        described: what an earlier probe showed of the first steps; None: reset and step the environment.
+        cfg: settings of the environment.
+        pictures: `render` will be called; False: build it without a render mode, since some render in every step.
+        described: results of an earlier probe of the first steps; None: reset and step the environment.
 
     Raises:
         EmbodyError: see `create`; or its first steps violate Gymnasium's interface.

@@ -132,7 +132,7 @@ class GymSims(_Slots, PerSlot):
 
 
 def one_frame(frame: Any) -> ByteArray:
-    """Return what an environment renders as one image [H, W, 3]; those of several cameras stand side by side."""
+    """Return a rendered image [H, W, 3]; images of several cameras are placed side by side."""
     if isinstance(frame, Mapping):
         frame = list(frame.values())
     if isinstance(frame, (list, tuple)):

@@ -249,7 +249,7 @@ def frames_of(space: Space[Any]) -> _Frames | None:
 
 
 def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
-    """The image as [n, H, W, 1 or 3]."""
+    """Reshape an image to [n, H, W, 1 or 3]."""
     last = frames[3] == 1 and picture.ndim == 3 and picture.shape[:2] == frames[1:3]
     return (np.moveaxis(picture, -1, 0) if last else picture).reshape(frames)
 

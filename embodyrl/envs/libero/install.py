@@ -21,7 +21,7 @@ from embodyrl.errors import MissingDependencyError
 
 INSTALL = "pip install 'embodyrl[libero]'"
 STATES_PER_TASK = 50
-"""Every task of the benchmark ships n fixed initial states."""
+"""Number of initial states of every task of the benchmark."""
 
 _GL_LIBRARIES = {
     "osmesa": (("OSMesa", "libOSMesa.so.8", "libOSMesa.so"), "apt-get install libosmesa6"),

@@ -1,4 +1,4 @@
-"""Sensor noise of LIBERO-Plus on images of 256 x 256 pixels: five kinds of ten severities, pixel for pixel.
+"""Image corruptions of LIBERO-Plus for images of 256 x 256 pixels: five kinds of ten severities, exact to the pixel.
 
 The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers are drawn from `rng` in the benchmark's order.
 """
@@ -20,7 +20,7 @@ _SEEN = 224
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:
-    """Corrupt an image [256, 256, 3]; `noise` 1-10 motion blur, 11-20 blur, 21-30 zoom blur, 31-40 fog, 41-50 glass.
+    """Corrupt an image [256, 256, 3].
 
     `noise`: 1-10 motion blur, 11-20 blur, 21-30 zoom blur, 31-40 fog, 41-50 glass blur; higher numbers of a kind are
     stronger.
@@ -31,7 +31,7 @@ def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArr
 
 
 def resized(image: ByteArray, height: int, width: int) -> ByteArray:
-    """Another size of an image, each pixel the mean of those it covers."""
+    """Resize an image, averaging the pixels that each new pixel covers."""
     return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BOX))
 
 
@@ -60,7 +60,7 @@ def _gaussian(image: ByteArray, severity: int, rng: np.random.RandomState) -> By
 
 
 def _zoom(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """The mean of the image and of enlarged ones."""
+    """Average the image with enlarged copies of itself."""
     most = (1.11, 1.16, 1.21, 1.26, 1.31, 1.36, 1.41, 1.46, 1.51, 1.56)[severity]
     step = (0.01, 0.01, 0.02, 0.02, 0.03, 0.01, 0.01, 0.02, 0.02, 0.03)[severity]
     picture = (image / 255.0).astype(np.float32)

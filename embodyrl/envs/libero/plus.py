@@ -37,7 +37,7 @@ class Variant:
     start: int = 0
     """Index of the arm's initial pose, of 500; 0: the default pose."""
     noise: int = 0
-    """Which of 50 corruptions of the front image; 0: none. See noise.py."""
+    """Corruption of the front image, of 50; 0: none. See noise.py."""
     words: str | None = None
     """Instruction of the policy; None: the unchanged one."""
     place: tuple[int, int] = (0, 0)

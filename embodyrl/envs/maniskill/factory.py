@@ -21,7 +21,7 @@ from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
 
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
-"""On a GPU, not measured: buffers of PhysX and the renderer, the state of a slot, the layers of a camera's image."""
+"""GPU memory, estimated: buffers of PhysX and the renderer, state of a slot, layers of a camera image per pixel."""
 
 
 class ManiSkillFactory(SimFactory[ManiSkillSettings]):
@@ -66,7 +66,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
 
 
 def _sizes(sensors: object, where: str) -> list[str]:
-    """Where sizes of images are given, for all cameras or for one."""
+    """Return the keys with image sizes, for all cameras or for one."""
     inner = sensors if isinstance(sensors, dict) else {}
     here = [f"{where}.{key}" for key in ("height", "width") if key in inner]
     return here + [name for key, value in inner.items() for name in _sizes(value, f"{where}.{key}")]

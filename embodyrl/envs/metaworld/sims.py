@@ -74,7 +74,7 @@ class MetaWorldSims(PerSlot):
             out.state[STATE + self._envs[slot][0]] = 1.0
 
     def render(self, slot: int) -> ByteArray:
-        """The first camera's image, the right way up."""
+        """Return the image of the first camera, upright."""
         return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras, "corner2")[0])[::-1, ::-1])
 
     def expert(self, slot: int) -> FloatArray:
@@ -83,7 +83,7 @@ class MetaWorldSims(PerSlot):
         return np.clip(experts.ENV_POLICY_MAP[task]().get_action(self._seen[slot]), -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
-        """Free simulators and their images; idempotent."""
+        """Free simulators and renderers; idempotent."""
         for env in [env for _, env in self._envs.values()] + [env for envs in self._idle.values() for env in envs]:
             env.close()
         self._envs.clear()

@@ -40,7 +40,7 @@ class TabletopFactory(SimFactory[TabletopSettings]):
     settings = TabletopSettings
 
     def problems(self, cfg: TabletopSettings) -> Iterator[str]:
-        """Yield unknown tasks and cameras, and images of a wrong size."""
+        """Yield unknown tasks and cameras, and invalid image sizes."""
         yield from task_problems(cfg, len(TASKS), "touch 0-2, push 3-11, put 12-20")
         sizes = {"camera_heights": cfg.init_params.camera_heights, "camera_widths": cfg.init_params.camera_widths}
         for key, value in sizes.items():

@@ -99,7 +99,7 @@ STATE_DIM = 4
 """Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
 FRAME_SIZE = 288
-"""P: side of each image in a frame to look at, pixels."""
+"""P: side of each image in a frame for people, in pixels."""
 
 
 def suite_name(axis: Axis) -> str:

@@ -1,4 +1,4 @@
-"""Images of a table: a slanted front view and a wrist view that looks straight down from the gripper."""
+"""Rendering of a table: a slanted front view, and a wrist view straight down from the gripper."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +11,7 @@ from embodyrl.types import ByteArray, FloatArray
 FRONT, WRIST = "front", "wrist"
 
 MAX_SIZE = 1024
-"""Largest side of an image, pixels."""
+"""Maximum side of an image in pixels."""
 
 Colour = tuple[float, float, float]
 
@@ -35,7 +35,7 @@ _WOOD = np.array((192, 164, 130), np.float32)
 _TABLE_EDGE = np.array((134, 108, 82), np.float32)
 
 _SLANT = 0.82
-"""A metre in y is this many metres high in the front image ..."""
+"""Rows in the front image per metre in y, relative to a metre in x ..."""
 _RISE = 0.57
 """... and per metre in z (sine and cosine of one camera angle)."""
 _FRONT_WIDTH = 0.72
@@ -58,7 +58,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """A float image [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), row counts down."""
+    """A float image [S, S, 3] (0..255) with world coordinates: column = scale * (u - left), rows count downwards."""
 
     pixels: FloatArray
     scale: float
@@ -200,7 +200,7 @@ def _finger_distance(world: World) -> float:
 
 
 def _span(centre: float, half: float, size: int) -> slice:
-    """Pixels that the interval touches, inside the image; empty outside."""
+    """Return the pixels of the interval inside the image; empty if it is outside."""
     start = min(max(int(centre - half), 0), size)
     return slice(start, max(min(int(centre + half) + 1, size), start))
 

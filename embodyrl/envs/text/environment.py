@@ -70,7 +70,7 @@ def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """Return the beginning of a text that fits into n UTF-8 bytes."""
+    """Return the beginning of a text that fits into `width` UTF-8 bytes."""
     # `ignore` drops a character that the cut has split.
     return text.encode(errors="replace")[:width].decode(errors="ignore")
 
@@ -185,7 +185,7 @@ class ConversationEnv:
         return join_messages(self._conversation(slot).messages)
 
     def render(self, slot: int) -> np.ndarray:
-        """Refuse: there is no image."""
+        """Raise: there is no image."""
         raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:

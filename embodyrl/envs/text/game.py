@@ -117,8 +117,8 @@ class GameSettings(EnvSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
-    """package.module:function of (observation, info) -> text; default the environment's own image in characters
-    (render_mode=ansi), what it highlights in brackets."""
+    """package.module:function of (observation, info) that returns text; default: the environment's own text rendering
+    (render_mode=ansi), with its highlights in brackets."""
     action_words: list[str] = []
     """Words of a reply by action number, for example [left,down,right,up]; default: the numbers. The last word of a
     reply counts; parts of other words or numbers do not."""
@@ -226,7 +226,7 @@ class GameEnv:
         """Write nothing: the observation is in the instruction."""
 
     def render(self, slot: int) -> np.ndarray:
-        """Refuse: there is no image."""
+        """Raise: there is no image."""
         raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
@@ -254,7 +254,7 @@ def make_game(cfg: GameSettings) -> Any:
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
-        ConfigError: there is no such environment, it refuses its arguments, or has no image in characters.
+        ConfigError: there is no such environment, it rejects its arguments, or has no text rendering.
     """
     if files := game_files(cfg.id or ""):
         return TextWorldGame(files, SEEN_BYTES)

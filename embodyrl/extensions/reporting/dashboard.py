@@ -1,4 +1,4 @@
-"""The live image of a run in a terminal: progress, where the time goes, learning, tasks, events."""
+"""Live dashboard of a run in a terminal: progress, time per phase, learning curves, tasks, events."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Dashboard:
     """Data and rendering of the dashboard; rich renders it at any time."""
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
-        """`clock`: seconds; None for an image from files, where the time is that of the steps."""
+        """Create an empty dashboard; `clock` returns seconds, None: the time is that of the logged steps."""
         self.info = info
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
@@ -202,7 +202,7 @@ def _pairs(columns: int) -> Table:
 
 
 def replay(info: RunInfo, rows: Iterable[Mapping[str, float | None]], events: Iterable[str]) -> Dashboard:
-    """The image of a run from its files."""
+    """Build the dashboard of a run from its files."""
     board = Dashboard(info, clock=None)
     for row in rows:
         board.log(int(row["step"] or 0), row)

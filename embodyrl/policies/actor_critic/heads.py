@@ -152,7 +152,7 @@ class GaussianHead(nn.Module):
 
 
 def _density(distance: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
-    """Log density and entropy, [B, K, A], n deviations from the mean; `log_std` broadcasts."""
+    """Return log density and entropy [B, K, A] at `distance` deviations from the mean; `log_std` broadcasts."""
     logprob = torch.addcmul(-log_std - _LOG_ROOT, distance, distance, value=-0.5)
     return logprob, (log_std + (0.5 + _LOG_ROOT)).expand_as(logprob)
 

@@ -61,7 +61,7 @@ class NetShape:
 
     @property
     def planes(self) -> int:
-        """Images of one colour that the first convolution sees."""
+        """Number of input channels of the first convolution."""
         return self.num_images * (1 if self.grey else 3)
 
     @property

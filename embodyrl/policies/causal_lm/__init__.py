@@ -35,7 +35,7 @@ class CausalLMFactory:
     the seed."""
     start_parameters: int = 0
     sees: bool = False
-    """A vision-language model (`AutoModelForImageTextToText`), which reads the images of rows."""
+    """A vision-language model (`AutoModelForImageTextToText`), which processes the images of rows."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:
@@ -145,4 +145,4 @@ CAUSAL_LM = CausalLMFactory(name="causal_lm")
 TINY = CausalLMFactory(name="causal_lm_tiny", start="assets/causal_lm_tiny", start_parameters=533_120)
 VISION_LM = CausalLMFactory(name="vision_lm", sees=True)
 VISION_TINY = CausalLMFactory(name="vision_lm_tiny", start="assets/vision_lm_tiny", start_parameters=590_592, sees=True)
-"""The same behind a vision tower of one layer (Idefics3), four tokens for an image, colours as further words."""
+"""The same with a vision tower of one layer (Idefics3), four tokens per image, and colours as further words."""

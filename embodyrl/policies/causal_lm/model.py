@@ -55,7 +55,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
-    """Return (model, tokenizer), of a model that sees images (model, processor); the folder's own code is never run.
+    """Return (model, tokenizer), or (model, processor) of a vision-language model; the folder's own code is never run.
 
     With a `seed` the folder has no weights, and they are initialised randomly.
 
@@ -159,7 +159,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
 
-        `beside` are the tensors of images, under the names that the model gives them.
+        `beside` are the tensors of images, under the model's names.
         """
         out = self.lm(
             input_ids=ids,
@@ -177,7 +177,7 @@ class LanguageModel(nn.Module):
         return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
 
     def positions(self, ids: Tensor, mask: Tensor, beside: dict[str, Tensor]) -> Tensor:
-        """Positions [B, T]; of a model that counts places within images [n, B, T], as its `generate` has them."""
+        """Return positions [B, T], or [n, B, T] for models that count positions within images, as in `generate`."""
         if not beside:
             return (mask.cumsum(1) - 1).clamp(min=0)
         return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **beside})

@@ -43,7 +43,7 @@ class CausalLMPolicy:
     ) -> None:
         """Load a folder's model; without `cfg.path` its weights are initialised from the seed.
 
-        `sees`: it is a vision-language model, which reads the images of an observation.
+        `sees`: it is a vision-language model, which processes the images of an observation.
         """
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
@@ -53,7 +53,7 @@ class CausalLMPolicy:
         whole = not cfg.is_lora or cfg.lora.modules_to_save
         self._autocast = compute if request.trainable and whole else None
         dtype = compute if self._autocast is None or cfg.is_lora else torch.float32
-        # With images the processor holds the tokenizer, else it is one.
+        # With images the processor contains the tokenizer, else it is one.
         seed = None if cfg.path is not None else ADAPTED_SEED if cfg.is_lora else request.seed
         model, self.processor = load(folder, dtype=dtype, seed=seed, sees=sees)
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -73,7 +73,7 @@ class CausalLMPolicy:
         ends = self.tokenizer.eos_token_id if ends is None else ends
         ends = [ends] if isinstance(ends, int) else list(ends)
         self.ends = torch.tensor([*ends, *request.sampling.stop_token_ids], device=self._device)
-        # In a reply they would stand for images that nobody has.
+        # In a reply these tokens would denote images that do not exist.
         pictures = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
         never = [token for token in pictures if token is not None]
         self._never = torch.tensor(never, device=self._device) if never else None
@@ -345,7 +345,7 @@ class CausalLMPolicy:
     def _inputs(
         self, prompts: Sequence[Prompt], replies: Sequence[list[int]] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Ids and mask [B, T], positions [..., B, T] and what images add, of prompts and what follows each."""
+        """Return ids and mask [B, T], positions [..., B, T] and image tensors of prompts with optional replies."""
         said = replies or [[]] * len(prompts)
         ids, mask = pad_left([p + r for p, r in zip(prompts, said, strict=True)], self._pad, self._device)
         beside = join_beside(prompts, list(map(len, said)), self._device)

@@ -1,4 +1,4 @@
-"""What a language model reads: tokens, and what its processor makes of images among them."""
+"""Inputs of a language model: tokens, and image tensors of its processor."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ class Prompt(list[int]):
     def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
         self.beside = beside or {}
-        """[1, T] what kind each token is (`..._type_ids`); all others belong to the images."""
+        """[1, T] type of each token (`..._type_ids`); all other tensors are those of images."""
 
 
 class Reader:
-    """Turns conversations and their images into prompts, through the chat template or one message after the other."""
+    """Converts conversations and their images to prompts, by the chat template or by concatenation."""
 
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
-        """Take a tokenizer, or the processor of a model that sees images.
+        """Set up from a tokenizer, or the processor of a vision-language model.
 
         `first` is the only token of an otherwise empty prompt; `pixels`: of one observation.
         """
@@ -88,7 +88,7 @@ class Reader:
         from PIL import Image
 
         token, left = self._processor.image_token, iter(rooms)
-        # What anybody but the data set says is no image, even if it reads like one.
+        # Image placeholders are allowed only in text of the data set.
         turns = [
             [part.replace(token, "") if isinstance(part, str) else part for part in split_pictures(m.content)]
             for m in messages
@@ -142,8 +142,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the further tensors of a batch of prompts that are followed by replies of these lengths.
 
-    Images follow each other along the first dimension; all others are filled up with zeros, which every model takes
-    for what is not there.
+    Images are concatenated along the first dimension; all others are padded with zeros, which models treat as padding.
     """
     names = dict.fromkeys(name for prompt in prompts for name in prompt.beside)
     joined = {}

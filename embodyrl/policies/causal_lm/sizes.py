@@ -8,7 +8,7 @@ from typing import Any
 CHUNK_LOGITS = 2**26
 """Logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
-"""Of an image that is seen in its own size, where the processor does not say."""
+"""Default maximum for images at native resolution, if the processor's config has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def read_sizes(folder: Path) -> TextSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PictureSizes:
-    """What one image takes of a vision-language model."""
+    """Sizes of one image in a vision-language model."""
 
     tower: TextSizes
     patches: int
@@ -84,14 +84,14 @@ class PictureSizes:
 
 
 def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:
-    """Sizes for images of n pixels, from the folder's JSON files; processors' own rules come out roughly."""
+    """Read the sizes for images of a resolution from the folder's JSON files; processors are approximated."""
     config = _json(folder / "config.json")
     rules = _json(folder / "preprocessor_config.json")
     rules = rules or _json(folder / "processor_config.json").get("image_processor", {})
     vision = config.get("vision_config", {})
     patch, edge = int(vision.get("patch_size", 14)), int(vision.get("image_size") or 0)
     size = rules.get("size") or {}
-    if edge:  # every image, or tile of one, is brought to this size
+    if edge:  # every image, or tile of one, is resized to this
         longest = size.get("longest_edge", edge)
         tiles = 1 + (-(-longest // edge)) ** 2 if rules.get("do_image_splitting", True) else 1
         patches, merged = tiles * (edge // patch) ** 2, int(config.get("scale_factor", 1))

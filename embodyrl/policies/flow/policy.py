@@ -255,7 +255,8 @@ class FlowPolicy:
         """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
-        # From the image and not from a counter: greedy is a function of what is seen, in every batch and process.
+        # A function of the image, not a counter: greedy actions depend on the observation only, in every batch and
+        # process.
         seeds = [
             zlib.crc32(image.tobytes() + state.tobytes()) for image, state in zip(obs.images, obs.state, strict=True)
         ]

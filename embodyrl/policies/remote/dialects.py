@@ -18,7 +18,7 @@ from embodyrl.types import ByteArray, FloatArray
 _KINDS = "biuf"
 """Booleans and numbers; object arrays would be pickled, and text arrays are not needed."""
 _MOST_PIXELS = 1 << 26
-"""Of all images of a message."""
+"""Maximum pixels of all images of a message."""
 _MOST_PARTS = 1 << 16
 """Maximum entries of all lists and mappings of a message; arrays count as one."""
 _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16

@@ -118,7 +118,7 @@ class SteeringShape:
 
 
 def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str, *, beside: int = 0) -> PolicySpec:
-    """The spec of a policy, with what changes where its model is frozen; `beside` the actor n weights learn."""
+    """Return the spec of a policy with a frozen model; `beside`: number of trained weights other than the actor's."""
     widths = (shape.features, *WIDTHS, 2 * shape.width)
     actor = sum((a + 1) * b for a, b in pairwise(widths))
     return replace(

@@ -12,7 +12,7 @@ Stochastic = StrEnum("Stochastic", ["one", "all"])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLayout:
-    """So many whole numbers, then n float32, two to a token: bit patterns, so that nothing is rounded."""
+    """Integers followed by float32 numbers, two per token, as bit patterns without rounding."""
 
     whole: int
     floats: int
@@ -60,7 +60,7 @@ class ChunkRecord:
 
     @classmethod
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
-        """The record of a chain of Gaussian steps that keeps n whole states."""
+        """Return the record of a chain of Gaussian steps that stores `states` full states."""
         floats = states * shape.horizon * shape.width + shape.executed * shape.action_dim
         return cls(shape=shape, layout=TokenLayout(whole=1, floats=floats), per_action=shape.action_dim)
 

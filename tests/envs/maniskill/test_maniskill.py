@@ -213,7 +213,7 @@ def test_batched_resets_match_single_resets():
     assert together.scene._reset_mask.all()
 
 
-def test_each_row_of_a_batch_is_the_slot_of_its_number(monkeypatch):
+def test_batch_rows_match_slots(monkeypatch):
     """Actions, outcomes, states, videos and infos of four slots; one that waits is begun again."""
     from embodyrl.envs.maniskill import sims
 
@@ -256,7 +256,7 @@ def test_bridge_tasks_use_numbered_placements(env_id, placement):
     assert asked == [{"seed": [7], "options": {"reconfigure": True, **placement}}]
 
 
-def test_what_is_seen_and_earned_is_maniskills_own():
+def test_observations_and_rewards_match_maniskill():
     """Images, angles and the hand of one task, and all that another one observes while its expert solves it."""
     import gymnasium
 

@@ -143,7 +143,7 @@ def test_contradicting_keys_are_rejected(words, says, tmp_path):
         build_run_plan(load_config("train", [*RUN, *words, f"runner.output_dir={tmp_path}"]), training=True)
 
 
-def test_an_update_learns_from_features_that_were_kept(tmp_path):
+def test_dsrl_update_uses_stored_features(tmp_path):
     """A buffer with no image in it; the best noise is at a bound, and the actor goes there."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "actor.global_batch_size=32", "model.noise_repeated=true", f"runner.output_dir={tmp_path}"]

@@ -25,7 +25,7 @@ class SmallConfig:
     maps: int = 32
     """Number of feature maps for spatial softmax."""
     vocabulary: int = 512
-    """Words are hashed to n ids."""
+    """Number of hash buckets for words."""
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
