@@ -109,6 +109,16 @@ class ResidualBlock(nn.Module):
         return self.conv2(out) + self.residual_conv(x)
 
 
+class Stage(nn.Sequential):
+    """Two residual blocks, and a layer that changes the number of rows."""
+
+    def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
+        """Map [B, C, H] to the output of the blocks, and of the last layer."""
+        first, second, resize = self
+        kept = second(first(input, condition), condition)
+        return kept, resize(kept)
+
+
 class UNet(nn.Module):
     """Denoising network over the rows of a chunk."""
 
@@ -126,10 +136,10 @@ class UNet(nn.Module):
         self.down_modules = nn.ModuleList()
         for index, (a, b) in enumerate(pairwise((config.action_dim, *levels))):
             down = nn.Conv1d(b, b, 3, 2, 1) if index < len(levels) - 1 else nn.Identity()
-            self.down_modules.append(nn.ModuleList([*blocks(a, b), down]))
+            self.down_modules.append(Stage(*blocks(a, b), down))
         self.mid_modules = nn.ModuleList(blocks(levels[-1], levels[-1]))
         self.up_modules = nn.ModuleList(
-            nn.ModuleList([*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)]) for a, b in pairwise(levels[::-1])
+            Stage(*blocks(2 * a, b), nn.ConvTranspose1d(b, b, 4, 2, 1)) for a, b in pairwise(levels[::-1])
         )
         # The last stage has eight groups in the original too, independent of `n_groups`.
         first = ConvBlock(levels[0], levels[0], config.kernel_size, 8)
@@ -139,14 +149,13 @@ class UNet(nn.Module):
         """Predict [B, H, A] for noisy chunks [B, H, A] at training steps [B], given conditions [B, D]."""
         x, given = x.transpose(1, 2), torch.cat([self.diffusion_step_encoder(level), condition], 1)
         skips = []
-        for first, second, down in self.down_modules:  # type: ignore[misc]
-            x = second(first(x, given), given)
-            skips.append(x)
-            x = down(x)
+        for stage in self.down_modules:
+            kept, x = stage(x, given)
+            skips.append(kept)
         for block in self.mid_modules:
             x = block(x, given)
-        for first, second, up in self.up_modules:  # type: ignore[misc]
-            x = up(second(first(torch.cat([x, skips.pop()], 1), given), given))
+        for stage in self.up_modules:
+            _, x = stage(torch.cat([x, skips.pop()], 1), given)
         return self.final_conv(x).transpose(1, 2)
 
 

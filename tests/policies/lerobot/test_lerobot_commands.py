@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from golden_lerobot import fresh
+from rank_work import Rollout, losses, run_ranks, state
 
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
@@ -101,3 +102,18 @@ def test_rl_changes_the_parts_that_its_method_trains(runs, method):
     changed = [key for key in old if not torch.equal(old[key], new[key])]
     assert bool(changed) == (method == ("algorithm=ppo",))
     assert (after / "embodyrl_heads.safetensors").is_file()
+
+
+def test_two_ranks_update_like_one(tmp_path):
+    start = fresh("diffusion", tmp_path / "start")
+    model = ("model=diffusion", f"model.path={start}", "model.num_action_chunks=4", "~model.use_proprio=")
+    learning = ("algorithm=ppo", "algorithm.update_epoch=1", "actor.optim.lr=0.001", "actor.micro_batch_size=3")
+    words = (*model, "~model.num_images_in_input=", *learning)
+    run_ranks(tmp_path, 1, [Rollout(name="one", words=words, last=1)])
+    run_ranks(tmp_path, 2, [Rollout(name="two", words=words, last=1)])
+    one, two = (losses(tmp_path / name)[-1] for name in ("one", "two"))
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-5)
+    a, b = (state(tmp_path / name / "saved") for name in ("one", "two"))
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-4, msg=lambda m, key=key: f"{key}: {m}")
