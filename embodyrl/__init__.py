@@ -9,28 +9,16 @@ GRPO                                        text: GRPO(model, reward, rows).trai
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embodyrl.version import __version__ as __version__
-
-if TYPE_CHECKING:
-    from embodyrl.program.acting import LoadedPolicy as LoadedPolicy
-    from embodyrl.program.acting import load_policy as load_policy
-    from embodyrl.program.commands import compose as compose
-    from embodyrl.program.commands import evaluate as evaluate
-    from embodyrl.program.commands import train as train
-    from embodyrl.program.environment import make_env as make_env
 
 # When it is imported torch makes the folder of its compiler cache, by default a new one in the temporary folder.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 if os.access(_CACHE if _CACHE.is_dir() else _CACHE.parent, os.W_OK):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "embodyrl" / "torchinductor"))
 
-_NAMES = {
-    **{name: f"embodyrl.program.commands:{name}" for name in ("compose", "evaluate", "train")},
-    **{name: f"embodyrl.program.acting:{name}" for name in ("LoadedPolicy", "load_policy")},
-    "make_env": "embodyrl.program.environment:make_env",
-}
+_NAMES = {name: f"embodyrl.program.commands:{name}" for name in ("compose", "evaluate", "train")}
 
 
 def _names() -> dict[str, str]:

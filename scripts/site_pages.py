@@ -64,7 +64,7 @@ def commands() -> str:
 
 API = {
     "embodyrl": "In your own program",
-    "embodyrl.program.environment": "What `make_env` returns",
+    "embodyrl.extensions.own_loop.environment": "What `make_env` returns",
     "embodyrl.types": "Records that cross seams",
     "embodyrl.envs.protocol": "What an environment is",
     "embodyrl.policies.protocol": "What a policy is",

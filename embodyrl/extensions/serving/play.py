@@ -22,7 +22,7 @@ from embodyrl.errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
-    from embodyrl.program.acting import LoadedPolicy
+    from embodyrl.extensions.own_loop.acting import LoadedPolicy
 
 _WIDTH = 960
 _WATCHED = ("video=all",)
@@ -53,7 +53,7 @@ def play(args: argparse.Namespace) -> int:
 
 def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
     """The run's environment with its policy in it."""
-    from embodyrl.program.acting import load_policy
+    from embodyrl.extensions.own_loop.acting import load_policy
 
     for words in ((*_WATCHED, *_FOR_EVER), _WATCHED):
         with suppress(ConfigError):  # of an environment that ends by itself, or draws nothing

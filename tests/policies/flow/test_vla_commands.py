@@ -14,9 +14,9 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.own_loop.acting import load_policy
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.program.acting import load_policy
 
 pytestmark = pytest.mark.integration
 ENV = (

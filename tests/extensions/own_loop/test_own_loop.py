@@ -24,7 +24,7 @@ import embodyrl
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.serving.play import scene_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CHECKPOINT = "assets/openvla_oft_tabletop"
 SMALL = (
     *("env.train.total_num_envs=4", "algorithm.group_size=4", "algorithm.rollout_epoch=1"),

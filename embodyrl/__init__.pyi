@@ -1,0 +1,10 @@
+from embodyrl.extensions.demonstrations.program import collect as collect
+from embodyrl.extensions.demonstrations.program import sft as sft
+from embodyrl.extensions.own_loop.acting import LoadedPolicy as LoadedPolicy
+from embodyrl.extensions.own_loop.acting import load_policy as load_policy
+from embodyrl.extensions.own_loop.environment import make_env as make_env
+from embodyrl.extensions.text.program import GRPO as GRPO
+from embodyrl.program.commands import compose as compose
+from embodyrl.program.commands import evaluate as evaluate
+from embodyrl.program.commands import train as train
+from embodyrl.version import __version__ as __version__

@@ -1,0 +1,1 @@
+"""Environments and trained policies as objects, for training loops in other programs."""

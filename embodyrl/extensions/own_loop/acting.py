@@ -1,0 +1,165 @@
+"""A trained policy as an object: observations in, actions out, for loops of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.commands.run_folder import first_weights
+from embodyrl.config.paths import resolve_run
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.own_loop.environment import SingleEnv, env_of
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config, run_config
+from embodyrl.plan.load import write_word
+from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.specs import convert_gripper
+from embodyrl.types import FloatArray, Observation, PolicyOutput
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
+    """A policy in this process, with what it was trained for."""
+
+    policy: Policy
+    """The module (`policy.module`) and its own interface: `score` for gradients, `values`, `save`."""
+    run_plan: RunPlan
+
+    def __repr__(self) -> str:
+        spec = self.policy.spec
+        return f"LoadedPolicy({spec.name}, chunks of {spec.num_action_chunks} x {spec.action_dim}, {self.env_name})"
+
+    @property
+    def env_name(self) -> str:
+        """Environment that its run was about."""
+        return self.run_plan.env.name
+
+    def make_env(self) -> SingleEnv:
+        """That environment, with the cameras and sizes that the policy knows."""
+        return env_of(self.run_plan)
+
+    def act(
+        self, obs: dict[str, Any], *, instruction: str | None = None, noise: FloatArray | None = None
+    ) -> FloatArray:
+        """Choose the next chunk of actions.
+
+        Args:
+            obs: of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of such, each with one
+                more axis in front (a vector environment's). What the policy does not read may be missing, and the
+                instruction where the environment has one task.
+            instruction: says what to do instead of `obs["instruction"]`.
+            noise: [B, L] uniform in [0, 1), one number a token, to draw as in training
+                (`algorithm.sampling_params`); None: greedy.
+
+        Returns:
+            [K, A] actions to be executed one after the other, as the environment takes them; of a batch [B, K, A].
+
+        Raises:
+            ConfigError: the observation is not one of this environment.
+        """
+        batched = _is_batch(obs)
+        out = self.decide(self.observe([obs] if not batched else _rows(obs), instruction), noise=noise)
+        return out.actions if batched else out.actions[0]
+
+    def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
+        """Put observations of single environments together as the policy wants them."""
+        env, reads = self.run_plan.env, self.policy.spec
+        shape = (len(env.cameras), *env.image_size, 3)
+        images = [self._part(one, "images", shape, reads.num_images > 0)[: shape[0]] for one in seen]
+        state = [self._part(one, "state", (env.state_dim,), reads.uses_state) for one in seen]
+        words = tuple(instruction or self._instruction(one) for one in seen)
+        return Observation(
+            images=np.stack(images).astype(np.uint8, copy=False),
+            state=np.stack(state).astype(np.float32, copy=False),
+            instructions=words,
+        )
+
+    def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
+        """A part of an observation; zeros for one that the policy does not read."""
+        if name not in one and not (read and np.prod(shape)):
+            return np.zeros(shape, np.uint8)
+        found = np.asarray(one[name]) if name in one else None
+        kinds = "u" if name == "images" else "biuf"
+        if found is None or found[: shape[0]].shape != shape or found.dtype.kind not in kinds:
+            given = f"only {', '.join(one)}" if found is None else f"{name} {found.shape} {found.dtype}"
+            raise ConfigError(
+                f"{self!r} was given {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
+                "policy.make_env(), which has the cameras and sizes of the policy; or convert yours to the same form."
+            )
+        return found
+
+    def _instruction(self, one: dict[str, Any]) -> str:
+        env = self.run_plan.env
+        texts = env.instructions or env.tasks
+        if "instruction" in one or len(texts) == 1:
+            return str(one.get("instruction", *texts[:1]))
+        raise ConfigError(
+            f"{self!r} needs an instruction, as it has several tasks. Fix: act(obs, instruction={texts[-1]!r})."
+        )
+
+    def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
+        """Actions [B, K, A] as the environment takes them, with tokens and log-probabilities [B, L]; no gradients."""
+        out = self.policy.act(obs, noise=noise)
+        # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
+        actions = np.array(out.actions)
+        convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.gripper)
+        return replace(out, actions=actions)
+
+
+def load_policy(
+    run_or_folder: str | Path, *words: str, trainable: bool = False, device: str | None = None
+) -> LoadedPolicy:
+    """Load a policy into this process.
+
+    Args:
+        run_or_folder: a run, its name in ./runs, a checkpoint of it, or a model in its public layout: a folder, or
+            `owner/name[@revision]` of the hub.
+        words: further settings as `embodyrl eval` takes them; a folder that is no run wants `env=` and `model=`.
+        trainable: keep fp32 weights that can be trained.
+        device: "cpu", "cuda", ...; None: a GPU where there is one.
+
+    Raises:
+        ConfigError: it does not fit its environment.
+        CheckpointError: nothing usable is there.
+    """
+    place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
+    named = write_word("ckpt", place)
+    cfg = load_config("eval", [named, *words], base=base)
+    # First composed without a path: only then is it known whether this model has one.
+    if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
+        cfg = load_config("eval", [named, write_word("model.path", place), *words])
+    check_components(cfg)
+    run_plan = build_run_plan(cfg, training=False)
+    weights = first_weights(cfg, run_plan.env)
+    from embodyrl.policies.tensors import best_device
+
+    drawn = cfg.algorithm.sampling_params
+    request = PolicyRequest(
+        env=run_plan.env,
+        device=device or best_device(),
+        seed=cfg.seed,
+        trainable=trainable,
+        temperature=drawn.temperature,
+        sampling=drawn,
+    )
+    policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
+    if weights is not None:
+        policy.load_weights(weights)
+    return LoadedPolicy(policy, run_plan)
+
+
+def _is_batch(obs: dict[str, Any]) -> bool:
+    if "instruction" in obs:
+        return isinstance(obs["instruction"], Sequence) and not isinstance(obs["instruction"], str)
+    return np.ndim(obs.get("images", ())) == 5 or np.ndim(obs.get("state", ())) == 2
+
+
+def _rows(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    count = len(next(iter(batch.values())))
+    return [{name: values[row] for name, values in batch.items()} for row in range(count)]

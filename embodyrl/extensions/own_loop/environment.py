@@ -1,0 +1,176 @@
+"""Environments as plain Gymnasium ones, for loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from embodyrl.config import tree
+from embodyrl.envs import ENVS
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.errors import ConfigError
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_context, env_spec
+from embodyrl.plan.episodes import selected_reset_ids
+from embodyrl.plan.roots import EvalConfig
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
+
+
+class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
+    """One slot of an environment.
+
+    Observations: `images` [C, H, W, 3] uint8 (where there are cameras), `state` [S] float32 (where there is one) and
+    `instruction`, the task in words. Actions [A]: numbers in -1..1, or categories. `info["success"]`: the goal holds.
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+    # As a class attribute, for Gymnasium's wrappers ask for it before any frame is drawn.
+    render_mode = "rgb_array"
+
+    def __init__(self, cfg: EvalConfig, settings: EnvSettings) -> None:
+        """Build the simulator of these settings in this process."""
+        context = env_context(cfg)
+        self.env = ENVS.get(cfg.env.env_type).make(settings, context)
+        self.layout: EnvSpec = self.env.spec
+        """Tasks, cameras, sizes, gripper."""
+        self._split = cfg.env.eval
+        self._ids = list(selected_reset_ids(self.layout, self._split))
+        self._kind = self.layout.action_kind
+        self.action_space = _actions(self.layout)
+        self.observation_space = _observations(self.layout)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Begin an episode.
+
+        Args:
+            seed: decides initial state and simulator.
+            options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state.
+
+        Raises:
+            ConfigError: there is no such task or state.
+        """
+        super().reset(seed=seed)
+        wanted = dict(options or {})
+        task, reset_id = wanted.pop("task", None), wanted.pop("reset_id", None)
+        choices = [i for i in self._ids if task is None or self.layout.task_of(i)[0] == task]
+        if wanted or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
+            raise ConfigError(
+                f"env '{self.layout.name}': reset takes options task (0 to {len(self.layout.tasks) - 1}) and reset_id "
+                f"(0 to {self.layout.num_reset_ids - 1}), not {options}."
+            )
+        chosen = int(self.np_random.choice(choices)) if reset_id is None else int(reset_id)
+        start = EpisodeStart(
+            reset_id=chosen,
+            seed=int(self.np_random.integers(2**31)),
+            max_episode_steps=self._split.max_episode_steps,
+            ignore_terminations=self._split.ignore_terminations,
+        )
+        self.env.reset([0], [start])
+        return self._look(), {"reset_id": chosen, "task": self.layout.task_of(chosen)[0]}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        """Execute one action."""
+        # A chunk of one action in one slot.
+        row = np.asarray(action, np.float32).reshape(1, 1, -1)
+        result = self.env.step_chunk([0], row)
+        ended, cut = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
+        return self._look(), float(result.reward[0, 0]), ended, cut, {"success": bool(result.success[0, 0])}
+
+    def render(self) -> Any:
+        """Return a frame [H, W, 3] uint8 for people."""
+        return self.env.render(0)
+
+    def close(self) -> None:
+        """Free the simulator."""
+        self.env.close()
+
+    def _look(self) -> dict[str, Any]:
+        spec = self.layout
+        images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
+        state = np.zeros(spec.state_dim, np.float32)
+        self.env.observe([0], images[None], state[None])
+        seen: dict[str, Any] = {"instruction": self.env.instruction(0)}
+        return seen | ({"images": images} if len(images) else {}) | ({"state": state} if len(state) else {})
+
+
+def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
+    """Make an environment of ours a Gymnasium one.
+
+    >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
+    >>> seen, info = table.reset(seed=0)
+    >>> seen["instruction"]
+    'touch the red block'
+
+    Args:
+        env: an option of `env=`, for example tabletop or libero_object.
+        words: further settings, as `embodyrl eval` takes them; `env.eval.*` says which tasks and states there are.
+        num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of so many.
+
+    Raises:
+        ConfigError: unknown environment or setting; a task in words, which has no steps.
+        MissingDependencyError: the simulator is not installed.
+    """
+    typed = (f"env={env}", "model=random", *words)
+    if num_envs is not None:
+        return gymnasium.vector.SyncVectorEnv([lambda: make_env(env, *words)] * num_envs)
+    return _single(load_config("eval", typed))
+
+
+def env_of(run_plan: RunPlan) -> SingleEnv:
+    """Return the environment of a run, with the cameras of its policy."""
+    return _single(run_plan.config(EvalConfig), run_plan.env_settings)
+
+
+def _single(cfg: EvalConfig, settings: EnvSettings | None = None) -> SingleEnv:
+    if cfg.reads_rows:
+        raise ConfigError(
+            f"env '{env_spec(cfg).name}' is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such, "
+            "`embodyrl view` and `report` show replies."
+        )
+    check_components(cfg)
+    return SingleEnv(cfg, settings or cfg.env)
+
+
+def _actions(spec: EnvSpec) -> spaces.Space[Any]:
+    space = spec.action_space
+    if space is not None and space.kind is ActionKind.discrete:
+        return spaces.Discrete(space.sizes[0])
+    if space is not None and space.kind is ActionKind.multi_discrete:
+        return spaces.MultiDiscrete(np.asarray(space.sizes))
+    low = np.asarray(space.low if space and space.low else (-1.0,) * spec.action_dim, np.float32)
+    high = np.asarray(space.high if space and space.high else (1.0,) * spec.action_dim, np.float32)
+    return spaces.Box(low, high, dtype=np.float32)
+
+
+def _observations(spec: EnvSpec) -> spaces.Dict:
+    texts = spec.instructions or spec.tasks
+    letters = frozenset("".join(texts)) or frozenset(" ")
+    longest = max(map(len, texts), default=1)
+    parts: dict[str, spaces.Space[Any]] = {"instruction": spaces.Text(max(1, longest), min_length=0, charset=letters)}
+    if spec.cameras:
+        parts["images"] = spaces.Box(0, 255, (len(spec.cameras), *spec.image_size, 3), np.uint8)
+    if spec.state_dim:
+        parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32)
+    return spaces.Dict(parts)
+
+
+def _made(env: str, *, words: tuple[str, ...] = (), **_: Any) -> SingleEnv:
+    return make_env(env, *words)
+
+
+def _register() -> None:
+    """Register `embodyrl/LiberoObject-v0` for `env=libero_object`, and likewise every option in no subfolder."""
+    for option in tree.options("env"):
+        name = f"embodyrl/{option.title().replace('_', '')}-v0"
+        if "/" not in option and name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=f"{__name__}:_made", kwargs={"env": option}, disable_env_checker=True)
+
+
+_register()
