@@ -30,7 +30,6 @@ from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig,
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.adapter import find_adapter
 from embodyrl.policies.inputs import input_problems
 from embodyrl.policies.protocol import ComparesWeights
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
@@ -307,7 +306,8 @@ def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[
 
 def _is_adapter(folder: Path) -> bool:
     """Return whether a folder holds an adapter and no whole weights."""
-    return find_adapter(folder) is not None and not any(folder.glob("model*.safetensors*"))
+    adapter = any((place / "adapter_config.json").exists() for place in (folder, folder / "lora_adapter"))
+    return adapter and not any(folder.glob("model*.safetensors*"))
 
 
 def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> None:

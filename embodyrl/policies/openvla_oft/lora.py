@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.adapter import (
+from embodyrl.policies.openvla_oft.checkpoint import Change, map_weights
+from embodyrl.policies.openvla_oft.llama import linears
+from embodyrl.policies.vla.adapter import (
     ADAPTER_CONFIG,
     ADAPTER_FOLDER,
     ADAPTER_WEIGHTS,
@@ -21,8 +23,6 @@ from embodyrl.policies.adapter import (
     AdapterSpec,
     read_adapter_spec,
 )
-from embodyrl.policies.openvla_oft.checkpoint import Change, map_weights
-from embodyrl.policies.openvla_oft.llama import linears
 
 ADAPTED = ("vision_backbone.", "projector.", "language_model.")
 """Parts that may have adapters; value head and proprioception projector are fully trained."""

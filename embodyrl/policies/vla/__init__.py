@@ -1,1 +1,1 @@
-"""Sampling chains, records and tokens that vision-language-action policies share."""
+"""Sampling chains, records, tokens and adapters that vision-language-action policies share."""

@@ -109,7 +109,7 @@ def test_what_an_observation_lacks_is_said_and_never_made_up() -> None:
         policy.act(mine)
     with pytest.raises(ConfigError, match="float64, expected images"):
         policy.act(seen | {"images": seen["images"] / 255})
-    with pytest.raises(ConfigError, match="knows several tasks"):
+    with pytest.raises(ConfigError, match="has several tasks"):
         policy.act({name: part for name, part in seen.items() if name != "instruction"})
 
 

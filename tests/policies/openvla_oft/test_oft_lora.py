@@ -13,9 +13,9 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import export_policy
-from embodyrl.policies.adapter import read_adapter_spec
 from embodyrl.policies.openvla_oft.lora import read_adapter
 from embodyrl.policies.settings import LoraSettings
+from embodyrl.policies.vla.adapter import read_adapter_spec
 
 
 @pytest.fixture

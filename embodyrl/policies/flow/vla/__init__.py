@@ -6,7 +6,6 @@ from typing import Self
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.adapter import adapter_problems, lora_spec
 from embodyrl.policies.flow.settings import check_steering, described, record_of
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec, SmolVlaSpec, VisionSpec
 from embodyrl.policies.flow.vla.folder import (
@@ -22,6 +21,7 @@ from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
 from embodyrl.policies.folder import lacking
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.vla.adapter import adapter_problems, lora_spec
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.flow.layouts import (
     HEADS,
     OPENPI,
@@ -37,6 +36,7 @@ from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.folder import starts_random
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec
