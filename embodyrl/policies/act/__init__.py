@@ -63,7 +63,7 @@ class ActFactory(LeRobotFactory):
         """Return the width of the encoder's mean output."""
         return config.dim_model
 
-    def chosen(self, config: ActConfig) -> int:
+    def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
         """Return the latent's width."""
         return config.latent_dim
 

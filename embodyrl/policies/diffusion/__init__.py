@@ -24,9 +24,9 @@ class DiffusionFactory(LeRobotFactory):
         """Return the width of a condition."""
         return config.condition_width
 
-    def chosen(self, config: DiffusionConfig) -> int:
-        """Return the numbers of the noise of a chunk."""
-        return config.horizon * config.action_dim
+    def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
+        """Return the numbers of the noise of a chunk, or of a row that all rows repeat."""
+        return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:
         """Return the record of a chunk: the states around its stochastic steps."""

@@ -23,6 +23,7 @@ class DiffusionSettings(LeRobotSettings):
 
     needs = {
         "likelihood=chain": "stochastic_steps diffusion_eta diffusion_min_std",
+        "likelihood=dsrl": "noise_repeated",
         "likelihood!=dsrl": "greedy_start",
     }
 
@@ -36,6 +37,8 @@ class DiffusionSettings(LeRobotSettings):
     greedy_start: GreedyStart = GreedyStart.random
     """Greedy acting denoises noise that is a function of the observation, with the sampler's own noise (random), or
     starts in the middle of the noise and adds none (zero)."""
+    noise_repeated: bool = False
+    """dsrl: one row of noise is chosen for all rows of a chunk, instead of each."""
     stochastic_steps: Stochastic = Stochastic.one
     """chain: RL learns from one step of each chunk, sampled uniformly, or from all; each costs a forward pass."""
     diffusion_eta: Share = 1.0

@@ -39,7 +39,7 @@ class LeRobotFactory(ABC):
         """Return the numbers that value heads and actors read."""
 
     @abstractmethod
-    def chosen(self, config: Any) -> int:
+    def chosen(self, cfg: Any, config: Any) -> int:
         """Return the numbers that dsrl chooses."""
 
     @abstractmethod
@@ -130,7 +130,7 @@ class LeRobotFactory(ABC):
         """Return the choice of the actor of a frozen network; None: the network itself learns."""
         if not cfg.steers:
             return None
-        return steering_shape(cfg, config, self.features(config), self.chosen(config))
+        return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
 
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
         """Compare sizes of network and actor (see `ComparesWeights`)."""

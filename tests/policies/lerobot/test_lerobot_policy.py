@@ -154,6 +154,19 @@ def test_a_residual_of_nothing_is_the_model_and_demonstrations_name_their_correc
         policy.imitate(obs, proposed)
 
 
+@pytest.mark.parametrize("repeated", [False, True])
+def test_chosen_noise_is_the_start_of_denoising(repeated, tmp_path):
+    env = SEEN["state"]
+    policy, obs = build("diffusion", tmp_path, env, likelihood="dsrl", noise_repeated=repeated), observe(env, 3)
+    out = policy.act(obs, noise=noise_for(policy, 3))
+    chosen = policy.chosen(out.tokens)
+    assert chosen.shape == (3, 2 if repeated else 16)
+    rows = 1.5 * (chosen[:, None].expand(-1, 8, -1) if repeated else chosen.view(3, 8, 2))
+    with torch.no_grad():
+        chunk = policy.denoise(policy._read(obs).model, rows)
+    assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
+
+
 def test_dsrl_of_an_act_without_a_latent_is_refused(tmp_path):
     cfg = model_of("act", path=str(fresh("act", tmp_path / "act", use_vae=False)), likelihood="dsrl")
     assert "use_vae" in POLICIES.get("act").validate(cfg)[0]
