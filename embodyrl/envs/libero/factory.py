@@ -110,6 +110,9 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
     """Additional initial states of each task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
     for evaluation."""
+    settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
+    """Steps after an initial state is set, in which objects fall into place: 10 in the OpenVLA-OFT evaluation, 15 in
+    RLinf."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
     the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""
@@ -209,7 +212,12 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         # Unused models would only fill the GPU.
         kept = min(held, context.num_slots) if spec.on_gpu else held
         sims = LiberoSims(
-            spec, max_models=kept, lean=lean, fast=cfg.is_fast, nearest=cfg.expert_grasps is ExpertGrasps.nearest
+            spec,
+            max_models=kept,
+            lean=lean,
+            fast=cfg.is_fast,
+            nearest=cfg.expert_grasps is ExpertGrasps.nearest,
+            settle_steps=cfg.settle_steps,
         )
         # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)

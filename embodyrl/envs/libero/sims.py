@@ -110,11 +110,18 @@ class LiberoSims(PerSlot):
     sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
     def __init__(
-        self, spec: EnvSpec, *, max_models: int, lean: bool = False, fast: bool = False, nearest: bool = False
+        self,
+        spec: EnvSpec,
+        *,
+        max_models: int,
+        lean: bool = False,
+        fast: bool = False,
+        nearest: bool = False,
+        settle_steps: int = 10,
     ) -> None:
         super().__init__(spec)
         self._nearest = nearest
-        self._kinds = {"lean": lean, "fast": fast}
+        self._kinds = {"lean": lean, "fast": fast, "settle_steps": settle_steps}
         self.task_limit = max_models
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
         self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]

@@ -27,9 +27,6 @@ mujoco: Any = _mujoco
 """The package is compiled and has no type stubs."""
 
 
-SETTLE_STEPS = 10
-"""Steps after the initial state is set, as in the OpenVLA-OFT evaluation: objects are stored in the air and fall."""
-
 SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
 
 JOINT_NOISE = 0.02
@@ -75,14 +72,16 @@ class TaskSimulator:
     benchmark's observation is reconstructed exactly from the positions at the sampled substep.
     """
 
-    def __init__(self, bddl_file: Path, *, lean: bool = False, fast: bool = False) -> None:
+    def __init__(self, bddl_file: Path, *, lean: bool = False, fast: bool = False, settle_steps: int = 10) -> None:
         """Load a task.
 
         Args:
             bddl_file: The benchmark's description of the task.
             lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
             fast: The faster inner loop (see `fast.py`); states agree up to rounding.
+            settle_steps: Steps after an initial state is set: objects are stored in the air and fall.
         """
+        self._settle_steps = settle_steps
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
@@ -148,7 +147,7 @@ class TaskSimulator:
         self._env.sim.forward()
         self._env._check_success()
         self._env._post_process()
-        return [self.step(SETTLE_ACTION).success for _ in range(SETTLE_STEPS)][-1]
+        return [self.step(SETTLE_ACTION).success for _ in range(self._settle_steps)][-1]
 
     def sample_state(self, seed: int) -> DoubleArray:
         """Sample an initial state [1 + nq + nv] like the stored ones: object placements, and noise on the robot's

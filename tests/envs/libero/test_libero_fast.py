@@ -13,6 +13,7 @@ from settings import env_of
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.factory import FACTORY
 from embodyrl.envs.protocol import EnvContext
+from embodyrl.types import EpisodeStart
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(300)]
 
@@ -143,3 +144,26 @@ def test_fast_loop_compiles_before_the_first_reset(tmp_path):
     )
     environ = command_environment(tmp_path, {"NUMBA_CACHE_DIR": str(tmp_path / "cache")})
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=580)
+
+
+def test_settle_steps_are_steps_with_an_open_gripper():
+    hold = np.array([[0.0] * 6 + [-1.0]] * 5)
+    plain, later = simulator("libero_goal", 7, fast=True), simulator("libero_goal", 7, fast=True, settle_steps=15)
+    expected, _ = states(plain, "libero_goal", 7, hold)
+    later.reset(install.suite_init_states("libero_goal", 7)[3], 7)
+    np.testing.assert_array_equal(np.concatenate([later._data.qpos, later._data.qvel, later._data.act]), expected[-1])
+    for sim in (plain, later):
+        sim.close()
+
+
+def test_the_key_of_settle_steps_reaches_the_simulator():
+    starts = []
+    for steps in (10, 15):
+        cfg = env_of("libero", task_suite_name="libero_goal", settle_steps=steps, render_profile="lean")
+        env = FACTORY.make(cfg, EnvContext(num_slots=1))
+        env.reset([0], [EpisodeStart(reset_id=3, seed=0, max_episode_steps=9)])
+        seen = np.zeros((1, *env.spec.image_size, 3), np.uint8), np.zeros((1, env.spec.state_dim), np.float32)
+        env.observe([0], np.repeat(seen[0][None], len(env.spec.cameras), axis=1), seen[1])
+        starts.append(seen[1])
+        env.close()
+    assert not np.array_equal(*starts)

@@ -10,9 +10,8 @@ from embodyrl_migrate.tables import evaluate, read, spell
 from embodyrl_migrate.translate import STATES, Migration
 
 OFF = "off"
-EXACT, DETAIL, BOUND = "exact", "detail", "bound"
-"""Kinds of facts. `detail`: the common scale of all gradients, which AdamW divides out, or how a scene settles.
-`bound`: the source's number is at most the one here."""
+EXACT, BOUND = "exact", "bound"
+"""Kinds of facts. `bound`: the source's number is at most the one here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +42,7 @@ class Fact:
             return "not known there" if self.theirs is None else "not known here"
         if self.is_same:
             return "at most" if self.kind == BOUND else ""
-        return "differs in detail" if self.kind == DETAIL else "differs"
+        return "differs"
 
     def line(self) -> str:
         """Return the text for the screen."""

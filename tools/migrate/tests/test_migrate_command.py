@@ -226,3 +226,28 @@ def test_every_group_of_the_tables_exists_and_every_refusal_names_the_nearest(sy
     assert [case for case in cases if "refuse" in case and not case.get("nearest")] == []
     parts = [pair for part in (*cases, *found.keys["kinds"]) for pair in part.get("groups", {}).items()]
     assert [pair for pair in parts if not (ROOT / "conf" / pair[0] / f"{pair[1]}.yaml").is_file()] == []
+
+
+UNKNOWN = {
+    "verl_grpo_gsm8k.yaml": ("actor_rollout_ref.rollout.name=surprise", "actor_rollout_ref.actor.strategy=surprise"),
+    "roll_fsdp_grpo.yaml": (
+        "actor_infer.strategy_args.strategy_name=surprise",
+        "actor_train.strategy_args.strategy_name=surprise",
+    ),
+    "areal_cispo.yaml": ("rollout.backend=surprise", "actor.backend=surprise"),
+    "cosmos_rl_vla.toml": ("rollout.backend=surprise", "train.train_policy.trainer_type=surprise"),
+    "rlinf_libero_10_grpo.yaml": ("rollout.backend=surprise", "actor.training_backend=surprise"),
+    "simplevla_rl_libero.sh": ("actor_rollout_ref.rollout.name=surprise", "actor_rollout_ref.actor.strategy=surprise"),
+}
+"""A recipe of each system, with its keys of the rollout backend and of the trainer."""
+
+
+def test_every_system_is_asked_for_an_unknown_backend_and_trainer() -> None:
+    assert {next(system for system in systems() if name.startswith(system)) for name in UNKNOWN} == {*systems()}
+
+
+@pytest.mark.parametrize(("name", "word"), [(name, word) for name, words in UNKNOWN.items() for word in words])
+def test_an_unknown_backend_or_trainer_ends_with_exit_2_in_spite_of_nearest(run: Any, name: str, word: str) -> None:
+    outcome = run(DATA / name, f"+{word}" if name.endswith((".yaml", ".sh")) else word, "--nearest")
+    assert (outcome.code, outcome.settings) == (2, None)
+    assert f"({word})" in outcome.screen

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from embodyrl_migrate.report import BOUND, DETAIL, Fact, compare, reasons
+from embodyrl_migrate.report import BOUND, Fact, compare, reasons
 from embodyrl_migrate.source import Source, read_source
 from embodyrl_migrate.tables import load_system, systems
 from embodyrl_migrate.translate import Migration, translate
@@ -78,6 +78,8 @@ def test_every_key_has_a_verdict(name: str) -> None:
 
 
 LIBERO_GRPO = "rlinf_libero_10_grpo.yaml"
+FILTERED = ["filtered groups"]
+"""Of recipes that leave groups out: there they count in the mean of the loss."""
 PPO = (
     *(
         "algorithm.adv_type=gae",
@@ -89,6 +91,11 @@ PPO = (
 )
 FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "openvla_oft grpo": ((), []),
+    "openvla_oft grpo, nothing filtered": (("algorithm.filter_rewards=false",), []),
+    "ppo, slots that refill, tokens cut": (
+        (*PPO, "env.train.auto_reset=true", "algorithm.sampling_params.top_k=50"),
+        ["algorithm.sampling_params.top_k", "top k"],
+    ),
     "openvla_oft grpo, tokens cut": (
         ("algorithm.sampling_params.top_k=50",),
         ["algorithm.sampling_params.top_k", "top k"],
@@ -138,17 +145,25 @@ FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_rlinf(family: str) -> None:
     overrides, wanted = FAMILIES[family]
-    _, facts, why, _ = migrated(LIBERO_GRPO, *overrides)
+    _, _, why, _ = migrated(LIBERO_GRPO, *overrides)
     found = list(dict.fromkeys(map(subject, why)))
     if wanted in (["loss"], ["environment"], ["model"], ["task"]):
-        found = found[:1]  # the lines that follow from a missing part are named too
-    assert found == wanted
-    details = {"settle steps", "filtered groups", "gradient scale"}
-    assert {fact.what for fact in facts if fact.is_same is False and fact.kind == DETAIL} <= details
+        assert found[:1] == wanted  # the lines that follow from a missing part are named too
+        return
+    assert set(found) == {*wanted, *([] if "algorithm.filter_rewards=false" in overrides else FILTERED)}
+
+
+NAMED: dict[str, list[Any]] = yaml.safe_load((DATA / "rlinf_configs.yaml").read_text())
+
+
+@pytest.mark.parametrize("family", sorted({family for family, _ in NAMED.values()}))
+def test_named_configs_of_rlinf_end_as_their_family(family: str) -> None:
+    *_, why, _ = migrated(LIBERO_GRPO, *FAMILIES[family][0])
+    assert {code for name, (of, code) in NAMED.items() if of == family} == {2 if why else 0}
 
 
 def test_what_rlinf_does_not_read_changes_nothing() -> None:
-    plain, *_ = migrated(LIBERO_GRPO)
+    plain, _, differs, _ = migrated(LIBERO_GRPO)
     unread = (
         "algorithm.kl_beta=0.1",
         "algorithm.clip_ratio_c=5",
@@ -156,7 +171,7 @@ def test_what_rlinf_does_not_read_changes_nothing() -> None:
         "algorithm.gamma=0.5",
     )
     result, _, why, _ = migrated(LIBERO_GRPO, *unread)
-    assert why == []
+    assert why == differs
     assert result.settings == plain.settings
 
 
@@ -172,7 +187,7 @@ def test_what_rlinf_does_not_read_changes_nothing() -> None:
 )
 def test_the_layout_says_where_the_sampling_is_read(layout: str, words: tuple[str, ...], temperature: float) -> None:
     result, _, why, _ = migrated(LIBERO_GRPO, *words)
-    assert (result.layout, why) == (layout, [])
+    assert (result.layout, [subject(line) for line in why]) == (layout, FILTERED)
     assert result.flat["algorithm.sampling_params.temperature"] == temperature
 
 
