@@ -22,7 +22,7 @@ _NAMES = {name: f"embodyrl.program.commands:{name}" for name in ("compose", "eva
 
 
 def _names() -> dict[str, str]:
-    """Return the public names and where each is defined, those of extensions included."""
+    """Return the public names and their modules, including those of extensions."""
     from embodyrl.manifests import declared
 
     return {**_NAMES, **declared("embodyrl.program")}
@@ -33,7 +33,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Found by name on first use: every module imports this one, and the command line must start without what they need.
+    # Resolved on first use: every module imports this one, and the command line must start without heavy imports.
     if name == "__all__":
         return sorted(_names())
     if name.startswith("_") or (target := _NAMES.get(name) or _names().get(name)) is None:

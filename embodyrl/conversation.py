@@ -1,4 +1,4 @@
-"""Records of text tasks: who said what, what it is judged by, and what it was worth."""
+"""Records of text tasks: messages, references and rewards."""
 
 import re
 from collections.abc import Sequence
@@ -17,33 +17,33 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRow:
-    """One task in words: what is asked, and what an answer is judged by."""
+    """One text task: prompt and reference."""
 
     messages: tuple[Message, ...]
     reference: str
     rejected: str | None = None
-    """Of a pair of answers the worse one; `reference` is the better."""
+    """The worse answer of a preference pair; `reference` is the better one."""
     pictures: tuple[Any, ...] = ()
-    """One for each <image> in the messages (without any: in front of the user's first): files, their bytes or pixels
-    [H, W, 3]; rows that were read hold `datasets.text.Picture`."""
+    """One for each <image> in the messages (without any: before the user's first): files, their bytes or pixels [H, W,
+    3]; rows that were read contain `Picture`."""
 
 
 PICTURE = "<image>"
-"""Where an image stands in a message, as data sets and people write it."""
+"""Placeholder of an image in a message, as in data sets."""
 _TURN, _ROLE, _MARK = "\x1e", "\x1f", "\x1d"
 _NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 
 
 def join_messages(messages: Sequence[Message]) -> str:
-    """Write a conversation as one instruction; `split_messages` reads it back.
+    """Join a conversation into one instruction, which `split_messages` parses.
 
-    Content loses what would begin a turn: a model could else speak for the user, or answer its own calls of tools.
+    Content loses the separators of turns: otherwise a model could write user turns, or answer its own tool calls.
     """
     return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_NO_TURNS)}" for m in messages)
 
 
 def split_messages(instruction: str) -> tuple[Message, ...]:
-    """Read a conversation; any other instruction is one message of the user."""
+    """Parse a conversation; any other instruction is one user message."""
     if not instruction.startswith(_TURN):
         return (Message(role="user", content=instruction),)
     turns = (turn.partition(_ROLE) for turn in instruction.split(_TURN)[1:])
@@ -51,10 +51,10 @@ def split_messages(instruction: str) -> tuple[Message, ...]:
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-    """Say at each image's place how high and wide it is; `split_pictures` reads it back.
+    """Replace image placeholders by image sizes, which `split_pictures` parses.
 
     Raises:
-        ValueError: the messages name another number of images.
+        ValueError: the messages have another number of images.
     """
     if not sizes:
         return tuple(messages)
@@ -71,18 +71,18 @@ def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]
 
 
 def split_pictures(content: str) -> list[str | tuple[int, int]]:
-    """Texts and sizes of images (height, width) of a message, in turn; a text stands first and last."""
+    """Split a message into texts and image sizes (height, width), alternating; the first and last are texts."""
     parts = re.split(f"{_MARK}([0-9]+x[0-9]+){_MARK}", content)
     return [part if i % 2 == 0 else (int(part.split("x")[0]), int(part.split("x")[1])) for i, part in enumerate(parts)]
 
 
 def spoken(content: str) -> str:
-    """A message as people read it: `<image>` where an image stands."""
+    """Return a message with `<image>` for each image."""
     return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
 
 
 def final_answer(reply: str) -> str:
-    """What a reply comes to: its last box, answer tag, letter after 'answer', or number, whichever there is first."""
+    """Return the final answer of a reply: its last box, answer tag, letter after 'answer', or number, in that order."""
     for pattern in (
         r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
         r"#### (-?[0-9.,]*[0-9])",
@@ -96,16 +96,16 @@ def final_answer(reply: str) -> str:
 
 
 def join_pair(better: str, worse: str) -> str:
-    """Write two answers as one text; `split_messages` reads them back as two replies."""
+    """Join two answers into one text, which `split_messages` parses as two replies."""
     return join_messages([Message(role="assistant", content=text) for text in (better, worse)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One finished conversation that wants a reward."""
+    """A finished conversation that needs a reward."""
 
     prompt: str
-    """What was asked: the user's first message."""
+    """The user's first message."""
     response: str
     """The last reply."""
     reference: str
@@ -115,11 +115,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The worth of one answer."""
+    """Reward of one answer."""
 
     reward: float
     success: bool
     components: tuple[float, ...]
-    """In the order of `Judge.components`."""
+    """Components in the order of `Judge.components`."""
     problem: str | None = None
-    """Why there is no real reward."""
+    """Error, if the reward is unknown."""

@@ -1,4 +1,4 @@
-"""The GPUs of this host, and which process of a run sees which of them."""
+"""GPUs of this host, and their assignment to processes of a run."""
 
 import os
 import re
@@ -24,21 +24,21 @@ for number in range(torch.cuda.device_count()):
 
 
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes; without torch."""
+    """Return the GPUs that this process may use, by their names in CUDA_VISIBLE_DEVICES, without torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         found = len(list(DEV.glob("nvidia[0-9]*")))
         # Windows' subsystem for Linux has one device node for all GPUs.
         return tuple(map(str, range(len(query_gpus()) if not found and (DEV / "dxg").exists() else found)))
-    # As CUDA reads it: an invalid name (Slurm writes NoDevFiles) hides itself and what follows.
+    # Like CUDA: an invalid name (Slurm writes NoDevFiles) hides itself and all later ones.
     valid = re.compile(r"\d+|GPU-.*|MIG-.*").fullmatch
     return tuple(takewhile(valid, (name.strip() for name in visible.split(","))))
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this host has instructions for bfloat16: a GPU, or a processor with AVX-512, AMX or Arm's extension.
+    """Return True if this host supports bfloat16: a GPU, or a processor with AVX-512, AMX or Arm's extension.
 
-    A processor whose features are unknown counts as one that has.
+    A processor with unknown features counts as supported.
     """
     if visible_gpus() or not PROCESSOR.is_file():
         return True
@@ -48,29 +48,29 @@ def multiplies_bfloat16() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as `nvidia-smi` lists it."""
+    """A GPU as listed by `nvidia-smi`."""
 
     number: int
     uuid: str
     free: int
-    """Memory that no process has, bytes."""
+    """Free memory in bytes."""
     total: int
     split: bool
-    """In MIG mode: CUDA sees slices of the GPU."""
+    """In MIG mode: CUDA lists slices of the GPU."""
     driver: int
     """Major version of the driver; 0 if unknown."""
     name: str
 
 
 def query_gpus() -> tuple[Gpu, ...]:
-    """List all GPUs of this host, visible or not, without a CUDA context; empty if `nvidia-smi` does not answer."""
+    """List all GPUs of this host, visible or not, without a CUDA context; empty if `nvidia-smi` fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ()
     query = [program, f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_S, check=False)
-    except subprocess.TimeoutExpired:  # a driver that hangs is reported by the process that uses it
+    except subprocess.TimeoutExpired:  # a hanging driver is reported by the process that uses it
         return ()
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
     return tuple(
@@ -85,7 +85,7 @@ def _major(version: str) -> int:
 
 
 def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Return those GPUs of `query_gpus` that this process may use; a name that matches none is left out."""
+    """Return the GPUs of `query_gpus` that this process may use; names without a match are skipped."""
     return tuple(
         gpu
         for name in visible_gpus()
@@ -95,21 +95,21 @@ def select_visible(gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
 
 
 class Gpus:
-    """Visible GPUs as they are at the first look, which starts `nvidia-smi` once."""
+    """Visible GPUs, read at the first access by `nvidia-smi`."""
 
     @property
     def free(self) -> int:
-        """Return the free memory of the visible GPU that has the least, bytes; 0 if unknown."""
+        """Free memory in bytes of the visible GPU with the least; 0 if unknown."""
         return min((free for free, _ in self._memory), default=0)
 
     @property
     def total(self) -> int:
-        """Return the whole memory of the smallest visible GPU, bytes; 0 if unknown."""
+        """Total memory in bytes of the smallest visible GPU; 0 if unknown."""
         return min((total for _, total in self._memory), default=0)
 
     @property
     def kinds(self) -> set[str]:
-        """Return the names of the visible models of GPUs."""
+        """Model names of the visible GPUs."""
         return {gpu.name for gpu in select_visible(self._listed)}
 
     @cached_property
@@ -122,7 +122,7 @@ class Gpus:
 
 
 def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
-    """Return free and whole memory of each visible GPU."""
+    """Return free and total memory of each visible GPU."""
     names = visible_gpus()
     chosen = select_visible(gpus)
     # `nvidia-smi` counts GPUs by PCI bus and CUDA by speed, which differs on a host with several models.
@@ -135,7 +135,7 @@ def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
 
 
 def _seen_by_torch() -> list[tuple[int, int]]:
-    """Ask CUDA for the memory of what it shows, in a process of its own."""
+    """Return the memory that CUDA reports, queried in a separate process."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False
@@ -148,25 +148,25 @@ def _seen_by_torch() -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """One GPU for each process that uses any; empty on a host without GPUs."""
+    """One GPU for each process that uses one; empty on a host without GPUs."""
 
     policies: tuple[str, ...] = ()
-    """Of the actor ranks, then of the processes that only act."""
+    """GPUs of the actor ranks, then of the inference processes."""
     simulators: tuple[str, ...] = ()
-    """Dealt to the env workers in turn."""
+    """GPUs of the env workers, assigned round-robin."""
 
     def of_policy(self, number: int) -> str | None:
-        """GPU of a process that holds the policy; None: it sees what the driver sees."""
+        """Return the GPU of a policy process; None: all GPUs of the driver."""
         return self.policies[number] if self.policies else None
 
     def of_env_worker(self, number: int, *, on_gpu: bool | None) -> str | None:
-        """GPU of an env worker, see `EnvSpec.on_gpu`; an empty string: it sees none."""
+        """Return the GPU of an env worker, see `EnvSpec.on_gpu`; an empty string: none."""
         if on_gpu is False:
             return ""
         return self.simulators[number % len(self.simulators)] if self.simulators else None
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Give each of n policy processes a GPU; simulators get those that are left over, or else share all."""
+    """Assign a GPU to each of n policy processes; simulators get the remaining ones, or else share all."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

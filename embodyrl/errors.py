@@ -1,4 +1,4 @@
-"""Errors for users: each says what, where, the likely cause and the fix, and carries its exit code."""
+"""Errors for users: what is wrong, where, the likely cause and the fix, with an exit code."""
 
 import signal
 
@@ -6,25 +6,25 @@ _hidden: dict[str, str] = {}
 
 
 def hide(name: str, value: str) -> None:
-    """Keep the value of an environment variable out of all that is written and printed; a path is no secret."""
-    if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter ones would blot out half of every text
+    """Hide the value of an environment variable in all output; paths are not hidden."""
+    if len(value) >= 6 and not value.startswith(("/", "~", ".")):  # shorter values would match too much text
         _hidden[value] = name
 
 
 def masked(text: str) -> str:
-    """The text with `${oc.env:NAME}` in place of each hidden value."""
+    """Return the text with `${oc.env:NAME}` in place of each hidden value."""
     for value, name in _hidden.items():
         text = text.replace(value, f"${{oc.env:{name}}}")
     return text
 
 
 def one_line(error: BaseException) -> str:
-    """What a foreign error says, without line breaks and not endlessly."""
+    """Return the message of a foreign error in one line, truncated."""
     return " ".join(str(error).split())[:300]
 
 
 class EmbodyError(Exception):
-    """Base of all errors that are reported without a traceback."""
+    """Base class of errors that are reported without a traceback."""
 
     exit_code = 1
 
@@ -40,7 +40,7 @@ class ConfigError(EmbodyError):
 
 
 class UnknownNameError(ConfigError):
-    """A name that no registry knows."""
+    """A name is not registered."""
 
 
 class MissingDependencyError(ConfigError):
@@ -52,17 +52,17 @@ class EnvError(EmbodyError):
 
 
 class WorkerError(EmbodyError):
-    """A worker died, hung, or used up its restart budget."""
+    """A worker died, hung, or used up its restarts."""
 
     exit_code = 4
 
 
 class ClusterLost(WorkerError):
-    """No worker can be started any more; the running ones may still answer, so state is saved before exit."""
+    """No worker can be started any more; the running ones may still reply, so state is saved before exit."""
 
 
 class ChannelClosed(EmbodyError):
-    """The other side of a channel is gone."""
+    """The other end of a channel is closed."""
 
     exit_code = 4
 
@@ -74,13 +74,13 @@ class ChannelTimeout(EmbodyError):
 
 
 class StaleTicketError(EmbodyError):
-    """A ticket names a record that has been recycled since."""
+    """The record of a ticket was reused."""
 
     exit_code = 4
 
 
 class NonFiniteError(EmbodyError):
-    """A loss, gradient or advantage is NaN or infinite; no step was taken with it."""
+    """A loss, gradient or advantage is NaN or infinite; no optimizer step was taken."""
 
     exit_code = 5
 
@@ -92,7 +92,7 @@ class CheckpointError(EmbodyError):
 
 
 class Interrupted(EmbodyError):
-    """A signal asked the run to stop; state is saved before exit."""
+    """The run was stopped by a signal; state is saved before exit."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -101,12 +101,12 @@ class Interrupted(EmbodyError):
 
 
 PARENT_EXITED = signal.SIGUSR2
-"""Tells a run that whoever started it was asked to stop, or is gone: it stops as well, like on SIGTERM. A batch system
-that signals every process has told the run already, so this one is never the second signal that ends it at once."""
+"""Signal to a run whose parent process exited or was stopped: the run stops as on SIGTERM. A batch system that signals
+every process has signalled the run already, so this signal never counts as the second one, which exits immediately."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal; nothing is waited for."""
+    """A second signal arrived: exit without waiting."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum

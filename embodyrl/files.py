@@ -1,4 +1,4 @@
-"""Files that matter, written complete or not at all; streams that nobody reads; and the free memory."""
+"""Atomic file writes, blocked streams, and free memory."""
 
 import io
 import json
@@ -13,12 +13,12 @@ from typing import Any, TextIO
 
 _LOG_LIMIT, _LOG_KEPT = 16 << 20, 1 << 20
 SCRATCH = ".tmp-"
-"""How names of files that are not complete begin."""
+"""Prefix of incomplete files."""
 CGROUP, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def by_number(name: Path | str) -> list[str | int]:
-    """Sort key of names and paths: runs of digits count as numbers, so that step_1000000 follows step_999999.
+    """Return a sort key of names and paths that compares digits as numbers: step_1000000 follows step_999999.
 
     >>> sorted(["step_10", "step_9"], key=by_number)
     ['step_9', 'step_10']
@@ -28,9 +28,9 @@ def by_number(name: Path | str) -> list[str | int]:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Another name beside `target` to write a file or a folder under; complete, it becomes `target`.
+    """Provide a temporary name for a file or folder, which is renamed to `target` at the end of the block.
 
-    A failure leaves nothing behind.
+    After an error the temporary file is deleted.
     """
     scratch = target.with_name(f"{SCRATCH}{os.getpid()}-{target.name}")
     try:
@@ -44,7 +44,7 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write complete and flushed to disk, or not at all."""
+    """Write a file completely and flush it to disk, or write nothing."""
     with replacing(path) as scratch, open(scratch, "wb") as f:
         f.write(content.encode("utf-8") if isinstance(content, str) else content)
         f.flush()
@@ -52,14 +52,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def json_text(data: Any) -> str:
-    """Indented JSON. It has no word for what is no finite number, which becomes null, nor for objects: their text."""
+    """Return indented JSON. Non-finite numbers become null, other objects their text."""
     plain = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=2) + "\n"
 
 
 def cap_log(path: Path) -> None:
-    """Keep the last MiB of a log above 16 MiB; whoever has it open for appending simply goes on."""
-    size = path.stat().st_size if path.exists() else 0  # somebody may have tidied up
+    """Truncate a log above 16 MiB to its last MiB; processes that append to it can continue."""
+    size = path.stat().st_size if path.exists() else 0  # it may have been deleted
     if size > _LOG_LIMIT:
         with path.open("r+b") as file:
             file.seek(size - _LOG_KEPT)
@@ -70,19 +70,19 @@ def cap_log(path: Path) -> None:
 
 
 def has_room(stream: TextIO, timeout_s: float) -> bool:
-    """Whether a write of up to 4096 bytes will not block: a pipe that nobody reads blocks its writer for ever."""
+    """Return True if a write of up to 4096 bytes will not block: an unread pipe blocks its writer."""
     poll = select.poll()
     try:
         poll.register(stream.fileno(), select.POLLOUT)
     except (io.UnsupportedOperation, ValueError):
-        return True  # in memory, or closed: then the write itself says so
+        return True  # in memory or closed: the write itself raises
     return bool(poll.poll(timeout_s * 1000))
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control groups and of all above them, whose limits hold as well.
+    """Yield the folders of this process's control groups and their parents, whose limits also apply. True: version 2.
 
-    True: of version 2. A container sees its own group as the root, a Slurm job lies below several others.
+    A container has its own group as the root, a Slurm job is below several others.
     """
     for line in MEMBERSHIP.read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -108,7 +108,7 @@ def available_cores() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that the host and all control groups still give."""
+    """Return the free memory of the host within all control groups."""
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
@@ -116,7 +116,7 @@ def available_bytes() -> int:
         names = ("max", "current", "stat") if unified else ("limit_in_bytes", "usage_in_bytes", "stat")
         limit, used, stat = (folder / f"memory.{name}" for name in names)
         if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":
-            # What files left in memory goes where programs want it, as MemAvailable has it for the host.
+            # Cached files count as free memory, like in the host's MemAvailable.
             text = stat.read_text() if stat.is_file() else ""
             cached = re.search(rf"^{'' if unified else 'total_'}inactive_file (\d+)$", text, re.MULTILINE)
             available = min(

@@ -1,4 +1,4 @@
-"""One registry for every seam: short name, "package.module:attr", or entry point of a package or extension."""
+"""Registry of components: short name, "package.module:attr", or entry point of a package or extension."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def closest(name: str, options: Iterable[str], *, cutoff: float = 0.5) -> str:
     matches = difflib.get_close_matches(typed, spelled, n=3, cutoff=cutoff)
     if not matches:
         return ""
-    # Among names that look equally close, swapped letters are the likeliest slip.
+    # Of equally similar names, prefer swapped letters.
     best = next((match for match in matches if sorted(match) == sorted(typed)), matches[0])
     return f" Did you mean '{spelled[best]}'?"
 
 
 def has(*names: str) -> Callable[[Any], bool]:
-    """A check for `Registry`: an object, no class, with all of these attributes."""
+    """Return a check for `Registry`: an object, not a class, with all of these attributes."""
     return lambda found: not isinstance(found, type) and all(hasattr(found, name) for name in names)
 
 
 def takes(arguments: int) -> Callable[[Any], bool]:
-    """A check for `Registry`: a function, or an object that can be called, of n arguments; 0: of any.
+    """Return a check for `Registry`: a callable with n arguments; 0: with any number.
 
-    What the standard library defines is nobody's plugin.
+    Callables of the standard library are rejected.
     """
 
     def check(found: Any) -> bool:
@@ -57,7 +57,7 @@ def takes(arguments: int) -> Callable[[Any], bool]:
             return False
         try:
             inspect.signature(found).bind(*range(arguments)) if arguments else None
-        except (TypeError, ValueError):  # too few or too many; a C function that does not tell
+        except (TypeError, ValueError):  # too few or too many; a C function without a signature
             return False
         return True
 
@@ -77,7 +77,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:
 
 
 def _found_here(module: str) -> str:
-    """What to type for a module in the working folder, or in one of its own there, as `embodyrl new` writes them."""
+    """Return the argument for a module in the working folder or a subfolder, as written by `embodyrl new`."""
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
         if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
@@ -86,7 +86,7 @@ def _found_here(module: str) -> str:
 
 
 class Registry(Generic[T]):
-    """Names of one seam. Values are objects, or "module:attr" strings that are imported on first use.
+    """Named components of one kind. Values are objects, or "module:attr" strings that are imported on first use.
 
     What a name leads to must pass `fits`, which looks at it and never calls it; `wants` is its wording.
 
@@ -113,11 +113,11 @@ class Registry(Generic[T]):
         return sorted({*self._items, *declared(self.group), *(e.name for e in installed(group=self.group))})
 
     def every(self) -> list[T]:
-        """Return all that is registered, by name; for groups in which nothing is chosen."""
+        """Return all registered components, by name; for groups that are used as a whole."""
         return [self.get(name) for name in self.names()]
 
     def problems(self, names: Iterable[str], key: str) -> list[str]:
-        """What is wrong with the names that `key` holds, one line each; short names are not imported."""
+        """Return errors of the names in `key`, one line each; short names are not imported."""
         found: list[str] = []
         others = {*names} - {*self._items, *declared(self.group)}
         for name in others - {*self.names()} if others else ():  # names of installed packages take time to read
@@ -128,11 +128,10 @@ class Registry(Generic[T]):
         return found
 
     def get(self, name: str) -> T:
-        """Look a name up.
+        """Return the component of a name.
 
         Raises:
-            UnknownNameError: nothing has this name (the message holds the nearest one), or what has it is of another
-                kind.
+            UnknownNameError: nothing has this name (the message suggests a similar one), or its kind is wrong.
         """
         value: Any = name
         if ":" not in name:
@@ -160,7 +159,7 @@ class Registry(Generic[T]):
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
-            # The plugin is there and lacks something else: that is its author's error, and its traceback says where.
+            # The plugin lacks a dependency: that is its author's error, and its traceback shows where.
             if error.name and not (module_name == error.name or module_name.startswith(error.name + ".")):
                 raise
             hint = _found_here(module_name) if error.name == module_name.partition(".")[0] else ""

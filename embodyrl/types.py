@@ -1,4 +1,4 @@
-"""Records that cross seams: frozen, keyword-only, numpy (torch only where gradients flow).
+"""Records at module boundaries: frozen, keyword-only, numpy (torch only with gradients).
 
 Shapes: N env slots, T chunk steps, K actions per chunk, A action dims, L = K*A action tokens, V value outputs per chunk
 (1 or K), B samples, C cameras, H W image, S state dims.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-# Also by these names for whoever writes an environment or a model.
+# Aliases for authors of environments and models.
 from embodyrl.specs import ActionKind as ActionKind
 from embodyrl.specs import ActionSpace as ActionSpace
 from embodyrl.specs import EnvSpec as EnvSpec
@@ -30,12 +30,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 ROWS_AT_A_TIME = 32
-"""Samples of a forward pass that values or scores what others have written, at most."""
+"""Maximum samples of a forward pass without gradients, for values or scores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """A batch of observations as stored: raw uint8 images, never preprocessed."""
+    """A batch of observations as stored: raw uint8 images without preprocessing."""
 
     images: ByteArray
     """[B, C, H, W, 3] uint8, simulator orientation."""
@@ -49,7 +49,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationOut:
-    """Where an environment writes one slot's observation: views into the arena."""
+    """Target of one slot's observation: views into the arena."""
 
     images: ByteArray
     """[C, H, W, 3] uint8 view."""
@@ -59,7 +59,7 @@ class ObservationOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeStart:
-    """How one slot begins an episode."""
+    """Initial state and limits of an episode in a slot."""
 
     reset_id: int
     seed: int
@@ -73,20 +73,21 @@ class ChunkResult:
 
     reward: FloatArray
     terminated: BoolArray
-    """The episode is over and nothing follows that a value could stand for."""
+    """The episode ended in a terminal state, without bootstrapping."""
     truncated: BoolArray
-    """A limit ended the episode: on steps, and then it is not `terminated`; or on the tokens of the last reply."""
+    """A limit ended the episode: the step limit, and then it is not `terminated`; or the token limit of the last
+    reply."""
     valid: BoolArray
     success: BoolArray
-    """The task's goal holds after this action."""
+    """The goal is reached after this action."""
     components: FloatArray | None = None
     """[n, C] the parts of the chunk's reward, in the order of `EnvSpec.components`."""
     reward_errors: dict[int, str] = field(default_factory=dict)
-    """By slot: why the reward is not known and counts as 0."""
+    """Errors of unknown rewards, which count as 0, by slot."""
 
     @classmethod
     def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:
-        """The result of a chunk of which nothing was executed yet, to be filled in."""
+        """Return an empty result of a chunk to fill in."""
         terminated, truncated, valid, success = np.zeros((4, slots, actions), np.bool_)
         return cls(
             reward=np.zeros((slots, actions), np.float32),
@@ -99,7 +100,7 @@ class ChunkResult:
 
     @property
     def done(self) -> BoolArray:
-        """[n] the episode of this slot ended inside this chunk."""
+        """Mask [n] of slots whose episode ended inside this chunk."""
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
@@ -108,30 +109,30 @@ class EpisodeSpec:
     """One planned episode. The list of a step is fixed before the step starts."""
 
     episode_id: int
-    """Index in the step's list; it keys the action noise."""
+    """Index in the step's list; the key of the action noise."""
     reset_id: int
     task_id: int
     group_id: int
     member: int
     seed: int
-    """Seed of the simulator's own randomness; equal for all members of a group."""
+    """Seed of the simulator's randomness; equal for all members of a group."""
     noise_seed: int
     """Seed of the action noise; different for every episode."""
 
 
 class EarlierPart(NamedTuple):
-    """An episode until a training step cut it; the next step goes on with it."""
+    """The part of an episode before a training step cut it; the next step continues it."""
 
-    spec: EpisodeSpec  # as it began
+    spec: EpisodeSpec  # spec of the episode's start
     length: int
     episode_return: float
     success_once: bool
-    components: Any = 0.0  # [C] sums of the parts of the reward
+    components: Any = 0.0  # [C] sums of the reward parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """A finished (or cut) episode: a list of arena records and what the algorithm needs of them."""
+    """A finished (or cut) episode: a list of arena records and the data that the algorithm needs."""
 
     spec: EpisodeSpec
     records: IntArray  # [T] of the arena, one of each chunk step
@@ -141,33 +142,35 @@ class Episode:
     success: BoolArray
     value: FloatArray
     bootstrap_value: FloatArray
-    """[V] value of the observation after the last chunk, 0 where terminated; `value` [T, V]: estimates while acting."""
+    """[V] value of the observation after the last chunk, 0 if terminated; `value` [T, V]: estimates during the
+    rollout."""
     terminated: bool
     truncated: bool
     """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
     cut: bool = False
-    """Cut by the quota of chunk steps: not an episode of the success statistics."""
+    """Cut by the quota of chunk steps: excluded from success statistics."""
     counted: bool = True
-    """The quota left at its beginning sufficed for the longest episode; of others only short ones reach their end."""
+    """The remaining quota at its beginning sufficed for the longest episode; otherwise only short episodes would
+    finish."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     earlier: EarlierPart | None = None
-    """What came before in steps of the run that cut it, if it went on."""
+    """The part before this step, if the episode continued a cut one."""
     instruction: str = ""
     components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[T, C] parts of the reward of each chunk."""
     action: FloatArray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
-    """[T, K, A] what was chosen, executed where `valid`."""
+    """[T, K, A] chosen actions, executed where `valid`."""
     top: ByteArray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
-    """[T, bytes] `PolicyOutput.top` of each chunk; T x 0 where it was not asked for."""
+    """[T, bytes] `PolicyOutput.top` of each chunk; T x 0 if not requested."""
     duration_s: float = 0.0
     video: str | None = None
     solved_at_reset: bool = False
-    """The goal held before the first action."""
+    """The goal was already reached before the first action."""
 
     @property
     def length(self) -> int:
-        """Executed env steps."""
+        """Number of executed env steps."""
         return int(self.valid.sum())
 
     @property
@@ -177,19 +180,19 @@ class Episode:
 
     @property
     def whole(self) -> EarlierPart:
-        """All of it so far, with what earlier training steps saw."""
+        """The episode so far, including the parts of earlier training steps."""
         spec, length, earned, success, parts = self.earlier or EarlierPart(self.spec, 0, 0.0, False)
         more = length + self.length, earned + self.episode_return, success or self.success_once
         return EarlierPart(spec, *more, parts + self.components.sum(axis=0))
 
     @property
     def success_once(self) -> bool:
-        """Whether any executed action reached the goal."""
+        """True if any executed action reached the goal."""
         return bool(self.success[self.valid].any())
 
     @property
     def success_at_end(self) -> bool:
-        """Whether the goal held after the last executed action."""
+        """True if the goal was reached after the last executed action."""
         return bool(self.success[self.valid][-1]) if self.valid.any() else False
 
 
@@ -206,7 +209,7 @@ class PreparedBatch:
     valid: BoolArray
     """[B, K] actions that were executed."""
     has_signal: bool
-    """False: the gradient of the whole batch is exactly zero, so no update is made."""
+    """False: the gradient of the whole batch is exactly zero, so there is no update."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -221,13 +224,13 @@ class PolicyOutput:
     """[B, L] log-probability of each token under the sampling distribution (temperature included)."""
     value: FloatArray
     replies: tuple[str, ...] = ()
-    """What each chunk says in words; empty for actions that say nothing."""
+    """Text of each chunk; empty without text."""
     top: tuple[str, ...] = ()
     """JSON of each reply: for each token [[text, log-probability], ...], itself first, then the most probable ones."""
     cut_off: BoolArray | None = None
-    """[B] replies that the limit on tokens ended, if there are replies."""
+    """[B] replies that hit the token limit, if there are replies."""
     cost: IntArray | None = None
-    """[B] tokens read and written, for micro-batches of equal work; None: all samples cost the same."""
+    """[B] tokens of prompt and reply, for micro-batches of equal cost; None: all samples cost the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,11 +244,11 @@ class PolicyScores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImitationScores:
-    """How well given actions are imitated (torch, fp32, on the policy's device); loss [B] with gradients."""
+    """Imitation loss [B] with gradients, and accuracy (torch, fp32, on the policy's device)."""
 
     loss: torch.Tensor
     accuracy: torch.Tensor
-    """[B] share of the chunk's numbers whose bin or category is the given one's when acting greedily."""
+    """[B] share of the chunk's numbers whose greedy bin or category equals the target."""
     error: torch.Tensor | None = None
-    """[B] mean absolute error of greedy actions in their own units, where actions have no categories; it replaces
-    `accuracy` in what is logged."""
+    """[B] mean absolute error of greedy actions in their own units, for actions without categories; logged instead of
+    `accuracy`."""

@@ -87,7 +87,7 @@ def gae(
 
 
 def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Number the chunk steps of all episodes so that equal states within one group share a number (GiGPO).
+    """Return a number for each chunk step, equal for equal states within one group (GiGPO).
 
     Args:
         states: [T_i] state hash of each chunk step of each episode.

@@ -163,10 +163,10 @@ class GroupSettings(AlgorithmSettings):
     filter_rewards: (
         Annotated[list[float], _SHARES, Must("two numbers [low,high] with 0 <= low < high <= 1, or null")] | None
     ) = None
-    """[low, high]: exclude groups whose mean success lies outside from the update."""
+    """[low, high]: exclude groups with a mean success outside this range from the update."""
     filter_returns: Annotated[list[float], RISING, Must("two numbers [low,high] with low < high")] | None = None
-    """[low, high]: exclude groups whose mean return (before algorithm.reward_scale) lies outside; for rewards other
-    than success."""
+    """[low, high]: exclude groups with a mean return (before reward_scale) outside this range; for rewards other than
+    success."""
     filter_refills: Index = 0
     """Rounds of refill groups that replace filtered groups; if none is left after them, the weights do not change."""
 

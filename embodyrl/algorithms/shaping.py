@@ -75,9 +75,7 @@ def subtract_kl(
 
 
 def adapted_beta(beta: float, kl: float, *, target: float, samples: int, horizon: int) -> float:
-    """Return beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon), the adaptive controller of arXiv
-    1909.08593.
-    """
+    """Return beta (1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon) (arXiv 1909.08593)."""
     return beta * (1.0 + float(np.clip(kl / target - 1.0, -0.2, 0.2)) * samples / horizon)
 
 

@@ -183,9 +183,7 @@ class Arena:
 
     @contextmanager
     def write(self, ticket: int) -> Iterator[int]:
-        """Open a record for writing an observation; it becomes readable at the end of the block, unless the block
-        raises.
-        """
+        """Open a record for writing; it becomes readable at the end of the block, unless the block raises."""
         with self.write_all([ticket]) as records:
             yield int(records[0])
 

@@ -227,7 +227,7 @@ class WeightPart(NamedTuple):
 
 
 def bucket_layout(bucket_bytes: int = BUCKET_BYTES) -> RecordLayout:
-    """Layout of an arena whose records are buckets."""
+    """Return the layout of an arena whose records are buckets."""
     return RecordLayout(fields=(Field(name=BUCKET, dtype="uint8", shape=(bucket_bytes,)),))
 
 

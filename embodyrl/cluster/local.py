@@ -54,7 +54,7 @@ class LocalLauncher(OpenRequests[_Handle]):
         super().__init__(log_dir)
         self._context = multiprocessing.get_context("spawn")
         self._owner = f"workers {secrets.token_hex(8)}"
-        # One lasting object: `multiprocessing.connection.wait` registers everything anew at each call.
+        # One persistent selector: `multiprocessing.connection.wait` registers all files at each call.
         self._poll = select.poll()
         self._watched: dict[int, str] = {}
         """Worker of each pipe and process sentinel, by file descriptor."""

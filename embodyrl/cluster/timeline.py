@@ -99,8 +99,7 @@ class Timeline:
             self._add(Span(worker, f"{name} (died)", asked, self._now(), size, {}))
 
     def metrics(self) -> dict[str, float]:
-        """Return utilisation of the step's rollout, from its start to its last chunk, and staleness of the training
-        data.
+        """Return the utilisation of the step's rollout, up to its last chunk, and the staleness of the training data.
 
         `policy_waits_for_env`: share of time in which the policy was idle while an env worker was busy.
         `env_waits_for_policy`: mean share in which an env worker was idle while the policy was busy. `staleness/k`:

@@ -190,7 +190,7 @@ class EnvContext:
     reward: StepRewardSettings | None = None
     """For an environment with a section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
-    """The description that the run plan is built on; None: it is needed anew."""
+    """Description of the run plan, if the environment was described before; None: describe it."""
     suites: tuple[str, ...] = ()
     """Further suites to evaluate, a subset of the factory's `suites`."""
 

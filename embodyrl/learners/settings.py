@@ -68,7 +68,7 @@ class FsdpSettings(Settings):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """When to synchronise gradients: once per step (every rank stores full gradients), per micro_batch (less memory,
+    """Synchronisation of gradients: once per step (every rank stores full gradients), per micro_batch (less memory,
     more communication), or auto: once per step if the GPUs have the memory."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory."""

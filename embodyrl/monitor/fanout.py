@@ -126,7 +126,7 @@ class Fanout(Monitor):
         self._monitors = dict(monitors)
 
     def names(self) -> list[str]:
-        """Names of the active backends."""
+        """Return the names of the active backends."""
         return list(self._monitors)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:

@@ -138,9 +138,7 @@ class Evaluation:
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Return the success rate of the own suite's episodes of one task, or of all; the mean return if success is
-        unknown.
-        """
+        """Return the success rate of the own suite, of one task or all; the mean return if success is unknown."""
         return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 

@@ -8,12 +8,12 @@ from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
 
 WARMUP_STEPS = 10
-"""Default of reinforcement learning: the first steps of Adam have the size of the learning rate whatever the gradient,
-and move the log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
+"""Default warm-up of RL: the first steps of Adam have the size of the learning rate for any gradient, which moves the
+log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
 
 
 class ModelSettings(Settings):
-    """What every policy has."""
+    """Keys of every policy."""
 
     model_type: str
     """Policy: a registered name or package.module:attr."""

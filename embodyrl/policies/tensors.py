@@ -26,7 +26,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def best_device() -> str:
-    """Return the first visible GPU (a worker sees only its own), or the CPU.
+    """Return the first visible GPU (in a worker only its own), or the CPU.
 
     Raises:
         ConfigError: there are GPUs that torch cannot use.

@@ -138,7 +138,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
         if learner.actor.fsdp.cpu_offload and visible_gpus():
             threads = max(threads, available_cores() // run_plan.ranks)  # optimizer steps are the host's then
         if run_plan.ranks > 1:
-            # Chosen by the driver, which sees all GPUs: ranks might choose differently.
+            # Chosen by the driver, which can list all GPUs: ranks might choose differently.
             learning["gradient_sync"] = planned.gradient_sync
         learning |= {
             "algorithm": learner.algorithm,

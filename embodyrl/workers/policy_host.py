@@ -174,7 +174,7 @@ class _Plan:
     """A chunk of a slot whose actions are executed one record at a time."""
 
     episode: int
-    """Its noise seed."""
+    """Noise seed of the episode."""
     begin: int
     """Env step at which the chunk was sampled."""
     actions: FloatArray

@@ -140,7 +140,7 @@ def number(env_id: str, reward: Any) -> float:
 
 
 def flag(env_id: str, name: str, value: Any) -> bool:
-    """Return what says that an episode is over or a success, also from 0 or 1 or an array of one; else EnvError."""
+    """Return a flag of end or success, also from 0 or 1 or an array of one; else raise EnvError."""
     if value is True or value is False:
         return value
     return bool(flags(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])

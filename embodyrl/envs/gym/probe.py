@@ -49,17 +49,17 @@ class Probe:
     reports_success: bool
     """The `info` of a step of its first episode contains success."""
     expert: bool
-    """It, or one of its wrappers, has a method `expert_action`."""
+    """The environment or a wrapper has a method `expert_action`."""
     vector: bool
-    """It is a `gymnasium.vector.VectorEnv` for all slots; the spaces are those of one slot."""
+    """The environment is a `gymnasium.vector.VectorEnv` for all slots; the spaces are those of one slot."""
     draws: bool
-    """It renders, or would with a render mode."""
+    """The environment renders, or would with a render mode."""
     doubts: tuple[str, ...] = ()
     """Warnings about probably unintended behaviour in the first steps."""
     instruction: str | None = None
     """Instruction of the first episode; None: there is none."""
     goals: bool = False
-    """It computes the rewards of other goals."""
+    """The environment computes the rewards of other goals."""
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:

@@ -1,6 +1,6 @@
 """Image corruptions of LIBERO-Plus for images of 256 x 256 pixels: five kinds of ten severities, exact to the pixel.
 
-The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers are drawn from `rng` in the benchmark's order.
+The kinds are those of ImageNet-C (arXiv 1903.12261). Random numbers come from `rng` in the benchmark's order.
 """
 
 from collections.abc import Callable

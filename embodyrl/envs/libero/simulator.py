@@ -150,9 +150,7 @@ class TaskSimulator:
         return [self.step(SETTLE_ACTION).success for _ in range(self._settle_steps)][-1]
 
     def sample_state(self, seed: int) -> DoubleArray:
-        """Sample an initial state [1 + nq + nv] like the stored ones: object placements, and noise on the robot's
-        joints.
-        """
+        """Sample an initial state [1 + nq + nv]: object placements, and noise on the robot's joints."""
         self._robot.init_qpos = self._usual_start
         with quiet(), _numpy_seed(seed):
             self._place_objects()

@@ -64,7 +64,7 @@ def vulkan_problem(device: str) -> str | None:
 
 
 def fetch_physx() -> None:
-    """Let SAPIEN download PhysX for GPUs before its first scene, with a timeout and a message.
+    """Download PhysX for GPUs by SAPIEN before its first scene, with a timeout and a message.
 
     Raises:
         MissingDependencyError: the download or loading failed; the message names the file to copy.

@@ -18,4 +18,4 @@ def probe_vulkan() -> Finding:
         if problem := vulkan_problem(device):
             text = f"sapien {version} cannot start on '{device}', so ManiSkill cannot: {problem}"
             return Finding("vulkan", "warn", text, VULKAN_FIX if device == "cpu" else GPU_VULKAN_FIX)
-    return Finding("vulkan", "ok", f"sapien {version} draws on {' and '.join(devices)}")
+    return Finding("vulkan", "ok", f"sapien {version} renders on {' and '.join(devices)}")

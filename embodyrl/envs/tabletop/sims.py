@@ -108,7 +108,7 @@ def suite_name(axis: Axis) -> str:
 
 
 def axis_of(suite: str) -> Axis:
-    """Inverse of `suite_name`."""
+    """Return the variation of a suite, the inverse of `suite_name`."""
     return next(axis for axis in Axis if suite_name(axis) == suite)
 
 

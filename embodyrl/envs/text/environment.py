@@ -125,8 +125,7 @@ class ConversationEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Answer tool calls and compute rewards of all other replies; `actions` [n, K, 1] are token ids, padding below
-        0.
+        """Execute tool calls and compute rewards of other replies; `actions` [n, K, 1]: token ids, padding below 0.
 
         The reward is that of the last token of the last reply.
         """

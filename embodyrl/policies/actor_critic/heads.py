@@ -99,9 +99,7 @@ class GaussianHead(nn.Module):
         self._centre, self._half = np.asarray(spans, np.float32).T
 
     def spread(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean [B, K, A] and the logarithm of the deviation, which broadcasts; outputs [B, K, A] are the
-        means.
-        """
+        """Return the mean [B, K, A] (the outputs) and the logarithm of the deviation, which broadcasts."""
         return outputs, self.log_std
 
     def choose(self, outputs: Tensor, noise: Tensor | None, temperature: float) -> Tensor:

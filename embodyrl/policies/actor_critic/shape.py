@@ -51,7 +51,7 @@ class NetShape:
 
     @property
     def action_dim(self) -> int:
-        """A"""
+        """A, the action dimension."""
         return len(self.sizes or self.low)
 
     @property

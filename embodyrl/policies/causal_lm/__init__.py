@@ -44,7 +44,7 @@ class CausalLMFactory:
             if self.start is not None:
                 return []
             kind = "vision-" if self.sees else "causal "
-            return [f"model.path is not set: {self.name} wants the folder of a Hugging Face {kind}language model."]
+            return [f"model.path is not set: {self.name} needs the folder of a Hugging Face {kind}language model."]
         try:
             folder = language_model_folder(cfg.path)
         except EmbodyError as error:

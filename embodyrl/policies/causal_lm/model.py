@@ -103,9 +103,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
 
 
 def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
-    """Wrap the model with low-rank adapters (new ones, or those in `path`, by default `model.lora.path`), or merge a
-    given adapter.
-    """
+    """Add low-rank adapters (new ones, or those in `path`, by default `model.lora.path`), or merge a given adapter."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     lora = cfg.lora
@@ -255,7 +253,7 @@ class _Scores(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         log_probs, said, entropy = ctx.saved_tensors
         of_said, of_entropy = (grad[:, None] for grad in grads[:2])
-        # Gradient of log p(said): one-hot minus p. Gradient of the entropy H: -p (log p + H).
+        # Gradient of log p(token): one-hot minus p. Gradient of the entropy H: -p (log p + H).
         out = torch.add(log_probs, entropy).mul_(of_entropy).add_(of_said).mul_(log_probs.exp()).neg_()
         return out.scatter_add_(-1, said, of_said).div_(ctx.temperature).to(ctx.dtype), None, None
 

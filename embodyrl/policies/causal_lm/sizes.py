@@ -51,8 +51,7 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the further bytes for scores, without and with recomputed layers: of a logits chunk, or of the output
-        matrix.
+        """Return the further bytes for scores, without and with recomputed layers.
 
         Chunks need three float32 copies. The matrix has its gradient of the chunks so far, that of earlier
         micro-batches, and that of this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16

@@ -38,9 +38,7 @@ def key_mask(valid: Tensor, queries: Tensor | None = None) -> Tensor:
 
 
 def block_mask(blocks: Tensor) -> Tensor:
-    """Return additive scores [1, 1, T, T]: token i attends to token j if the block of j is not later (blocks [T],
-    ascending).
-    """
+    """Return additive scores [1, 1, T, T]: token i attends to j if the block [T] of j is not later."""
     hidden = blocks[None, :] > blocks[:, None]
     return torch.zeros(hidden.shape, device=blocks.device).masked_fill_(hidden, UNSEEN)[None, None]
 

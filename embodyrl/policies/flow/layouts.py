@@ -25,7 +25,7 @@ class Layout:
     renames: tuple[tuple[str, str], ...]
     """(our prefix, their prefix); the first match counts."""
     tied: str | None = None
-    """Their name of an output matrix tied to the token embedding; the only copy in some files."""
+    """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
     """(their name, stack) of unused matrices [vocab, width of that stack] that their loader requires."""
 
@@ -161,7 +161,7 @@ class Source:
 
     layout: Layout
     embedding_names: tuple[str, ...]
-    """Their names of the token embedding: its own, that of the tied output matrix, or both."""
+    """Names of the token embedding in the files: its own, that of the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
     """By their names: unused weights and statistics, which the model does not have."""
 

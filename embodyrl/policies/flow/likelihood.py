@@ -42,8 +42,7 @@ def ode(x: Tensor, v: Tensor, t: Tensor, end: Tensor) -> Transition:
 
 
 def flow_sde(x: Tensor, v: Tensor, t: Tensor, end: Tensor, level: Tensor) -> Transition:
-    """Return an Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470; piRL,
-    2510.25889).
+    """Return an Euler-Maruyama step of the SDE with the flow's marginals (Flow-GRPO, arXiv 2505.05470).
 
     With s = a sqrt(t / (1 - t)), where the first step uses the second's time in the denominator: mean x - d (v + s^2 /
     (2 t) (x + (1 - t) v)), deviation s sqrt(d). `level` is a, broadcasts to `x`; the other arguments are as in `ode`.

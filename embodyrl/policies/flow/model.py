@@ -132,7 +132,7 @@ class SiglipTower(nn.Module):
 BACKBONE = ("vision", "projector", "language")
 """Attributes of the vision-language model; everything else is the action expert with its head."""
 QUERY_SCALE = 3.0
-"""How much larger the expert's random queries are than of variance 1."""
+"""Scale of the expert's random queries relative to variance 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -205,8 +205,7 @@ class FlowPolicy:
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity over all numbers of a
-        chunk.
+        """Return the flow-matching loss of actions [B, H, A]: mean squared error of the velocity of a chunk.
 
         Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) uses 1.5. Without gradients (validation)
         noise and time are the same in every call, and `accuracy` is the share of numbers whose greedy prediction is

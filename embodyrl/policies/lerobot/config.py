@@ -81,7 +81,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def action_dim(self) -> int:
-        """A"""
+        """A, the action dimension."""
         return self.output_features[ACTION].shape[0]
 
     @property

@@ -87,7 +87,7 @@ class LeRobotPolicy(ABC):
         module.units.fill(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
-            # Features of a frozen network can stand in the replay buffer.
+            # Features of a frozen network can be stored in the replay buffer.
             module.network.requires_grad_(False)
         # Dropout and random crops are for imitation alone, which turns them on.
         self.module: nn.Module = module.eval()

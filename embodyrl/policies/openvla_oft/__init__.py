@@ -159,7 +159,7 @@ class SampleSize:
     acting: int
     """Maximum without gradients."""
     flops: float
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
 
 
 def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: bool, adapters: bool) -> SampleSize:
@@ -219,7 +219,7 @@ class OpenVlaOftFactory:
     """Builds policies of any size; implements `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
-    """Its keys below `model`."""
+    """Keys below `model`."""
     autoregressive: bool = False
     """OpenVLA: one action per inference, token by token; False: OpenVLA-OFT, a whole chunk in parallel."""
 

@@ -91,8 +91,7 @@ def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatAr
 
 
 def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
-    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`; masked ones are
-    unchanged.
+    """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`.
 
     `flat_to_zero`: dimensions with equal bounds become 0, as in training targets; the public inference code does not do
     this for proprioception.
@@ -183,9 +182,7 @@ class VitSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec:
-    """Sizes of the language model, under the names of its config, in which transformers stores only differences from
-    these.
-    """
+    """Sizes of the language model, named as in its config; transformers stores only differences from these."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -219,7 +216,7 @@ class OftOptions:
 
     @property
     def num_action_tokens(self) -> int:
-        """L = K A"""
+        """L = K A, the action tokens of a chunk."""
         return self.cfg.num_action_chunks * self.cfg.action_dim
 
 

@@ -94,8 +94,7 @@ Rope = tuple[Tensor, Tensor]
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
-    """Return cosine and sine tables [B, 1, T, head_dim] of the half-split rotary embedding at positions [B, T],
-    float32.
+    """Return cosine and sine tables [B, 1, T, head_dim] of the rotary embedding at positions [B, T], float32.
 
     `bf16_frequencies` rounds the inverse frequencies, like code that casts the whole model with its buffers; large
     positions then rotate by up to 0.4 rad more or less, which changes the logits visibly.

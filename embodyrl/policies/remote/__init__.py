@@ -19,7 +19,7 @@ class RemoteFactory:
     """Describes and connects to a policy server; implements `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
-    """Its keys below `model`."""
+    """Keys below `model`."""
 
     def validate(self, cfg: RemoteSettings) -> list[str]:
         """Return config errors with fixes, one line each."""

@@ -25,9 +25,7 @@ from embodyrl.types import ByteArray, FloatArray, Observation
 
 
 class Pi0(FlowModel):
-    """pi0: the suffix is a state token, then the actions. pi0.5: the suffix is the actions, and time conditions the
-    norms.
-    """
+    """pi0 and pi0.5. The suffix is a state token and the actions; in pi0.5 the actions only, with time in the norms."""
 
     spec: Pi0Spec
 
