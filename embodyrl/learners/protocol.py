@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.messages import UpdateRequest
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
+from embodyrl.learners.settings import ActorSettings
 from embodyrl.learners.training import InParts, Trainer
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import EnvSpec
@@ -24,8 +24,8 @@ class LearnerContext:
     algorithm: Algorithm | None
     """None: SFT."""
     actor: ActorSettings
-    objective: ObjectiveSettings | None = None
-    """Objective of SFT."""
+    objective: Any = None
+    """Objective of SFT, settings."""
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
@@ -37,7 +37,7 @@ class LearnerContext:
 class Learner(Protocol):
     """Update of a policy in one actor rank.
 
-    `AdvantageEstimator.learner` or `ObjectiveSettings.learner` is the name of a class that is called with a
+    `AdvantageEstimator.learner` or `learner` of an objective is the name of a class that is called with a
     `LearnerContext`. A subclass of this one inherits the methods that do nothing.
     """
 

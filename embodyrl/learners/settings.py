@@ -1,8 +1,7 @@
 """Keys of the actor."""
 
 from collections.abc import Iterator
-from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,44 +9,6 @@ from embodyrl.config.settings import Count, CountOrAll, Index, Path, Positive, S
 
 Rate = Annotated[float, Field(ge=0, le=1000)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-Objective = StrEnum("Objective", ["imitation", "dpo", "preference", "success"])
-PAIRED = (Objective.dpo, Objective.preference)
-
-
-class ObjectiveSettings(Settings):
-    """Objective of SFT."""
-
-    learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
-    """package.module:class of the learner (`learners/protocol.py`)."""
-    needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
-
-    name: Objective = Objective.imitation
-    """imitation: cross-entropy or regression on actions and answers. dpo: prefer the better of two answers, or of two
-    episodes with the same start, chunk by chunk. preference, success: train a value head as a reward model
-    (reward.path), from pairs of answers or from success labels of video frames."""
-    beta: Positive = 0.1
-    """dpo: weight of the log-ratios; large values stay close to the reference."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo, preference: assumed share of pairs with a wrong label."""
-    reference_path: Path | None = None
-    """dpo: weights of the reference; default: the initial weights."""
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return whether the loss compares the policy with a reference policy."""
-        return self.name is Objective.dpo
-
-    @property
-    def of_pairs(self) -> bool:
-        """True if rows with two answers are needed."""
-        return self.name in PAIRED
-
-    @property
-    def rates(self) -> bool:
-        """True if a value head is trained as a reward model."""
-        return self.name in (Objective.preference, Objective.success)
 
 
 class CriticSettings(Settings):

@@ -22,7 +22,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
 from embodyrl.errors import ConfigError
-from embodyrl.learners.settings import ActorSettings, CriticSettings, ObjectiveSettings
+from embodyrl.learners.settings import ActorSettings, CriticSettings
 from embodyrl.plan.contradictions import slot_problems, staleness_problems
 from embodyrl.plan.settings import (
     CheckpointSettings,
@@ -218,7 +218,6 @@ class SftConfig(RunConfig):
 
     dry_run = "embodyrl.extensions.demonstrations.sft_setup:sft_facts"
 
-    objective: ObjectiveSettings = ObjectiveSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
 
     def problems(self) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.channels.arena import Arena, ArenaHandle
@@ -22,7 +22,7 @@ from embodyrl.channels.messages import RankInfo, Reply, Request, WorkerFailed, W
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import PARENT_EXITED, ChannelClosed, EmbodyError
 from embodyrl.files import cap_log
-from embodyrl.learners.settings import ActorSettings, ObjectiveSettings
+from embodyrl.learners.settings import ActorSettings
 from embodyrl.leftovers import end_children, signal_at_parents_end
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
@@ -75,8 +75,8 @@ class PolicyHostInit(WorkerInit):
     """Chunks of an episode at its time limit."""
     env: EnvSettings | None = None
     """Environment that computes the rewards of other goals, if the algorithm needs it."""
-    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
-    """Objective of SFT."""
+    objective: Any = None
+    """Objective of SFT, settings with `learner`, `needs_reference` and `reference_path`; None: RL."""
     critic: str | None = None
     """Folder of a separate critic."""
     actor: ActorSettings = field(default_factory=ActorSettings)

@@ -22,10 +22,11 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.demonstrations.imitation import ImitationLearner
 from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.extensions.demonstrations.settings import Objective, ObjectiveSettings
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import load_material
 from embodyrl.extensions.text.rewards.services import RewardModel
-from embodyrl.learners.settings import ActorSettings, Objective, ObjectiveSettings, OptimSettings
+from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan

@@ -15,8 +15,8 @@ from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, split_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.augment import augment, draw
+from embodyrl.extensions.demonstrations.settings import Objective
 from embodyrl.learners.protocol import Learner, LearnerContext
-from embodyrl.learners.settings import Objective
 from embodyrl.learners.training import InParts, deal
 from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
 from embodyrl.policies.tensors import on_device

@@ -1,10 +1,12 @@
-"""Keys of demonstrations."""
+"""Keys of demonstrations, and of what SFT minimises."""
 
-from typing import Annotated, Literal
+from enum import StrEnum
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Must, Path, only
+from embodyrl.config.sections import of_commands
+from embodyrl.config.settings import Must, Path, Positive, Settings, only
 from embodyrl.extensions.text.settings import DataSettings
 
 
@@ -35,3 +37,44 @@ class DemonstrationSettings(DataSettings):
 
     image_aug: bool = True
     """Random crop, brightness, contrast, saturation and hue, as in the official fine-tuning recipe."""
+
+
+Objective = StrEnum("Objective", ["imitation", "dpo", "preference", "success"])
+PAIRED = (Objective.dpo, Objective.preference)
+
+
+class ObjectiveSettings(Settings):
+    """Objective of SFT."""
+
+    learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
+    """package.module:class of the learner (`learners/protocol.py`)."""
+    needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
+
+    name: Objective = Objective.imitation
+    """imitation: cross-entropy or regression on actions and answers. dpo: prefer the better of two answers, or of two
+    episodes with the same start, chunk by chunk. preference, success: train a value head as a reward model
+    (reward.path), from pairs of answers or from success labels of video frames."""
+    beta: Positive = 0.1
+    """dpo: weight of the log-ratios; large values stay close to the reference."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """dpo, preference: assumed share of pairs with a wrong label."""
+    reference_path: Path | None = None
+    """dpo: weights of the reference; default: the initial weights."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares the policy with a reference policy."""
+        return self.name is Objective.dpo
+
+    @property
+    def of_pairs(self) -> bool:
+        """True if rows with two answers are needed."""
+        return self.name in PAIRED
+
+    @property
+    def rates(self) -> bool:
+        """True if a value head is trained as a reward model."""
+        return self.name in (Objective.preference, Objective.success)
+
+
+OBJECTIVE = of_commands(ObjectiveSettings, "sft", "dagger")

@@ -23,9 +23,8 @@ from embodyrl.extensions.demonstrations.actors import SupervisedActors, start_su
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_setup import augments, load_material, sft_facts
-from embodyrl.learners.settings import Objective
 from embodyrl.plan.config import ENVIRONMENT_FILE
 from embodyrl.plan.load import read_saved, write_word
 from embodyrl.plan.roots import DaggerConfig, SftConfig

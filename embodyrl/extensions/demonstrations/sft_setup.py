@@ -20,13 +20,12 @@ from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.samples import Samples
-from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.statistics import vector_stats
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.files import available_bytes
-from embodyrl.learners.settings import Objective
 from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.seeds import derive
