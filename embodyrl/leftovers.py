@@ -19,7 +19,7 @@ from multiprocessing import util
 from pathlib import Path
 
 _PATIENCE_S = 5.0
-"""For threads and processes that end by themselves."""
+"""Time for threads and processes to exit by themselves, seconds."""
 _NAMED = 3
 """Leftovers that a message names."""
 _PR_SET_PDEATHSIG = 1

@@ -18,7 +18,7 @@ class Extension:
 
     summary: str
     paths: tuple[str, ...]
-    """Its folders, and files that it owns elsewhere, below the package."""
+    """Folders of the extension, and its files in other folders, relative to the package."""
     imports: tuple[str, ...] = ()
     """Other extensions that it may import."""
     requires: Mapping[str, str] = field(default_factory=dict)

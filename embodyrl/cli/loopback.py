@@ -23,7 +23,7 @@ _LONGEST = 1 << 16
 _MOST_CLIENTS = 64
 """Open connections; further ones are closed."""
 _REQUEST_S = 10.0
-"""How long a client may take to send its request."""
+"""Deadline for a client to send its request."""
 
 
 class Loopback(ThreadingHTTPServer):

@@ -13,7 +13,7 @@ from embodyrl.files import by_number
 from embodyrl.registry import closest
 
 NEWEST = "newest"
-"""What `--resume` without a run stands for."""
+"""Value of `--resume` without a run."""
 
 
 def describe_run(folder: Path) -> dict[str, Any]:

@@ -31,13 +31,13 @@ class TaskResult:
     states: int
     """Different initial states among them."""
     solved: int | None
-    """States with at least one success; None: the environment says nothing of success."""
+    """Share of states with at least one success; None: the environment does not report success."""
     voted: float | None
     """Share of states whose most frequent final answer is right; None: one answer each, or no words."""
     effective_episodes: float
-    """Independent episodes that say as much."""
+    """Effective number of independent episodes."""
     successes: int | None
-    """None, like the next four: the environment says nothing of success."""
+    """None, like the next four: the environment does not report success."""
     success_once: float | None
     low: float | None
     high: float | None
@@ -48,7 +48,7 @@ class TaskResult:
     return_high: float | None
     mean_steps: float
     suite: str = ""
-    """Where several were evaluated."""
+    """Results per task suite, if there are several."""
     number: int = -1
     """The task's number in its suite."""
 
@@ -72,9 +72,9 @@ class EvalResult:
     """An evaluation's table and files."""
 
     dropped: int
-    """Episodes that were given up after they had killed their env worker again and again; the figures lack them."""
+    """Episodes dropped after repeated worker crashes; the results exclude them."""
     overall: TaskResult
-    """Of the environment's own suite."""
+    """Results of the environment's own suite."""
     tasks: tuple[TaskResult, ...]
     folder: Path
     recordings: tuple[tuple[int, str], ...]
@@ -90,7 +90,7 @@ class EvalResult:
     baseline: str | None = None
     """Run that was compared with."""
     protocol: dict[str, Any] | None = field(default=None)
-    """Protocol that was asked for, and in what the evaluation departs from it."""
+    """Requested evaluation protocol, and the differences of this evaluation from it."""
 
     def __repr__(self) -> str:
         return f"EvalResult({self.overall.score}, {len(self.tasks)} tasks, {self.folder})"

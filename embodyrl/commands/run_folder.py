@@ -53,9 +53,9 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """When this attempt began: wall clock and processor time of this process and its children, seconds."""
+    """Start of this attempt: wall clock and CPU time of this process and its children, seconds."""
     is_new: bool
-    """Nothing was there before."""
+    """The run folder is new."""
 
     @property
     def run_id(self) -> str:

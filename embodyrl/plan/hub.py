@@ -15,7 +15,7 @@ _FILES = (
     *("*.json", "*.jsonl", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.yaml", "*.parquet", "*.mp4", "*.md"),
     *("action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt", "noisy_action_projector--*.pt"),
 )
-"""What is fetched: data. Programs, pickles and other formats of the same weights stay where they are."""
+"""File patterns to download: data only, no programs, pickles or other formats of the same weights."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 

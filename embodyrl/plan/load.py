@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 _LONGEST_WORD = 4000
-"""Characters of one override; numbers of more digits than Python reads lie beyond."""
+"""Most characters of one override."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class Resources:
     """Choices of a run that depend on memory."""
 
     gradient_sync: str = "micro_batch"
-    """When ranks add up their gradients: step or micro_batch."""
+    """Gradient synchronization between ranks: step or micro_batch."""
     sleeps: bool = False
     """vLLM frees its memory while weights are trained."""
     engine_share: float = 0.4

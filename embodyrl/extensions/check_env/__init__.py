@@ -24,7 +24,7 @@ from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parent
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
 _START_S, _GRACE_S = 60.0, 10.0
-"""For the start of the process, and for its own report that a check took too long."""
+"""Deadlines, seconds: start of the process; its report after a check that took too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class Trace:
 
     start: EpisodeStart
     actions: FloatArray
-    """[n, A] as they were asked for; those after the end were not executed."""
+    """[n, A] requested actions; actions after the end were not executed."""
     seen: list[Seen] = field(default_factory=list)
     results: list[ChunkResult] = field(default_factory=list)
 
@@ -75,9 +75,9 @@ class Harness:
     note: str = ""
     """Shown behind the check that is running, when it passes."""
     violations: list[Violation] = field(default_factory=list)
-    """What the check that is running has found."""
+    """Violations of the current check."""
     doubts: list[Violation] = field(default_factory=list)
-    """What it has found that is allowed, and not what one expects."""
+    """Warnings of the current check."""
     ending: Trace | None = None
     """An episode that terminated by itself, at its last action."""
     demo: Trace | None = None

@@ -27,7 +27,7 @@ LONG_STEPS = 1000
 LONG_CHUNK = 25
 CLOSE_STEPS = 200
 LONG_SECONDS = 10.0
-"""Of the check that plays on; whichever comes first."""
+"""Limits of the long check: steps, seconds."""
 
 
 @check("spec")

@@ -10,7 +10,7 @@ from embodyrl.leftovers import left_after
 
 MEASURED_STEPS = 64
 CLOSE_SECONDS = 1.0
-"""For threads and child processes to end after `close`."""
+"""Time for threads and child processes to exit after `close`, seconds."""
 
 
 @check("step")

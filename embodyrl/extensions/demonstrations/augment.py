@@ -19,7 +19,7 @@ BRIGHTNESS = 0.2
 CONTRAST = (0.8, 1.2)
 SATURATION = (0.8, 1.2)
 HUE = 0.05
-"""Of the whole colour circle."""
+"""Fraction of the full hue circle."""
 CROP_AREA = 0.9
 
 

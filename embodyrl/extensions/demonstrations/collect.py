@@ -34,7 +34,7 @@ from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode
 
 _HOPELESS = 20
-"""Trials per wanted episode of a task after which collecting gives up."""
+"""Trials per requested episode of a task before `collect` fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ class DaggerResult:
     """What the last round leaves."""
 
     run: Path
-    """Of its supervised training."""
+    """Run folder of the SFT run of the round."""
     data: tuple[Path, ...]
     """The labelled episodes of each round."""
 

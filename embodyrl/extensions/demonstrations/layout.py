@@ -54,9 +54,9 @@ class Card:
     env: EnvSpec
     fps: float
     video: bool
-    """Frames lie in MP4 files instead of PNG bytes inside the parquet files."""
+    """Store frames in MP4 files instead of PNG bytes in the parquet files."""
     collected: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that decide which episodes there are; an interrupted collection goes on only with the same ones."""
+    """Settings that determine the episodes; a collection resumes only with equal settings."""
 
     def to_json(self) -> str:
         """The text of `meta/embodyrl.json`."""
@@ -186,7 +186,7 @@ class Source:
     task_id: int
     reset_id: int
     trial: int
-    """Which planned episode of its task it is, from 0; demonstrations of a task are taken in this order."""
+    """Index of the planned episode within its task, from 0; demonstrations of a task are used in this order."""
     seed: int
     """Seed of the simulator's own randomness."""
 

@@ -26,7 +26,7 @@ class LearnedReward:
         self._folder = folder
         self._shape: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         self.cameras = int(self._shape.get("num_images", 0))
-        """It looks at the first n."""
+        """Number of cameras that the classifier uses."""
         self.camera_names = tuple(self._shape.get("cameras", ()))
         self._weights: dict[str, np.ndarray] = {}
         self._best: dict[int, float] = {}

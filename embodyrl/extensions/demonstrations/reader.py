@@ -21,7 +21,7 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
 
 _MEMORY_SHARE = 0.8
-"""Of the free memory that decoded frames may take."""
+"""Largest share of the free memory for decoded frames."""
 
 _Episodes = list[dict[str, Any]]
 

@@ -46,7 +46,7 @@ class SftResult:
     step: int
     checkpoint: Path
     metrics: dict[str, float]
-    """Of the last validation; empty if there was none."""
+    """Metrics of the last validation; empty without one."""
 
 
 def sft(

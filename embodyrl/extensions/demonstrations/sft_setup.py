@@ -37,7 +37,7 @@ from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, PolicySpec
 
 STATISTICS_FILE = "dataset_statistics.json"
-"""Where the public layout of vision-language-action models keeps what -1 and 1 stand for."""
+"""File of the normalization statistics in the public layout of VLA models."""
 _SMALL = 16 * 2**20
 _VALIDATION_EPISODES = "sft-validation"
 

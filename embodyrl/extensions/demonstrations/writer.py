@@ -36,7 +36,7 @@ class _Pending:
     demonstration: Demonstration
     images: dict[str, list[bytes]]
     pixels: dict[str, IntArray]
-    """What `pixel_counts` returned, by feature."""
+    """Results of `pixel_counts` by feature."""
 
 
 class DatasetWriter:

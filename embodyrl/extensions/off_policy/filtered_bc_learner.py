@@ -21,7 +21,7 @@ from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
 REPLAY, TRAINED = "replay", "trained"
-"""Files of a checkpoint; the latter: the weights that training goes on with where the policy is their average."""
+"""Files of a checkpoint; the second holds the trained weights if the policy is their moving average."""
 
 
 class FilteredLearner(Learner):

@@ -18,7 +18,7 @@ class Frames:
     seen: Mapping[str, np.ndarray]
     """[N, ...] fields of the observations, or the features of a frozen policy."""
     action: FloatArray
-    """[N, L] what was drawn, within -1..1."""
+    """[N, L] sampled latent actions, within -1..1."""
     reward: FloatArray
     """[N] of the chunk."""
     acted: BoolArray

@@ -35,7 +35,7 @@ CRITICS, REPLAY = "critics", "replay"
 OPEN = "open"
 """In the latter: episodes that were not over."""
 FEATURES = "features"
-"""Field of the buffer in place of the observations, where the policy is frozen below what it draws."""
+"""Field of the buffer that replaces the observations if the base policy is frozen."""
 
 
 class SacLearner(Learner):

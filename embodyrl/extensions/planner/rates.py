@@ -57,7 +57,7 @@ class Rates:
     training: float
     """Samples."""
     seconds: float
-    """Of a training step with all its samples."""
+    """Duration of a training step with all its samples."""
     bound_by: str
     speed: Speed
     known: bool

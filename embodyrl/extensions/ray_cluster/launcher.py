@@ -36,7 +36,7 @@ from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
 Pools = tuple[Arena, ...]
-"""What a worker shares with the driver, or mirrors of it: the arena and, where there are any, the buckets."""
+"""Memory that a worker shares with the driver, or mirrors: the arena and the weight buckets, if any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
     raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
 
 _HEAD_S = 15.0
-"""How long the head may take to list its nodes."""
+"""Deadline for the head to list its nodes, seconds."""
 _LOOK_S = 5.0
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _LONG, _DECAY = 24, 0.8
 """Points from which on a curve is smoothed, and how much of its past it keeps."""
 _VALUE = 12
-"""Height of a number beside the end of a curve, in pixels."""
+"""Height of the label at the end of a curve, in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ def _svg(parts: Sequence[str]) -> str:
 
 _MAX_POINTS = 120
 _SIZES = ("effective_episodes", "episodes")
-"""How many episodes are behind a rate; older runs only know how many were played."""
+"""Number of episodes of a rate."""
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:

@@ -28,11 +28,11 @@ Matrix = npt.NDArray[np.float64]
 
 _DRAWS = 2000
 _SEED = 20211015
-"""Of the bootstrap: the same runs give the same intervals."""
+"""Seed of the bootstrap, so that equal runs give equal intervals."""
 FEWEST_RUNS = 10
-"""Of a bootstrap interval that is printed."""
+"""Fewest runs for a bootstrap interval."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
-"""What runs of one experiment may differ in."""
+"""Keys that may differ between runs of one experiment."""
 
 
 def interquartile_mean(scores: npt.ArrayLike) -> Any:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _WIDTH = 960
 _WATCHED = ("video=all",)
-"""Some environments draw only if they are told at their start."""
+"""Some environments render only with a render mode set at construction."""
 _FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=100000")
-"""Whoever watches decides when an episode ends."""
+"""The user decides when an episode ends."""
 
 
 def play(args: argparse.Namespace) -> int:

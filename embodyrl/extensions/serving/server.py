@@ -90,9 +90,9 @@ class PolicyThread:
 
 
 _CLOSING_S = 5.0
-"""How long clients have to leave politely when the server ends."""
+"""Time for clients to disconnect when the server stops, seconds."""
 _FIRST_S = 300.0
-"""How long a client may send nothing before its first message, if `serve.idle_timeout_s` is longer."""
+"""Deadline for the first message of a client, seconds, if `serve.idle_timeout_s` is longer."""
 _UNFIT = "does not fit what the policy was built for"
 
 

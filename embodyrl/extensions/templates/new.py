@@ -24,13 +24,13 @@ class Kind:
     """Something to start from."""
 
     group: str = ""
-    """Of conf/, in which the new option will appear; empty: it is chosen by its path."""
+    """Config group of the new option; empty: selected by its path."""
     entries: str = ""
     """Entry points of its package; empty: it is a file in ./conf, no package of its own."""
     target: str = ""
-    """What its entry point names."""
+    """Attribute named by the entry point."""
     then: Sequence[str] = (_TRY,)
-    """What to type next."""
+    """Next commands."""
 
 
 _RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))

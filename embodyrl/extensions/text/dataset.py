@@ -27,7 +27,7 @@ SOURCES: Registry[Any] = Registry(
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
 _VALUE_BYTES = 32
-"""Of one value of a column, at least, as a Python object."""
+"""Least bytes of one value of a column as a Python object."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class TextRows:
     name: str
     held_out: int
     repeated: int = 0
-    """Rows held out that ask what a row to learn from asks too; those with images are not compared."""
+    """Validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
     keep: IntArray | None = field(default=None, compare=False)
     """Rows that are not too long; None: all."""
     pictures: int = 0
-    """Of the row that has most."""
+    """Largest number of images in a row."""
     image_size: tuple[int, int] = (0, 0)
     """Height and width that have room for each of them."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Each sequence of roles that a row has."""
     doubts: tuple[str, ...] = ()
-    """What works, but may not be meant, a line each."""
+    """Warnings, one line each."""
 
     @cached_property
     def _raw(self) -> tuple[tuple[str, Sequence[Any]], ...]:

@@ -27,7 +27,7 @@ _REACHES = {
     "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
     "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
 }
-"""What a kernel without Landlock or filters of system calls leaves open to a program; tried for real."""
+"""Accesses that a kernel without Landlock or seccomp leaves open to a program; tested at run time."""
 _RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {

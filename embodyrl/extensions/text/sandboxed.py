@@ -83,7 +83,7 @@ _DENIED_WITH = {
 }
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 _PASSED = b"passed"
-"""What a test reports at its end, on a pipe that no program has."""
+"""Report of a test at its end, on a pipe that programs do not have."""
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
 calls = ModuleType("calls")

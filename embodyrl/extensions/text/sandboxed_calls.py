@@ -179,7 +179,8 @@ _DEEDS = {
     "text": lambda value, form: str(value) if form == "s" else repr(value),
     "truth": bool,
 }
-"""What a test may have done to an object of the program, besides calling it; a program may call functions only."""
+"""Operations that a test may perform on an object of the program, in addition to calls; a program may only call
+functions."""
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict")
 
 

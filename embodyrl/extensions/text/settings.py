@@ -35,7 +35,7 @@ class DataSettings(Settings):
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
     """Share of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
-    """Draw samples in random order."""
+    """Sample rows in random order."""
 
 
 class RowSettings(DataSettings):
@@ -44,16 +44,16 @@ class RowSettings(DataSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Passed to the function of data.path=package.module:function, which returns rows."""
     subset: Annotated[str | None, NumbersStates] = None
-    """Of a folder or repository: folder of the rows below it, as data sets of the hub name their configurations."""
+    """Configuration of a data set: the subfolder that contains the rows."""
     split: Annotated[str | None, NumbersStates] = None
-    """Of a folder or repository: files whose names begin with this (train-00000-of-00002.parquet), or in a folder of
-    this name; default: all files."""
+    """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
+    all files."""
     val_split: Annotated[str | None, NumbersStates] = None
     """The same for validation; default: a share of the rows."""
     prompt_key: str = "prompt"
-    """Column of what is asked: text, or a list of messages with role and content."""
+    """Column of the prompt: text, or a list of messages with role and content."""
     answer_key: str = "answer"
-    """Column of what an answer is judged by, and what `embodyrl sft` imitates; a.b is b within a column a."""
+    """Column of the reference answer, also the target of `embodyrl sft`; a.b is field b of column a."""
     answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
     """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
@@ -61,8 +61,8 @@ class RowSettings(DataSettings):
     system_prompt: str | None = None
     """System message in front of each prompt."""
     image_key: str | None = None
-    """Column of the images that a prompt shows: one or several files below the rows' folder, or their bytes;
-    `<image>` in the prompt says where each stands, without any they come first. Wants model=vision_lm."""
+    """Column of images for model=vision_lm: one or several files below the data folder, or bytes; `<image>` marks their
+    places in the prompt, otherwise they come first."""
     max_image_edge: Count | None = None
     """Images with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
     max_prompt_length: Annotated[Count | None, NumbersStates] = 512

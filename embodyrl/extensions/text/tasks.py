@@ -9,10 +9,10 @@ from embodyrl.conversation import Message, TextRow
 
 ROWS = 20_000
 _SPARE = 1000
-"""Questions that may be drawn again before it is said that there are no more."""
+"""Number of repeated samples after which no further questions are expected."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
-"""Draws (prompt, answer)."""
+"""Samples a (prompt, answer) pair."""
 COLOURS = {
     "black": (0, 0, 0),
     "red": (255, 0, 0),

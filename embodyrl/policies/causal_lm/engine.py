@@ -20,7 +20,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import FloatArray, IntArray
 
 KV_CACHE_BYTES = 1 << 30
-"""For a CPU build; on a GPU vLLM gets the share of memory of the run's plan."""
+"""Cache size of the CPU build; on a GPU vLLM gets its share of memory from the run plan."""
 
 
 @contextmanager

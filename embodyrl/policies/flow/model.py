@@ -170,7 +170,7 @@ class Memory:
     """Inputs of the expert from a prefix, computed once for all denoising steps."""
 
     views: tuple[View, ...]
-    """One per expert layer."""
+    """Key-value pairs, one per expert layer."""
     state: Tensor
     """[B, S]"""
 

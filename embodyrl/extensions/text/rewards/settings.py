@@ -15,8 +15,8 @@ class JudgeSettings(Settings):
     name: str | None = None
     """Reward of a text answer that also decides success (at least 1); docs/reference/text.md lists them."""
     path: Path | None = None
-    """Another reward, or the only one: package.module:function of (prompt, response, reference) -> number or named
-    numbers, an http address that is asked, or the folder of a reward model."""
+    """Another reward: package.module:function of (prompt, response, reference) -> number or named numbers, the http
+    address of a reward service, or the folder of a reward model."""
     weights: dict[str, float] = {}
     """Weight of each reward by name, 1 where none is given; names not chosen above are added."""
     overlong_buffer: Index = 0
@@ -26,4 +26,4 @@ class JudgeSettings(Settings):
     timeout_s: Seconds = 5.0
     """Longest time for one answer; then it earns 0 and is counted."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes per env worker that judge answers."""
+    """Reward processes per env worker."""
