@@ -43,17 +43,6 @@ def value_loss(
     return plain.maximum(error(old_value + (value - old_value).clamp(-clip, clip)))
 
 
-def preference_loss(better: torch.Tensor, worse: torch.Tensor, *, smoothing: float = 0.0) -> torch.Tensor:
-    """Compute -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
-
-    With scores of a value head: loss of a reward model. With beta (log pi - log pi_ref), summed over an answer's
-    tokens: DPO (arXiv 2305.18290), with smoothing s its conservative form.
-    """
-    gap = better - worse
-    # -log sigmoid(x) = log(1 + exp(-x)), in a form that does not overflow.
-    return (-gap).clamp(min=0) + (-gap.abs()).exp().log1p() + smoothing * gap
-
-
 def k1(gap: Any) -> Any:
     """Return d: unbiased, with a large variance; its expected gradient is 0."""
     return gap

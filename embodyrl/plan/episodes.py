@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embodyrl.algorithms.shaping import Outcomes, openness
 from embodyrl.envs.settings import EnvSplit, TrainSplit
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ActingConfig, CollectConfig, EvalConfig, TrainConfig
+from embodyrl.plan.roots import ActingConfig, EvalConfig, TrainConfig
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
@@ -162,13 +162,13 @@ def refill_episodes(
     else:
         ids = _reset_ids(env, cfg.env.train)
         chosen = ids[derive(cfg.seed, "refill", step, index // size) % len(ids)]
-    return _one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
+    return one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
 
 
 def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
     """Plan one more episode of each group of a training step, from its initial state."""
     first = {e.group_id: e for e in plan.episodes}
-    return _one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
+    return one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
 def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
@@ -219,35 +219,10 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
         )
     # Episodes of one task run together, so that a worker loads few simulators.
     episodes.sort(key=lambda e: (tasks.index(e.task_id), e.episode_id))
-    return _one_wave(cfg, split, episodes)
+    return one_wave(cfg, split, episodes)
 
 
-def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
-    """Plan demonstrations: (task id, n-th episode of the task) decides everything about an episode.
-
-    A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
-    """
-    split = cfg.env.train
-    episodes = []
-    for i, (task, trial) in enumerate(trials):
-        ids = list(reset_ids_of(env, split, task))
-        lap, place = divmod(trial, len(ids))
-        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, lap)).permutation(len(ids))
-        episodes.append(
-            EpisodeSpec(
-                episode_id=i,
-                reset_id=ids[int(order[place])],
-                task_id=task,
-                group_id=i,
-                member=0,
-                seed=derive_small(cfg.seed, "demonstration", task, trial),
-                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
-            )
-        )
-    return _one_wave(cfg, split, episodes)
-
-
-def _one_wave(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
+def one_wave(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
     """Run these episodes in their order, in as many slots as there are."""
     return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
 

@@ -13,13 +13,12 @@ import torch
 from text_runs import ASKING
 from toy_runs import toy_config
 
-from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
 from embodyrl.conversation import Message, join_messages, join_pair
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.extensions.demonstrations.imitation import ImitationLearner
+from embodyrl.extensions.demonstrations.imitation import ImitationLearner, preference_loss
 from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.demonstrations.settings import Objective, ObjectiveSettings

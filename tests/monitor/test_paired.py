@@ -10,7 +10,6 @@ import pytest
 from embodyrl.monitor.history import EpisodeRow, Evaluation
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import other_worlds, pair, pair_suites
-from embodyrl.monitor.timing import run_seconds, step_seconds
 from embodyrl.plan.keys import state_keys
 
 
@@ -103,16 +102,6 @@ def test_evaluation_score_uses_success_once_of_its_suite() -> None:
     assert evaluation.score() == Rate(2, 2, 2, 2)
     assert evaluation.score("t") == Rate(2, 2, 2, 2)
     assert {name: score.value for name, score in evaluation.suites.items()} == {"base": 1.0, "swap": 0.0}
-
-
-def test_run_seconds_include_validations_and_skipped_rows() -> None:
-    rows = [
-        {"step": 0, "time/validate": 7.0},
-        {"step": 1, "time/step": 10.0},
-        {"step": 4, "time/step": 20.0, "time/validate": 5.0},
-    ]
-    assert run_seconds(rows) == 10.0 + 3 * 20.0 + 5.0
-    assert step_seconds(rows[2]) == 25.0
 
 
 def test_samples_of_one_state_are_paired_by_number() -> None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from text_runs import text_config
 from toy_env import toy_spec
-from toy_runs import TOY_COLLECT, toy_config
+from toy_runs import toy_config
 
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
@@ -18,7 +18,6 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import (
     EpisodeList,
-    demonstration_episodes,
     eval_episodes,
     refill_episodes,
     selected_reset_ids,
@@ -336,14 +335,6 @@ def test_weighted_tasks_and_their_refills_stay_within_the_states_of_the_split(co
         assert {ENV.task_of(e.reset_id)[1] for e in plan.episodes} == {1, 2}
 
 
-def test_demonstrations_stay_within_the_states_of_the_split(config):
-    words = ("env.kwargs.tasks=3", "collect.out=demos", "env.train.state_ids=[1,2]")
-    plan = demonstration_episodes(
-        load_config("collect", [*TOY_COLLECT, *words]), ENV, [(1, trial) for trial in range(8)]
-    )
-    assert {e.reset_id for e in plan.episodes} == {5, 6}
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shuffle):
     cfg = text_config(tmp_path, f"data.shuffle={shuffle}".lower(), "data.kwargs={rows: 40}")
@@ -355,16 +346,6 @@ def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shu
         if e.member == 0
     ]
     assert (rows == list(range(6))) == (not shuffle)
-
-
-def test_demonstrations_visit_their_states_in_orders_of_their_own(config):
-    """Each lap of a task has another order, each trial a seed and noise of its own."""
-    cfg = load_config("collect", [*TOY_COLLECT, "env.kwargs.tasks=3", "collect.out=demos"])
-    plan = [*demonstration_episodes(cfg, ENV, [(task, trial) for task in (0, 1) for trial in range(24)]).episodes]
-    laps = [[e.reset_id for e in plan[start : start + 4]] for start in range(0, 48, 4)]
-    assert [sorted(lap) for lap in laps] == [[0, 1, 2, 3]] * 6 + [[4, 5, 6, 7]] * 6
-    assert len({tuple(lap) for lap in laps[:6]}) > 1
-    assert len({e.seed for e in plan}) == len({e.noise_seed for e in plan}) == 48
 
 
 def test_every_split_has_its_own_limits(config):

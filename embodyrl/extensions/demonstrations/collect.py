@@ -19,12 +19,13 @@ from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
+from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.config import dump_config
-from embodyrl.plan.episodes import demonstration_episodes, selected_tasks
+from embodyrl.plan.episodes import selected_tasks
 from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, DaggerConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.algorithms.terms import preference_loss
 from embodyrl.channels.arena import read_observation
 from embodyrl.channels.layout import Record, decode_instruction
 from embodyrl.channels.messages import ImitateRequest
@@ -196,3 +195,14 @@ def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
     """The observations [B], then again, with the instructions [2B] or [B]."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
+
+
+def preference_loss(better: Tensor, worse: Tensor, *, smoothing: float = 0.0) -> Tensor:
+    """Compute -(1 - s) log sigmoid(d) - s log sigmoid(-d), d = better - worse [B]: Bradley and Terry (1952).
+
+    With scores of a value head: loss of a reward model. With beta (log pi - log pi_ref), summed over an answer's
+    tokens: DPO (arXiv 2305.18290), with smoothing s its conservative form.
+    """
+    gap = better - worse
+    # -log sigmoid(x) = log(1 + exp(-x)), in a form that does not overflow.
+    return (-gap).clamp(min=0) + (-gap.abs()).exp().log1p() + smoothing * gap

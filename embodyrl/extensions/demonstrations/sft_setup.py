@@ -30,9 +30,9 @@ from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
-from embodyrl.policies.folder import check_statistics
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.folder import check_statistics
 from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, PolicySpec
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config.trust import TRUST
+from embodyrl.extensions.reporting.timing import run_seconds
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.history import COSTS_FILE, Evaluation, History, read_history, read_rows, read_table
 from embodyrl.monitor.intervals import Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
-from embodyrl.monitor.timing import run_seconds
 from embodyrl.version import __version__
 
 CARD_JSON, CARD_TEXT = "card.json", "CARD.md"

@@ -12,9 +12,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from embodyrl.extensions.reporting.timing import duration, time_tree
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.monitor.timing import duration, step_seconds, time_tree
+from embodyrl.monitor.timing import step_seconds
 
 _KEPT, _RECENT, _EVENTS, _LONGEST, _TASKS = 240, 20, 5, 240, 10
 _WIDE, _NARROW = 92, 76

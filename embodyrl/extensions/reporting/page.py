@@ -22,12 +22,13 @@ from embodyrl.extensions.reporting.charts import (
 )
 from embodyrl.extensions.reporting.media import EMBED_BYTES, Shelf, cards_of, pairs_of
 from embodyrl.extensions.reporting.seeds import SeedGroup, improvement, seed_groups
+from embodyrl.extensions.reporting.timing import duration, run_seconds, time_tree, total_times
 from embodyrl.files import by_number, write_atomically
 from embodyrl.monitor.history import EVENTS_FILE, History, read_history
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import other_worlds, pair_suites
 from embodyrl.monitor.samples import samples_of
-from embodyrl.monitor.timing import PHASES, duration, run_seconds, step_seconds, time_tree, total_times
+from embodyrl.monitor.timing import PHASES, step_seconds
 from embodyrl.version import __version__
 
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (

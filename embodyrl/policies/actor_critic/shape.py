@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)
 """Output channels of the convolutions: kernel 3, stride 2, padding 1, for images of any size."""
 IMAGE_FEATURES = 256
+
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE
+from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
 """Width of states and actions in all published checkpoints; shorter ones are padded with zeros."""

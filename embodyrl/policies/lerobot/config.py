@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY
 from embodyrl.types import EnvSpec
 
 STATE, ENVIRONMENT, ACTION = "observation.state", "observation.environment_state", "action"

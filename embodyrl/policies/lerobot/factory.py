@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import SteeringShape, steered
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 

@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import (
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
+from embodyrl.policies.lerobot.units import STATISTICS, Statistics
+from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,
     STATISTICS_FILE,
@@ -27,8 +29,6 @@ from embodyrl.policies.folder import (
     check_statistics,
     find_data_set,
 )
-from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
-from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.weights import check_weights
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"

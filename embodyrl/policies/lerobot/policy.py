@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
 from embodyrl.policies.lerobot.files import LeRobotFiles
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
@@ -21,6 +20,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 

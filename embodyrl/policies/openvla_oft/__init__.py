@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.folder import CONFIG_FILE, lacking
 from embodyrl.policies.openvla_oft.config import (
     VALUE_HIDDEN,
     OftConfig,
@@ -28,6 +27,7 @@ from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import SteeringShape, steered
 from embodyrl.policies.vla.adapter import adapter_problems, lora_spec
+from embodyrl.policies.vla.folder import CONFIG_FILE, lacking
 from embodyrl.types import EnvSpec, GripperConvention, PolicySpec
 
 PROMPT_TOKENS = 40

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
+from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
 from embodyrl.policies.weights import check_weights
 
 VALUE_HEAD = "value_head"

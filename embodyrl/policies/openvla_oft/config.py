@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import (
+from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     RANDOM_INIT_KEY,
     STATISTICS_FILE,
     check_statistics,
     find_data_set,
 )
-from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.registry import closest
 from embodyrl.types import FloatArray, IntArray
 

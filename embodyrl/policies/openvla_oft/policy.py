@@ -10,7 +10,6 @@ from torch import nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.policies.folder import TOKENIZER_FILE
 from embodyrl.policies.openvla_oft.checkpoint import (
     FRESH,
     OF_RL,
@@ -43,6 +42,7 @@ from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 

@@ -16,12 +16,13 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.collect import CollectResult, collect, draw_collection
+from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.extensions.own_loop.environment import make_env
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.episodes import EpisodeList, demonstration_episodes, eval_episodes, train_episodes
+from embodyrl.plan.episodes import EpisodeList, eval_episodes, train_episodes
 from embodyrl.plan.roots import CollectConfig
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.scheduler.start import policy_init

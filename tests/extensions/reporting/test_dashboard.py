@@ -2,8 +2,8 @@ import pytest
 from rich.console import Console
 
 from embodyrl.extensions.reporting.dashboard import Dashboard, replay, sparkline
+from embodyrl.extensions.reporting.timing import duration
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.monitor.timing import duration
 
 ROW = {
     "step": 1,

@@ -31,10 +31,10 @@ from embodyrl.extensions.reporting import media
 from embodyrl.extensions.reporting.charts import Line, curve, differing, line_chart, stacked_bars, ticks
 from embodyrl.extensions.reporting.command import picture
 from embodyrl.extensions.reporting.page import _task_table, _tiles, _timeline, write_report
+from embodyrl.extensions.reporting.timing import time_tree
 from embodyrl.monitor.history import EpisodeRow, Evaluation, History, read_history
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
-from embodyrl.monitor.timing import time_tree
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -17,7 +17,7 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.statistics import read_lerobot
-from embodyrl.policies.folder import find_data_set
+from embodyrl.policies.vla.folder import find_data_set
 
 ROBOTS = ("so100", "so100-blue", "so100-red")
 

@@ -11,9 +11,9 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.flow.settings import FlowSettings, check_steering, described, record_of
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
-from embodyrl.policies.folder import CONFIG_FILE
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
+from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
 

@@ -17,9 +17,9 @@ from embodyrl.policies.flow.policy import RL_HEADS, FlowModule, FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
 from embodyrl.policies.flow.small.config import SmallConfig, Units
 from embodyrl.policies.flow.steering import policy_class
-from embodyrl.policies.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.folder import CONFIG_FILE, WEIGHTS_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import fill_weights
 from embodyrl.types import FloatArray, Observation, PolicySpec

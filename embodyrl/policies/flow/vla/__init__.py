@@ -18,10 +18,10 @@ from embodyrl.policies.flow.vla.folder import (
     reads_state,
 )
 from embodyrl.policies.flow.vla.settings import Pi05Settings, VlaSettings
-from embodyrl.policies.folder import lacking
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.vla.adapter import adapter_problems, lora_spec
+from embodyrl.policies.vla.folder import lacking
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 

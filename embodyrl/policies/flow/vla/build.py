@@ -33,10 +33,10 @@ from embodyrl.policies.flow.steering import policy_class
 from embodyrl.policies.flow.vla.folder import side_files
 from embodyrl.policies.flow.vla.network import Pi0, SmolVla, VlaNetwork, VlaReader
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.folder import starts_random
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.folder import starts_random
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
 from embodyrl.types import PolicySpec

@@ -27,7 +27,7 @@ from embodyrl.policies.flow.vla.statistics import (
     read_openpi,
     to_statistics,
 )
-from embodyrl.policies.folder import (
+from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
     STATISTICS_FILE,
     TOKENIZER_FILE,

@@ -17,9 +17,9 @@ from embodyrl.policies.flow.prompts import FlowPrompts
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, SmolVlaSpec
 from embodyrl.policies.flow.vla.folder import from_deltas, pad_dims, prompt_form, read_units, to_deltas
 from embodyrl.policies.flow.vla.settings import VlaSettings
-from embodyrl.policies.folder import TOKENIZER_FILE
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.types import ByteArray, FloatArray, Observation
 

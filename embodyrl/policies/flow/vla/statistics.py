@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.folder import check_statistics, find_data_set
+from embodyrl.policies.vla.folder import check_statistics, find_data_set
 from embodyrl.types import FloatArray
 
 OPENPI_FILE = "norm_stats.json"

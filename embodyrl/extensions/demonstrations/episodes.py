@@ -1,0 +1,35 @@
+"""Lists of episodes that demonstrations are collected from."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from embodyrl.plan.episodes import EpisodeList, one_wave, reset_ids_of
+from embodyrl.plan.roots import CollectConfig
+from embodyrl.plan.seeds import derive, derive_small
+from embodyrl.types import EnvSpec, EpisodeSpec
+
+
+def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+    """Plan demonstrations: (task id, n-th episode of the task) decides everything about an episode.
+
+    A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
+    """
+    split = cfg.env.train
+    episodes = []
+    for i, (task, trial) in enumerate(trials):
+        ids = list(reset_ids_of(env, split, task))
+        lap, place = divmod(trial, len(ids))
+        order = np.random.default_rng(derive(cfg.seed, "demonstration-ids", task, lap)).permutation(len(ids))
+        episodes.append(
+            EpisodeSpec(
+                episode_id=i,
+                reset_id=ids[int(order[place])],
+                task_id=task,
+                group_id=i,
+                member=0,
+                seed=derive_small(cfg.seed, "demonstration", task, trial),
+                noise_seed=derive(cfg.seed, "demonstration-noise", task, trial),
+            )
+        )
+    return one_wave(cfg, split, episodes)

@@ -1,0 +1,56 @@
+"""Time of training steps as a tree of phases, and durations in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from embodyrl.monitor.timing import PHASES, step_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One line of the tree."""
+
+    name: str
+    depth: int
+    seconds: float
+    share: float
+    """Share of the whole step."""
+
+
+def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
+    """Return the seconds of a run from its rows; a row for several steps contains the time of one of them."""
+    seconds, before = 0.0, 0.0
+    for row in rows:
+        step = row.get("step") or 0.0
+        if whole := row.get("time/step"):
+            seconds += whole * max(1.0, step - before) + (row.get("time/validate") or 0.0)
+        before = step
+    return seconds
+
+
+def time_tree(metrics: Mapping[str, float | None]) -> list[Phase]:
+    """Return the phases of a step in order, and the remaining time as `other`."""
+    whole = step_seconds(metrics)
+    if not whole:
+        return []
+    found: list[Phase] = []
+    for name, parts in PHASES.items():
+        for depth, phase in ((0, name), *((1, part) for part in parts)):
+            seconds = metrics.get(f"time/{phase}")
+            if seconds is not None:
+                found.append(Phase(phase, depth, seconds, seconds / whole))
+    rest = max(0.0, whole - sum(phase.seconds for phase in found if phase.depth == 0))
+    return [*found, Phase("other", 0, rest, rest / whole)]
+
+
+def total_times(rows: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Sum the seconds of each `time/*` metric over several rows."""
+    names = [name for name in set().union(*rows) if name.startswith("time/")]
+    return {name: sum(row.get(name) or 0.0 for row in rows) for name in names}
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: 8 s, 3 min 20 s, 5 h 12 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
