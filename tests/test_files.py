@@ -28,7 +28,7 @@ QUOTAS = {
 }
 
 
-def test_a_log_keeps_its_end(tmp_path: Path) -> None:
+def test_capped_log_keeps_its_end(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     files.cap_log(log)
     with log.open("ab") as writer:
@@ -47,7 +47,7 @@ def test_a_log_keeps_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", QUOTAS)
-def test_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_available_cores_follow_quotas(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     membership, written, expected = QUOTAS[case]
     lay_out(tmp_path, {"membership": membership, **written})
     monkeypatch.setattr(files, "CGROUP", tmp_path)
@@ -67,7 +67,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_memory_follows_the_limits_of_all_control_groups(case: str, tmp_path: Path, monkeypatch) -> None:
+def test_available_memory_follows_all_control_groups(case: str, tmp_path: Path, monkeypatch) -> None:
     membership, folder, mib, expected = LIMITS[case]
     monkeypatch.setattr(files, "CGROUP", tmp_path)
     monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
@@ -79,7 +79,7 @@ def test_memory_follows_the_limits_of_all_control_groups(case: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("where", "name"), [("", "inactive_file"), ("memory", "total_inactive_file")])
-def test_what_files_left_in_memory_is_free(where: str, name: str, tmp_path: Path, monkeypatch) -> None:
+def test_cached_files_count_as_free_memory(where: str, name: str, tmp_path: Path, monkeypatch) -> None:
     """A container that read a data set was refused runs that it has room for."""
     monkeypatch.setattr(files, "CGROUP", tmp_path)
     monkeypatch.setattr(files, "MEMBERSHIP", tmp_path / "membership")
@@ -93,7 +93,7 @@ def test_what_files_left_in_memory_is_free(where: str, name: str, tmp_path: Path
     assert files.available_bytes() == 70 << 20
 
 
-def test_cores_follow_the_affinity() -> None:
+def test_available_cores_follow_the_affinity() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -108,7 +108,7 @@ def lay_out(folder: Path, written: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_what_is_no_finite_number_is_null_in_json():
+def test_non_finite_numbers_are_null_in_json():
     text = files.json_text(
         {"interval": (-math.inf, math.inf), "value": np.float64("nan"), "folder": Path("a"), "n": 0.5}
     )

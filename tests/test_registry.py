@@ -9,7 +9,7 @@ from embodyrl.registry import Registry, has
 
 
 @pytest.mark.parametrize("body", ["import sys\nsys.exit(9)\n", "1 / 0\n", "def broken(:\n", "raise RecursionError\n"])
-def test_a_plugin_that_fails_at_import_is_named(tmp_path, monkeypatch, body: str) -> None:
+def test_failing_plugin_import_is_reported(tmp_path, monkeypatch, body: str) -> None:
     (tmp_path / "plugin_that_fails.py").write_text(body)
     entry = tmp_path / "failing-1.dist-info"
     entry.mkdir()

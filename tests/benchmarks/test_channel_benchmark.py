@@ -9,7 +9,7 @@ from processes import SOURCE, command_environment
 
 
 @pytest.mark.integration
-def test_rows_and_copies(tmp_path):
+def test_channel_benchmark_runs(tmp_path):
     words = ["--no-ray", "--turns", "1", "--budget", "0.01", "--json", "out.json", "--sizes"]
     done = subprocess.run(
         [sys.executable, str(SOURCE / "benchmarks" / "channel.py"), *words, "3.1 MB"],

@@ -173,7 +173,7 @@ def short(name: str, words: list[str]) -> list[str]:
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", LINES)
-def test_a_documented_command_does_what_it_says(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name, *words = line.split()[1:]
     if reason := next((why for part, why in ELSEWHERE.items() if part in line), None):
         pytest.skip(reason)
@@ -222,7 +222,7 @@ def test_every_other_command_has_a_reason() -> None:
 
 
 @pytest.mark.parametrize("page", ["own_env", "own_reward", "own_policy"])
-def test_the_code_of_a_tutorial_is_the_example(page: str) -> None:
+def test_tutorial_code_matches_the_example(page: str) -> None:
     (shown,) = re.findall(r"```python\n(.*?)```", (DOCS / "tutorials" / f"{page}.md").read_text(), re.DOTALL)
     (name,) = set(re.findall(r"`examples/(\w+)\.py`", (DOCS / "tutorials" / f"{page}.md").read_text()))
     assert shown == (EXAMPLES / f"{name}.py").read_text()
@@ -235,7 +235,7 @@ def network(text: str) -> str:
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_the_network_of_the_tutorial_fits_into_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_network_works_in_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "policy", "net_policy"]) == 0
     file = tmp_path / "net_policy" / "net_policy" / "policy.py"
@@ -258,7 +258,7 @@ def pages_of(node: object) -> list[str]:
     return [name for part in (node.values() if isinstance(node, dict) else node) for name in pages_of(part)]  # type: ignore[union-attr]
 
 
-def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> None:
+def test_pages_are_in_the_navigation_and_links_resolve() -> None:
     listed = pages_of(yaml.safe_load((SOURCE / "mkdocs.yml").read_text())["nav"])
     generated = {f"reference/{name}.md" for name in GENERATED}
     assert sorted(set(listed) - generated) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
@@ -274,7 +274,7 @@ def test_every_page_is_in_the_navigation_and_every_link_leads_somewhere() -> Non
     assert dead == []
 
 
-def test_the_diagrams_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagrams_match_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.util.spec_from_file_location("make_diagrams", SOURCE / "scripts" / "make_diagrams.py")
     assert spec
     assert spec.loader
@@ -288,7 +288,7 @@ def test_the_diagrams_are_those_of_the_script(tmp_path: Path, monkeypatch: pytes
     assert len([*tmp_path.iterdir()]) == 4
 
 
-def test_every_algorithm_has_its_formula_and_its_paper() -> None:
+def test_algorithms_have_formula_and_paper() -> None:
     text = (DOCS / "reference" / "algorithms.md").read_text(encoding="utf-8")
     rows = {row[1]: row[0] for row in re.finditer(r"^\| `(\w+)` \|[^|]+\|[^|]+\|$", text, re.MULTILINE)}
     names = {*ADVANTAGES.names(), *LOSSES.names()}
@@ -326,7 +326,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_the_site_has_every_key_every_public_name_and_every_shipped_checkpoint(site: Path) -> None:
+def test_site_lists_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
     assert [name for name in COMMANDS if f'id="{name}"' not in pages["commands"]] == []
@@ -340,7 +340,7 @@ def test_the_site_has_every_key_every_public_name_and_every_shipped_checkpoint(s
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 @pytest.mark.parametrize("width", [400, 1280])
-def test_generated_pages_are_never_scrolled_sideways(site: Path, tmp_path: Path, width: int) -> None:
+def test_generated_pages_do_not_scroll_horizontally(site: Path, tmp_path: Path, width: int) -> None:
     wide = """return [...document.querySelectorAll("html, article *")].filter(e => e.clientWidth > 0
         && getComputedStyle(e).display !== "inline" && e.scrollWidth > e.clientWidth + 1)
         .map(e => e.tagName + " " + e.innerText.slice(0, 60));"""

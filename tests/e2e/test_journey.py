@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     return cwd, run_cli("train", *words, "launcher.env_workers=2", cwd=cwd)
 
 
-def test_training_succeeds_and_says_where_its_results_are(trained):
+def test_training_prints_where_its_results_are(trained):
     cwd, done = trained
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -36,7 +36,7 @@ def test_training_succeeds_and_says_where_its_results_are(trained):
     assert not (run / "lock").exists()
 
 
-def test_list_runs_shows_it(trained):
+def test_list_runs_shows_the_run(trained):
     cwd, _ = trained
     done = run_cli("list", "runs", "--json", "runner.output_dir=runs", cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_list_runs_shows_it(trained):
     assert entry["success"] == rows(cwd / "runs" / "run")[-1]["eval/success_once"]
 
 
-def test_eval_of_the_run_leaves_results_of_its_own(trained):
+def test_eval_writes_separate_results(trained):
     cwd, _ = trained
     words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", "video=first:1", name="evaluated")
     train_only = ("actor.", "env.train.", "runner.max_steps", "algorithm.group_size")
@@ -62,7 +62,7 @@ def test_eval_of_the_run_leaves_results_of_its_own(trained):
     assert len(list((cwd / "runs" / "videos" / "evaluated").glob("step000002_*.mp4"))) == 1
 
 
-def test_resume_by_path_goes_on_with_the_runs_own_settings(trained):
+def test_resume_by_path_uses_the_runs_settings(trained):
     cwd, _ = trained
     done = run_cli("train", "--resume", "runs/run", "trust=true", "runner.max_steps=3", cwd=cwd)
     assert done.returncode == 0, done.stderr

@@ -41,7 +41,7 @@ def gone(folder: Path) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("words", [EVAL, ("check-env", "env=gym")], ids=["probe", "check-env"])
-def test_children_end_when_the_driver_is_killed_while_an_environment_is_tried(words, tmp_path):
+def test_child_processes_end_when_the_driver_is_killed_in_a_probe(words, tmp_path):
     command = start_cli(*words, "env.id=family_env:Stuck", cwd=tmp_path, env={FOLDER: str(tmp_path)})
     assert wait_until(lambda: count(tmp_path) >= 3, 60.0), command.printed
     assert len(running(tmp_path)) >= 3
@@ -51,7 +51,7 @@ def test_children_end_when_the_driver_is_killed_while_an_environment_is_tried(wo
 
 @pytest.mark.integration
 @pytest.mark.parametrize("launcher", ["local", "inline"])
-def test_children_of_workers_end_when_the_driver_is_killed(launcher, tmp_path):
+def test_child_processes_of_workers_end_when_the_driver_is_killed(launcher, tmp_path):
     words = [*EVAL, f"launcher={launcher}", "env.id=family_env:Slow", "eval.episodes=400"]
     words = [word for word in words if launcher == "local" or not word.startswith("launcher.env_workers")]
     command = start_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})
@@ -63,7 +63,7 @@ def test_children_of_workers_end_when_the_driver_is_killed(launcher, tmp_path):
 
 
 @pytest.mark.integration
-def test_children_of_a_worker_end_when_the_worker_is_killed(tmp_path):
+def test_child_processes_of_a_worker_end_when_the_worker_is_killed(tmp_path):
     words = (*EVAL, "env.id=family_env:Slow", "eval.episodes=400", "faults.on_env_crash=fail")
     command = start_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})
     assert wait_until(lambda: "env_0" in workers_of(command.pid) and len(running(tmp_path)) >= 6, 90.0)
@@ -77,7 +77,7 @@ def test_children_of_a_worker_end_when_the_worker_is_killed(tmp_path):
     ("launcher", "name"),
     [("local", "Simulated"), ("local", "Forked"), ("local", "Served"), ("local", "Unclosed"), ("inline", "Unclosed")],
 )
-def test_an_environment_may_simulate_in_a_process_of_its_own(launcher, name, tmp_path):
+def test_environment_may_use_a_separate_process(launcher, name, tmp_path):
     words = [word for word in EVAL if launcher == "local" or not word.startswith("launcher.env_workers")]
     words += [f"launcher={launcher}", f"env.id=family_env:{name}"]
     done = run_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})
@@ -87,14 +87,14 @@ def test_an_environment_may_simulate_in_a_process_of_its_own(launcher, name, tmp
 
 
 @pytest.mark.integration
-def test_check_env_steps_an_environment_with_a_process_of_its_own(tmp_path):
+def test_check_env_steps_an_environment_with_a_separate_process(tmp_path):
     done = run_cli("check-env", "env=gym", "env.id=family_env:Simulated", cwd=tmp_path, env={FOLDER: str(tmp_path)})
     assert done.returncode == 0, done.stdout + done.stderr
     assert gone(tmp_path)
 
 
 @pytest.mark.integration
-def test_commands_that_an_inline_environment_leaves_end_with_the_run(tmp_path):
+def test_child_processes_of_an_inline_environment_end_with_the_run(tmp_path):
     words = [word for word in EVAL if not word.startswith("launcher.env_workers")]
     words += ["launcher=inline", "env.id=family_env:Commands"]
     done = run_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})

@@ -66,7 +66,7 @@ def lead_out_of_the_folder(newest):
     "damage",
     [truncate, flip_a_bit, remove, add, empty_the_manifest, come_from_the_future, lead_out_of_the_folder],
 )
-def test_resuming_refuses_it_and_names_the_next_older_one(healthy, tmp_path, damage):
+def test_resume_refuses_a_damaged_checkpoint_and_names_an_older_one(healthy, tmp_path, damage):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     said = damage(run / "checkpoints" / "step_000002")
@@ -80,7 +80,7 @@ def test_resuming_refuses_it_and_names_the_next_older_one(healthy, tmp_path, dam
     assert not (run / "lock").exists()
 
 
-def test_half_a_checkpoint_does_not_count_and_is_cleaned_up(healthy, tmp_path):
+def test_partial_checkpoint_is_ignored_and_deleted(healthy, tmp_path):
     """What a kill between the data and the manifest, or before the rename, leaves behind."""
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
@@ -93,7 +93,7 @@ def test_half_a_checkpoint_does_not_count_and_is_cleaned_up(healthy, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
 
 
-def test_a_folder_without_manifest_is_named_set_aside_and_written_anew(healthy, tmp_path, capsys):
+def test_checkpoint_without_manifest_is_renamed_and_rewritten(healthy, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     newest = run / "checkpoints" / "step_000002"
@@ -110,7 +110,7 @@ def test_a_folder_without_manifest_is_named_set_aside_and_written_anew(healthy, 
     assert [row["step"] for row in rows(run)] == [1, 2]
 
 
-def test_a_run_without_its_checkpoints_does_not_start_over_by_itself(healthy, tmp_path):
+def test_missing_checkpoints_are_an_error_on_resume(healthy, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     shutil.rmtree(run / "checkpoints")
@@ -122,7 +122,7 @@ def test_a_run_without_its_checkpoints_does_not_start_over_by_itself(healthy, tm
         (run / "checkpoints").mkdir(exist_ok=True)
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over_and_says_so(healthy, tmp_path):
+def test_run_killed_before_its_first_checkpoint_restarts_with_a_warning(healthy, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     for folder in (run / "checkpoints").iterdir():
@@ -135,7 +135,7 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over_and_says_
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_000002", "checkpoints/step_000002/policy"])
-def test_flipped_bytes_are_found_however_the_weights_are_named(healthy, tmp_path, part):
+def test_flipped_bytes_are_detected(healthy, tmp_path, part):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     said = flip_a_bit(run / "checkpoints" / "step_000002")
@@ -146,7 +146,7 @@ def test_flipped_bytes_are_found_however_the_weights_are_named(healthy, tmp_path
             train_toy(tmp_path, f"model.path={run / part}", name="by_path")
 
 
-def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):
+def test_damaged_metric_rows_are_skipped(healthy, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     with open(run / "metrics.jsonl", "ab") as file:
@@ -164,7 +164,7 @@ def test_rows_that_a_bad_disk_left_are_passed_over(healthy, tmp_path):
     ],
     ids=["values", "adapters"],
 )
-def test_going_on_with_other_trained_parameters_is_refused_in_words(healthy, tmp_path, words):
+def test_resume_with_other_trained_parameters_is_refused(healthy, tmp_path, words):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     with pytest.raises(CheckpointError, match=r"has other trained parameters .* start a new run with ckpt="):

@@ -21,7 +21,7 @@ def run_with_fault(tmp_path, *fault, workers=2):
     return done, tmp_path / "run"
 
 
-def test_one_crash_is_named_restarted_and_counted(tmp_path):
+def test_worker_crash_is_reported_restarted_and_counted(tmp_path):
     done, run = run_with_fault(tmp_path, "fault=kill", "at=3", f"once={tmp_path}/marker")
     assert done.returncode == 0, done.stderr
     printed = done.stdout + done.stderr
@@ -45,7 +45,7 @@ def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
     assert not (tmp_path / "run" / "lock").exists()
 
 
-def test_an_inline_simulator_that_hangs_is_named_and_starts_again(tmp_path):
+def test_hanging_inline_simulator_is_reported_and_restarted(tmp_path):
     words = toy_words(tmp_path, "env.kwargs.fault=hang", "env.kwargs.at=3", f"env.kwargs.once={tmp_path}/marker")
     done = run_cli("train", *words, "launcher=inline", "faults.step_timeout_s=1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -53,14 +53,14 @@ def test_an_inline_simulator_that_hangs_is_named_and_starts_again(tmp_path):
     assert [(row["env/restarts"], row["train/episodes"]) for row in rows(tmp_path / "run")] == [(1, 4)] * 2
 
 
-def test_a_worker_that_cannot_start_ends_the_run_at_once(tmp_path):
+def test_failed_worker_start_ends_the_run(tmp_path):
     done, _ = run_with_fault(tmp_path, "fault=raise", "where=init", workers=1)
     assert done.returncode == 4
     assert "worker env_0 raised RuntimeError: the toy broke" in done.stderr
     assert "restart" not in done.stdout
 
 
-def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is_no_success(tmp_path):
+def test_episode_that_crashes_its_worker_is_dropped(tmp_path):
     """Its neighbours in the worker die with it twice; then it runs alone, so that none of them is given up for it."""
     faulty = ("env.kwargs.fault=kill", "env.kwargs.state=2", "video=all", "eval.episodes=4")
     words = toy_words(tmp_path, *faulty, command="eval")
@@ -78,7 +78,7 @@ def test_a_poisonous_episode_is_given_up_by_name_and_an_evaluation_without_it_is
     assert [f for f in films if f] == ["000", "001", "003"], "one whole video each, and no half one"
 
 
-def test_an_evaluation_beyond_its_budget_says_how_to_go_on(tmp_path):
+def test_evaluation_beyond_its_restarts_prints_how_to_resume(tmp_path):
     faulty = ("env.kwargs.fault=raise", "env.kwargs.at=5", "faults.max_restarts_per_worker=1")
     words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)

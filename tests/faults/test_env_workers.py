@@ -59,7 +59,7 @@ def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
         ("nonfinite", "observe", "state [nan], expected finite numbers"),
     ],
 )
-def test_a_crash_mispairs_nothing(tmp_path, kind, where, said):
+def test_crash_keeps_rewards_aligned_with_actions(tmp_path, kind, where, said):
     words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=6")
     lines, restarts = collect_with(tmp_path, *words)
     assert restarts == 1
@@ -72,7 +72,7 @@ def test_a_crash_mispairs_nothing(tmp_path, kind, where, said):
 @pytest.mark.parametrize(
     ("kind", "where"), [("hang", "step"), ("hang", "reset"), ("hang", "observe"), ("spin", "step")]
 )
-def test_a_hang_is_ended_by_its_deadline_with_a_stack_dump(tmp_path, kind, where):
+def test_hanging_worker_is_killed_with_a_stack_dump(tmp_path, kind, where):
     """`spin` never gives the interpreter lock back: no Python code of the worker can run any more."""
     words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=3")
     lines, restarts = collect_with(tmp_path, *words, "faults.step_timeout_s=1")
@@ -83,7 +83,7 @@ def test_a_hang_is_ended_by_its_deadline_with_a_stack_dump(tmp_path, kind, where
 
 
 @pytest.mark.integration
-def test_a_hang_while_starting_ends_at_its_deadline(tmp_path):
+def test_hanging_worker_start_times_out(tmp_path):
     words = ("env.kwargs.fault=hang", "env.kwargs.where=init", "faults.start_timeout_s=4", "launcher.env_workers=1")
     started = time.monotonic()
     with pytest.raises(WorkerError, match=r"env_0 did not respond for 4 s"):  # noqa: SIM117
@@ -93,7 +93,7 @@ def test_a_hang_while_starting_ends_at_its_deadline(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_slow_worker_is_waited_for(tmp_path):
+def test_slow_worker_within_the_deadline_is_accepted(tmp_path):
     """Every step takes 50 ms; nothing is restarted or lost, and the wait is visible."""
     words = ("env.kwargs.fault=slow", "algorithm.rollout_epoch=1", "launcher.env_workers=2")
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
@@ -104,7 +104,7 @@ def test_a_slow_worker_is_waited_for(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_flood_of_output_blocks_nothing_and_does_not_fill_the_disk(tmp_path):
+def test_worker_output_is_capped_and_does_not_block(tmp_path):
     words = fault(tmp_path, "fault=flood", "at=3")
     _, restarts = collect_with(tmp_path, *words)
     assert restarts == 0
@@ -114,7 +114,7 @@ def test_a_flood_of_output_blocks_nothing_and_does_not_fill_the_disk(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_worker_beyond_its_budget_leaves_the_last_checkpoint_intact(tmp_path, capsys):
+def test_worker_beyond_its_restarts_keeps_the_last_checkpoint(tmp_path, capsys):
     words = ("env.kwargs.fault=raise", "env.kwargs.at=40", "launcher.env_workers=1", "runner.max_steps=9")
     words += ("faults.max_restarts_per_worker=1", "runner.save_interval=1")
     with pytest.raises(WorkerError, match=r"restarted 1 times already") as caught:
@@ -131,7 +131,7 @@ def test_a_worker_beyond_its_budget_leaves_the_last_checkpoint_intact(tmp_path, 
 
 
 @pytest.mark.integration
-def test_env_workers_never_load_torch(tmp_path):
+def test_env_workers_do_not_import_torch(tmp_path):
     """What is not loaded cannot initialise CUDA, and costs no memory."""
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")):
         pid = workers_of(os.getpid())["env_0"]

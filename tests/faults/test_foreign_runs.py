@@ -72,7 +72,7 @@ def foreign_run(folder: Path, key: str, value: object) -> Path:
 
 
 @pytest.mark.parametrize("key", DOORS)
-def test_no_command_runs_what_the_config_of_a_folder_names(key, tmp_path, monkeypatch, capsys):
+def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeypatch, capsys):
     (tmp_path / "payload.py").write_text(PAYLOAD)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -89,7 +89,7 @@ def test_no_command_runs_what_the_config_of_a_folder_names(key, tmp_path, monkey
     assert not list(tmp_path.glob("*.ran"))
 
 
-def test_a_resumed_evaluation_refuses_it_as_well(tmp_path, monkeypatch, capsys):
+def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
     shutil.rmtree(run / "checkpoints")
@@ -97,7 +97,7 @@ def test_a_resumed_evaluation_refuses_it_as_well(tmp_path, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_whoever_types_it_gets_it(tmp_path):
+def test_typed_code_paths_are_trusted(tmp_path):
     run = foreign_run(tmp_path / "mine", "env.env_type", "toy_env:FACTORY")
     assert load_saved_config(run, ["trust=true"]).env.env_type == "toy_env:FACTORY"
     assert load_saved_config(run, ["env.env_type=toy_env:FACTORY"]).env.env_type == "toy_env:FACTORY"
@@ -105,7 +105,7 @@ def test_whoever_types_it_gets_it(tmp_path):
         load_saved_config(run, ["trust=false"])
 
 
-def test_the_commands_at_the_end_of_a_run_are_those_that_work_with_it(tmp_path):
+def test_printed_next_commands_work(tmp_path):
     told = (train_toy(tmp_path) / "logs" / "events.log").read_text()
     for command in ("embodyrl eval ckpt=", "embodyrl play "):
         (line,) = [line for line in told.splitlines() if command in line]
@@ -115,7 +115,7 @@ def test_the_commands_at_the_end_of_a_run_are_those_that_work_with_it(tmp_path):
 OTHER_ENV = ("env.id=Acrobot-v1", r"state_dim is 4 \(this run needs 6")
 
 
-def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
+def test_mismatched_weights_do_not_start_an_evaluation(tmp_path):
     words = ("env=gym", "env.id=CartPole-v1", "model=mlp", "launcher=inline", f"runner.output_dir={tmp_path}")
     short = (
         "algorithm=ppo",
@@ -135,7 +135,7 @@ def test_weights_that_do_not_fit_are_no_evaluation_to_go_on_with(tmp_path):
     assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
 
 
-def test_a_policy_that_was_trained_with_proprioception_does_not_act_without(tmp_path):
+def test_policy_trained_with_proprioception_needs_it(tmp_path):
     shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
     cfg = load_config("eval", [*words, "model.use_proprio=true"])
@@ -145,7 +145,7 @@ def test_a_policy_that_was_trained_with_proprioception_does_not_act_without(tmp_
         first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
 
 
-def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):
+def test_registered_components_need_no_trust(tmp_path):
     for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.extensions.text.tasks:copy")]:
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
 
@@ -169,7 +169,7 @@ def test_what_is_registered_or_shipped_needs_no_trust(tmp_path):
     ],
     ids=lambda words: words[-1] if words[0][:4] != "env=" else words[2],
 )
-def test_what_is_no_part_is_refused_and_never_called(words, tmp_path, monkeypatch, capsys):
+def test_objects_of_the_wrong_kind_are_refused_without_a_call(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_what_is_no_part_is_refused_and_never_called(words, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
-def test_a_class_in_place_of_a_factory_is_no_part():
+def test_class_in_place_of_a_factory_is_refused():
     from embodyrl.envs import ENVS
 
     with pytest.raises(UnknownNameError, match=r"is type .*TextFactory.*, not a factory"):
@@ -187,7 +187,7 @@ def test_a_class_in_place_of_a_factory_is_no_part():
 SECRET = 'hf_it\'s: "secret"'
 
 
-def test_values_of_the_environment_are_neither_written_nor_printed(tmp_path, monkeypatch, capsys):
+def test_environment_variables_are_hidden_in_output(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MY_TOKEN", SECRET)
     words = ["env=gym", "env.id=CartPole-v1", "model=mlp", "env.kwargs.token=${oc.env:MY_TOKEN}"]
     assert main(["train", *words, "runner.logger.project_name=a/${oc.env:MY_TOKEN}"]) == 2
@@ -208,7 +208,7 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
 
 
-def test_files_without_end_are_not_read_into_memory(tmp_path):
+def test_endless_files_are_not_read_into_memory(tmp_path):
     """Sparse ones, so that their size costs nothing."""
     run = write_run(tmp_path / "theirs")
     with open(run / "metrics.jsonl", "r+b") as file:
@@ -224,7 +224,7 @@ def test_files_without_end_are_not_read_into_memory(tmp_path):
         read_history(run)
 
 
-def test_a_report_takes_recordings_and_no_other_file(tmp_path):
+def test_report_includes_only_videos(tmp_path):
     run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")
     (tmp_path / "secret.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     videos = tmp_path / "videos" / "theirs"
@@ -238,7 +238,7 @@ def test_a_report_takes_recordings_and_no_other_file(tmp_path):
     assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
 
 
-def test_a_report_follows_no_links_out_of_the_run_and_runs_no_script(tmp_path, monkeypatch, capsys):
+def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsys):
     bang = "<script>alert(1)</script>\x1b]0;owned\x07"
     run = write_run(tmp_path / "runs" / "theirs")
     secret = tmp_path / "secret.log"
@@ -276,7 +276,7 @@ def test_a_report_follows_no_links_out_of_the_run_and_runs_no_script(tmp_path, m
         ("costs.jsonl", {"wall_s": "long"}),
     ],
 )
-def test_values_of_another_kind_are_left_out_or_named(file, change, tmp_path, capsys):
+def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path, capsys):
     run = write_run(tmp_path / "theirs")
     path, name = run / file, change.get("step", "the file is damaged")
     old = path.read_text().splitlines()[:1] if path.exists() and path.suffix == ".jsonl" else ["{}"]
@@ -288,7 +288,7 @@ def test_values_of_another_kind_are_left_out_or_named(file, change, tmp_path, ca
 
 
 @pytest.mark.integration
-def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(str(1 << 30))  # in a container of 1 GiB: more of the file need not be read
     (tmp_path / "memory.current").write_text("0")
     monkeypatch.setattr(files, "CGROUP", tmp_path)
@@ -303,7 +303,7 @@ def test_a_parquet_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatc
         open_rows(RowSettings(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
 
 
-def test_a_folder_without_weights_does_not_lead_to_the_hub(tmp_path):
+def test_folder_without_weights_does_not_query_the_hub(tmp_path):
     loading = pytest.importorskip("embodyrl.policies.causal_lm.model")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):

@@ -22,7 +22,7 @@ EXPLODING = ("env.kwargs.reward=1e37", "algorithm.normalize_advantages=false", "
 """Rewards, advantages and the loss are finite; the squares in the norm of the gradient are not."""
 
 
-def test_a_non_finite_loss_stops_with_the_weights_untouched(tmp_path):
+def test_non_finite_loss_stops_without_changing_weights(tmp_path):
     start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
     words = (f"ckpt={start}", "runner.max_steps=2", "runner.save_interval=1", "env.use_rel_reward=false")
     with pytest.raises(NonFiniteError, match=r"weights are unchanged.*actor\.optim\.lr") as caught:
@@ -32,7 +32,7 @@ def test_a_non_finite_loss_stops_with_the_weights_untouched(tmp_path):
     assert not (tmp_path / "bad" / "lock").exists()
 
 
-def test_a_skipped_update_is_counted_and_changes_nothing(tmp_path):
+def test_skipped_update_is_counted_and_keeps_weights(tmp_path):
     start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
     words = (f"ckpt={start}", "runner.max_steps=2", "env.use_rel_reward=false", "faults.on_nonfinite=skip")
     run = train_toy(tmp_path, *words, *EXPLODING, name="skipping")
@@ -88,7 +88,7 @@ def fills(disk: Path, left: int) -> OnStep:
     return fill
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_refused_at_the_start(small_disk):
+def test_missing_disk_space_is_refused_at_the_start(small_disk):
     (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     with pytest.raises(
         ConfigError, match=r"A checkpoint needs 23 MiB; 2 are kept .* 36 MiB are free .*checkpoint\.keep=1"
@@ -97,7 +97,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_at_the_start(small_d
     assert not list(small_disk.rglob("metrics.jsonl"))
 
 
-def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(small_disk):
+def test_full_disk_error_keeps_older_checkpoints(small_disk):
     cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
     with pytest.raises(CheckpointError, match=r"No space left.*needs.*MiB.*checkpoint\.keep=1") as caught:
         train(cfg, on_step=fills(small_disk, 12 * 2**20))
@@ -113,7 +113,7 @@ def test_a_full_disk_says_what_is_needed_and_keeps_older_checkpoints(small_disk)
     [((), 2**18), (("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1"), 12 * 2**20)],
     ids=["the policy", "what the algorithm keeps"],
 )
-def test_training_goes_on_where_a_checkpoint_cannot_be_written(small_disk, words, left):
+def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, left):
     """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
     cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", *words)
     with pytest.raises(CheckpointError, match=r"No space left on device") as caught:

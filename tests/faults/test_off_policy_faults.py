@@ -68,7 +68,7 @@ def check_physics(found: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("killed_at", "stopped_after"), [(0, 0), (70, 0), (130, 3)])
-def test_every_transition_has_happened_and_is_there_once(tmp_path, killed_at, stopped_after):
+def test_replay_buffer_contains_each_transition_once_after_faults(tmp_path, killed_at, stopped_after):
     """Episodes go on across steps, end at 200 inside the fourth, and are begun anew by a death or a resume."""
     found = transitions(run(tmp_path, "run", killed_at=killed_at, stopped_after=stopped_after))
     assert (tmp_path / "run.died").exists() == bool(killed_at)
@@ -79,7 +79,7 @@ def test_every_transition_has_happened_and_is_there_once(tmp_path, killed_at, st
 
 
 @pytest.mark.integration
-def test_deaths_and_a_resume_leave_no_trace_in_a_deterministic_run(tmp_path):
+def test_deterministic_run_is_identical_after_crashes_and_resume(tmp_path):
     words = ("runner.deterministic=true", "env.train.continue_episodes=false")
     runs = [run(tmp_path, "whole", *words), run(tmp_path, "hit", *words, killed_at=100, stopped_after=3)]
     assert (tmp_path / "hit.died").exists()

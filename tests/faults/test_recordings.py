@@ -47,7 +47,7 @@ def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_new_attempt_at_an_episode_removes_the_films_of_older_ones(tmp_path):
+def test_new_attempt_at_an_episode_removes_older_videos(tmp_path):
     kept = ["film_ep011_fail_5steps.mp4", "notes.txt"]
     for name in ("film_ep01.partial.mp4", "film_ep01_fail_7steps.mp4", *kept):
         (tmp_path / name).touch()
@@ -58,7 +58,7 @@ def test_a_new_attempt_at_an_episode_removes_the_films_of_older_ones(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"film_ep01_success_1steps.mp4", *kept}
 
 
-def test_a_folder_that_vanishes_while_recording(tmp_path):
+def test_deleted_video_folder_is_an_error(tmp_path):
     recorder = VideoRecorder(tmp_path / "films" / "film", 20, "go", False)
     recorder.add(FRAME, False)
     shutil.rmtree(tmp_path / "films")
@@ -72,14 +72,14 @@ def no_encoder(monkeypatch):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/nonexistent/ffmpeg")
 
 
-def test_without_an_encoder_training_goes_on(tmp_path, no_encoder):
+def test_training_continues_without_an_encoder(tmp_path, no_encoder):
     words = ("video=all", "runner.val_check_interval=1", "eval.episodes=2", "runner.max_steps=1")
     run = train_toy(tmp_path, *words)
     assert (run / "checkpoints" / "step_000001").is_dir()
     assert not list((tmp_path / "videos").rglob("*.mp4"))
 
 
-def test_without_an_encoder_evaluation_stops_when_told_to(tmp_path, no_encoder):
+def test_on_video_error_stop_ends_the_evaluation(tmp_path, no_encoder):
     words = ("video=all", "eval.episodes=2", "faults.on_video_error=stop")
     with pytest.raises(EmbodyError, match=r"was not written.*faults\.on_video_error=warn"):
         evaluate(toy_config(tmp_path, *words, command="eval"))

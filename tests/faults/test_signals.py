@@ -95,7 +95,7 @@ def test_ctrl_c_in_an_update_finishes_the_update_first(start, tmp_path):
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"])
-def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, code):
+def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code):
     command = start()
     # Workers exist but are still importing: the earliest moment at which they could print a traceback.
     assert wait_until(lambda: workers_of(command.pid) or command.process.poll() is not None, 60)
@@ -107,7 +107,7 @@ def test_a_signal_while_workers_start_leaves_in_order(start, tmp_path, signum, c
 
 
 @pytest.mark.parametrize("kind", ["hang", "spin"])
-def test_one_ctrl_c_leaves_an_inline_simulator_that_hangs(start, tmp_path, kind):
+def test_ctrl_c_interrupts_a_hanging_inline_simulator(start, tmp_path, kind):
     marker = tmp_path / "marker"
     fault = (f"env.kwargs.once={marker}", f"env.kwargs.fault={kind}", "env.kwargs.at=40")
     command = start(*fault, "launcher=inline")
@@ -119,7 +119,7 @@ def test_one_ctrl_c_leaves_an_inline_simulator_that_hangs(start, tmp_path, kind)
 
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["group", "driver"])
-def test_a_freeze_longer_than_the_deadline_costs_nothing(start, tmp_path, whole_group):
+def test_suspended_time_does_not_count_towards_deadlines(start, tmp_path, whole_group):
     """As by Ctrl-Z and fg: the order is due after six seconds and frozen for eight."""
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate, at=20), "faults.step_timeout_s=3", "runner.max_steps=2")
@@ -134,7 +134,7 @@ def test_a_freeze_longer_than_the_deadline_costs_nothing(start, tmp_path, whole_
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["int", "term"])
-def test_a_second_ctrl_c_does_not_wait_for_anybody(start, tmp_path, signum):
+def test_second_ctrl_c_exits_immediately(start, tmp_path, signum):
     """The env worker never leaves its gate, so the first Ctrl-C alone would wait for the grace period."""
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
@@ -199,7 +199,7 @@ def test_a_signal_to_the_process_of_a_sweep_alone_reaches_its_run(tmp_path, sign
     assert not (tmp_path / "run-1").exists()
 
 
-def test_a_batch_system_that_signals_all_processes_of_a_sweep_is_not_impatient(tmp_path):
+def test_signal_to_all_processes_of_a_sweep_counts_once(tmp_path):
     """The run is told by it and by the sweep, in either order, and still saves."""
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
@@ -217,7 +217,7 @@ def test_a_batch_system_that_signals_all_processes_of_a_sweep_is_not_impatient(t
     assert_saved(tmp_path / "run-0")
 
 
-def test_a_third_ctrl_c_makes_no_noise(start, tmp_path):
+def test_third_ctrl_c_prints_no_traceback(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
     command.wait_for(gate)
@@ -230,7 +230,7 @@ def test_a_third_ctrl_c_makes_no_noise(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
-def test_ctrl_c_in_the_first_reset_of_a_validation(start, tmp_path):
+def test_ctrl_c_in_the_first_reset_of_a_validation_exits(start, tmp_path):
     gate = tmp_path / "gate"
     words = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.where=reset", "eval.episodes=2")
     command = start(*words, "runner.val_check_interval=1")
@@ -242,7 +242,7 @@ def test_ctrl_c_in_the_first_reset_of_a_validation(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
-def test_ctrl_c_in_an_evaluation_says_how_to_go_on(start, tmp_path):
+def test_ctrl_c_in_an_evaluation_prints_how_to_resume(start, tmp_path):
     gate = tmp_path / "gate"
     words = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.where=reset", "eval.episodes=2")
     command = start(*words, name="eval")
@@ -254,7 +254,7 @@ def test_ctrl_c_in_an_evaluation_says_how_to_go_on(start, tmp_path):
     assert line == f"embodyrl: stopped by SIGINT; go on with: embodyrl eval --resume {tmp_path / 'run'} trust=true."
 
 
-def test_kill_9_of_the_driver_leaves_no_worker(start, tmp_path):
+def test_killed_driver_leaves_no_worker(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
     command.wait_for(gate)
@@ -306,7 +306,7 @@ def test_ctrl_c_in_a_save_finishes_the_checkpoint_first(start, tmp_path):
     assert_saved(tmp_path / "run")
 
 
-def test_a_policy_worker_killed_in_a_save_leaves_no_half_checkpoint(start, tmp_path):
+def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(GATED_SAVE, **{GATE: str(gate)})
     command.wait_for(gate)
@@ -316,7 +316,7 @@ def test_a_policy_worker_killed_in_a_save_leaves_no_half_checkpoint(start, tmp_p
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def test_a_rank_that_dies_in_an_update_ends_the_others_at_once(start, tmp_path):
+def test_dead_rank_ends_the_others_immediately(start, tmp_path):
     """Rank 0 waits for it in a collective whose own limit is an hour."""
     gate = tmp_path / "gate"
     command = start("algorithm.adv_type=toy_gates:GATED_GRPO", "actor.fsdp.size=2", **{GATE: str(gate)})
@@ -331,7 +331,7 @@ def test_a_rank_that_dies_in_an_update_ends_the_others_at_once(start, tmp_path):
     assert not (tmp_path / "run" / "lock").exists()
 
 
-def test_sigusr1_says_what_is_going_on_and_the_run_goes_on(start, tmp_path):
+def test_sigusr1_prints_the_state_and_the_run_continues(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate), "runner.max_steps=3")
     command.wait_for(gate)
@@ -358,7 +358,7 @@ def test_closed_streams_do_not_disturb_a_run(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-def test_a_lost_terminal_saves_a_checkpoint_and_ends_like_a_request_to_terminate(tmp_path):
+def test_closed_terminal_saves_a_checkpoint_and_exits(tmp_path):
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "launcher.env_workers=1", "runner.max_steps=50", *hold_in_rollout(gate))
     terminal, ours = os.openpty()

@@ -46,7 +46,7 @@ def start():
 
 
 @pytest.mark.integration
-def test_kill_9_of_the_whole_group_leaves_nothing_and_the_run_goes_on(start, tmp_path):
+def test_killed_process_group_leaves_no_files_and_resumes(start, tmp_path):
     """Nobody is left to clean up, not even Python's resource tracker."""
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=40")
@@ -64,7 +64,7 @@ def test_kill_9_of_the_whole_group_leaves_nothing_and_the_run_goes_on(start, tmp
 
 
 @pytest.mark.integration
-def test_odd_paths_no_home_no_locale_and_hardly_any_shared_memory(tmp_path):
+def test_unusual_paths_and_missing_home_locale_or_shm_work(tmp_path):
     """A folder with blanks and umlauts behind a link, a /dev/shm of 64 KiB, an unwritable home, the C locale."""
     if os.geteuid() != 0:
         pytest.skip("a private /dev/shm needs root")
@@ -102,7 +102,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 
 @pytest.mark.integration
-def test_a_clock_that_jumps_by_days_changes_nothing(tmp_path):
+def test_clock_jumps_have_no_effect(tmp_path):
     """As after a suspended machine or a corrected time server; only the wall clock jumps, as on a real system."""
     compiler, library = shutil.which("cc"), tmp_path / "clock.so"
     if compiler is None:
@@ -118,7 +118,7 @@ def test_a_clock_that_jumps_by_days_changes_nothing(tmp_path):
 
 
 @pytest.mark.integration
-def test_two_runs_at_once_with_the_usual_port_taken(start, tmp_path):
+def test_concurrent_runs_work_with_an_occupied_port(start, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -151,7 +151,7 @@ def test_a_reader_that_closes_the_pipe_does_not_end_the_run(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_reader_that_stops_reading_does_not_stop_the_run(tmp_path):
+def test_blocked_reader_does_not_stop_the_run(tmp_path):
     """A pipe without room from the first line to the last."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
@@ -180,7 +180,7 @@ def _cycle(folder: Path, end: str) -> None:
 
 
 @pytest.mark.integration
-def test_starting_and_stopping_leaks_nothing(tmp_path):
+def test_starting_and_stopping_leaks_no_resources(tmp_path):
     layout = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(256, 256, 3)),))
 
     def held() -> tuple[int, int, set[str]]:

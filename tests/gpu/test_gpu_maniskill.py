@@ -34,7 +34,7 @@ def look(env, slot):
     return out.images, out.state
 
 
-def test_a_reset_id_begins_the_same_episode_in_any_slot_at_any_time():
+def test_reset_id_determines_the_episode_in_every_slot():
     env = FACTORY.make(load_config("train", WORDS).env, EnvContext(num_slots=4))
     starts = [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in (5, 6, 7, 5)]
     env.reset([0, 1, 2, 3], starts)
@@ -53,7 +53,7 @@ def test_a_reset_id_begins_the_same_episode_in_any_slot_at_any_time():
     env.close()
 
 
-def test_training_runs_on_the_batch(tmp_path):
+def test_training_runs_on_the_gpu_batch(tmp_path):
     words = ["env.obs_mode=state", "model=mlp", "algorithm=ppo", "env.train.total_num_envs=64", "runner.max_steps=2"]
     places = [f"runner.output_dir={tmp_path}", "runner.logger.backends=[jsonl]", "launcher.env_workers=1"]
     run = train(load_config("train", [*WORDS, *words, *places])).run

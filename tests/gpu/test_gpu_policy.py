@@ -47,7 +47,7 @@ def observe(rows=4):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.fp32, 1e-2), (Precision.bf16, 1.0)])
-def test_golden_logits(tmp_path, precision, tolerance):
+def test_gpu_logits_match_golden_values(tmp_path, precision, tolerance):
     """On a CPU the tolerances are 1e-3 and 0.5; the kernels of a GPU add up in another order."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(GOLDEN / "tiny_oft", folder)
@@ -76,7 +76,7 @@ def test_acting_and_scoring_agree(precision, tolerance):
     assert all(p.grad is not None for p in policy.module.parameters() if p.requires_grad)
 
 
-def test_both_devices_give_the_same_actions():
+def test_cpu_and_gpu_actions_agree():
     obs, noise = observe(), np.random.default_rng(1).random((4, 56), dtype=np.float32)
     gpu, cpu = (build("assets/openvla_oft_tiny", device=device).act(obs, noise=noise) for device in ("cuda", "cpu"))
     assert (gpu.tokens == cpu.tokens).mean() > 0.97, "a token may flip where its uniform number meets a bin's edge"

@@ -68,14 +68,14 @@ def test_an_update_stops_once_the_ratio_is_too_large(tmp_path: Path) -> None:
     assert 0 < stopped["actor/optimizer_steps"] < free["actor/optimizer_steps"]
 
 
-def test_recomputed_logprobs_equal_those_of_the_rollout_when_nothing_is_stale(tmp_path: Path) -> None:
+def test_recomputed_logprobs_match_the_rollout(tmp_path: Path) -> None:
     words = (*SHORT, *PPO, "algorithm.old_logprob=recompute", "algorithm.behave_weight_threshold=2")
     row = rows(train_toy(tmp_path, *words, "model.precision=fp32", "runner.max_steps=1"))[0]
     assert row["actor/behaviour_gap"] < 1e-4
     assert row["actor/behaviour_removed"] == 0
 
 
-def test_kl_in_reward_adapts_and_resumes_where_it_was(tmp_path: Path) -> None:
+def test_adaptive_kl_coefficient_is_restored_on_resume(tmp_path: Path) -> None:
     words = (*SHORT, "algorithm.kl_beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=1e-6")
     words = (*words, "algorithm.kl_horizon=10", "algorithm.kl_penalty_type=k2")
     whole = train_toy(tmp_path, *words, "runner.max_steps=3", name="whole")

@@ -27,7 +27,7 @@ HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps
 
 
 @pytest.mark.parametrize(("head", "algorithm"), [("l1", "ppo"), ("one", "grpo"), ("residual", "ppo")])
-def test_a_run_trains_and_goes_on(head: str, algorithm: str, tmp_path: Path) -> None:
+def test_continuous_head_run_trains_and_resumes(head: str, algorithm: str, tmp_path: Path) -> None:
     """What acting and training say of the first step is the same, though their batches are not."""
     words = [*HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
     if algorithm == "ppo":
@@ -43,7 +43,7 @@ def test_a_run_trains_and_goes_on(head: str, algorithm: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("steps", ["one", "all"])
-def test_a_chain_that_denoises_learns_the_bandit(steps: str) -> None:
+def test_denoising_chain_learns_the_bandit(steps: str) -> None:
     """RL moves trained denoising to the target of the bandit below; with untrained denoising it does not get there.
 
     A network that predicts no noise saturates the clean estimate at -1 and 1, where its gradient points the wrong way.
@@ -92,7 +92,7 @@ def test_a_chain_that_denoises_learns_the_bandit(steps: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["up", "down"])
-def test_a_bandit_is_learned(head: str, sign: float, request: pytest.FixtureRequest) -> None:
+def test_continuous_head_learns_a_bandit(head: str, sign: float, request: pytest.FixtureRequest) -> None:
     """Reward: minus the squared distance of the chunk from a target that the instruction names.
 
     Policy gradient with the batch's mean as baseline; with the sign turned round it gets worse.

@@ -30,7 +30,7 @@ def words_of(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.integration
-def test_cartpole_stands_longer(tmp_path):
+def test_filtered_bc_improves_cartpole(tmp_path):
     """Few of the first episodes are imitated, most of the last ones."""
     words = words_of(tmp_path, *CARTPOLE, "runner.max_steps=16")
     found = rows(train(load_config("train", words)).run)
@@ -39,7 +39,7 @@ def test_cartpole_stands_longer(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_through(tmp_path):
+def test_resumed_filtered_bc_matches_an_uninterrupted_run(tmp_path):
     words = words_of(tmp_path, *CARTPOLE, "runner.max_steps=4", "runner.save_interval=2", "checkpoint.keep=9")
     words += ["runner.deterministic=true"]
     whole = train(load_config("train", [*words, "runner.experiment_name=whole"])).run
@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_thr
 
 
 @pytest.mark.integration
-def test_replies_are_imitated_as_well(tmp_path):
+def test_filtered_bc_trains_text_policies(tmp_path):
     words = words_of(tmp_path, "env=text/length", "model=causal_lm_tiny", "runner.max_steps=2")
     words += [
         "algorithm.learning_starts=1",

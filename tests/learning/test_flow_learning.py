@@ -41,7 +41,7 @@ def test_the_published_architectures_gain_20_points(model: str, seed: int, tmp_p
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("way", ["dsrl", "residual"])
-def test_a_steered_or_corrected_flow_gains_20_points(way: str, seed: int, tmp_path: Path) -> None:
+def test_dsrl_and_residual_gain_20_points(way: str, seed: int, tmp_path: Path) -> None:
     words = (f"experiment=tabletop_{way}", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST)
     before, after = gain(train_gate(tmp_path, *words))
     assert after >= before + 0.2
@@ -49,7 +49,7 @@ def test_a_steered_or_corrected_flow_gains_20_points(way: str, seed: int, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
+def test_negated_advantages_reduce_success(tmp_path: Path) -> None:
     few = ("runner.max_steps=8", "runner.val_check_interval=1000", "video=none")
     before, after = gain(
         train_gate(tmp_path, "model=flow_small", *few, "algorithm.adv_type=toy_gates:NEGATED_GRPO", *TEST)
@@ -60,7 +60,7 @@ def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["flow_small", "pi05_tiny", "smolvla_tiny"])
-def test_the_start_reads_the_instruction(model: str, tmp_path: Path) -> None:
+def test_initial_flow_policy_follows_instructions(model: str, tmp_path: Path) -> None:
     """The same tables, the same goals, but told of another block: only luck is left."""
     told, lied = (
         embodyrl.evaluate(embodyrl.compose("eval", f"model={model}", *TEST, "video=none", *words)).overall.success_once

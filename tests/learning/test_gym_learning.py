@@ -78,13 +78,13 @@ def test_real_valued_actions_train_and_time_limits_bootstrap(tmp_path):
     assert all(row["actor/value_loss"] > 0 for row in rows[1:])
 
 
-def test_multi_dimensional_pixels_train(tmp_path):
+def test_pixel_environment_with_multi_discrete_actions_trains(tmp_path):
     words = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "env.kwargs.size=12", *PENDULUM[4:])
     rows = run(tmp_path, *words, "env.train.max_steps_per_rollout_epoch=20", "env.eval.max_episode_steps=20")
     assert rows[-1]["actor/optimizer_steps"] > 0
 
 
-def test_an_environment_without_a_picture_costs_the_recording_only(tmp_path):
+def test_environment_without_images_runs_without_video(tmp_path):
     words = (*PENDULUM, "env.wrappers=[pixel_env:blind]", "env.train.max_steps_per_rollout_epoch=25", "video=all")
     rows = run(tmp_path, *words)
     assert [row["env/restarts"] for row in rows[1:]] == [0, 0]
@@ -117,7 +117,7 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
-def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
+def test_continuous_policy_is_refused_for_discrete_actions():
     cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
     env = ENVS.get("gym").spec(cfg.env, EnvContext())
     policy = PolicySpec(name="arm", num_action_chunks=1, action_dim=1, tokens_per_chunk=1)
@@ -133,7 +133,7 @@ def test_a_policy_for_real_numbers_is_refused_where_categories_are_chosen():
         (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_starts(words, text):
+def test_mismatched_policy_is_refused_before_the_start(words, text):
     cfg = load_config("train", ["env=gym", *words])
     with pytest.raises(ConfigError, match=text):
         build_run_plan(cfg, training=False)

@@ -34,7 +34,7 @@ def recognise(folder: Path, episodes: int = 150, steps: int = 250) -> Path:
     return judge.checkpoint / "policy"
 
 
-def test_reinforcement_learning_on_recognised_success_raises_the_true_one(tmp_path: Path) -> None:
+def test_training_on_a_reward_model_improves_true_success(tmp_path: Path) -> None:
     """The policy looks at the front camera, its judge at both; the simulator only counts."""
     cameras = ("env=tabletop", "env.init_params.camera_names=[front,wrist]", "env.train.task_ids=[2]")
     few = ("runner.max_steps=7", "runner.val_check_interval=7", "env.eval.task_ids=[2]", "eval.episodes=100")

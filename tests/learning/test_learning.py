@@ -29,7 +29,7 @@ def test_grpo_learns(tmp_path, seed):
 
 
 @pytest.mark.integration
-def test_negated_advantages_unlearn(tmp_path):
+def test_grpo_with_negated_advantages_reduces_success(tmp_path):
     """Started where success is common, so that there is something to lose."""
     words = (*GRPO, "env.kwargs.goal=0.8", "algorithm.adv_type=toy_gates:NEGATED_GRPO")
     run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=40")  # seed 0 falls last of three
@@ -62,20 +62,20 @@ def start(tmp_path_factory):
     return train_toy(tmp_path_factory.mktemp("start"), "actor.optim.lr=0", "runner.max_steps=1")
 
 
-def test_learning_rate_zero_keeps_every_bit(start, tmp_path):
+def test_learning_rate_zero_keeps_weights_bit_identical(start, tmp_path):
     words = (f"ckpt={start}", "actor.optim.lr=0", "actor.optim.weight_decay=0.1", "env.kwargs.goal=0.7")
     run = train_toy(tmp_path, *words)
     assert sum(row["actor/optimizer_steps"] for row in rows(run)) > 0
     assert weights(run, 2) == weights(start, 1)
 
 
-def test_one_update_does_change_the_weights(start, tmp_path):
+def test_one_update_changes_the_weights(start, tmp_path):
     run = train_toy(tmp_path, f"ckpt={start}", "env.kwargs.goal=0.7", "actor.optim.lr=0.0001")
     assert weights(run, 2) != weights(start, 1)
 
 
 @pytest.mark.parametrize("goal", [1e9, -1e9], ids=["nobody succeeds", "everybody succeeds"])
-def test_groups_without_a_difference_keep_every_bit(start, tmp_path, goal):
+def test_groups_with_equal_rewards_keep_weights_bit_identical(start, tmp_path, goal):
     words = (f"ckpt={start}", "actor.optim.lr=0.01", "actor.optim.weight_decay=0.1", f"env.kwargs.goal={goal}")
     run = train_toy(tmp_path, *words)
     for row in rows(run):

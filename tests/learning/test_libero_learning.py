@@ -25,10 +25,10 @@ def test_the_laptop_run_gains_25_points(tmp_path: Path, seed: int) -> None:
     assert gain(tmp_path, f"seed={seed}") >= 0.25
 
 
-def test_shuffled_advantages_do_not(tmp_path: Path) -> None:
+def test_laptop_run_with_shuffled_advantages_gains_nothing(tmp_path: Path) -> None:
     assert gain(tmp_path, "algorithm.adv_type=toy_gates:SHUFFLED_GRPO") <= 0.1
 
 
-def test_a_steered_flow_learns(tmp_path: Path) -> None:
+def test_dsrl_improves_libero(tmp_path: Path) -> None:
     """+33, +32 and +42 points of 100 test episodes where it was measured."""
     assert gain(tmp_path, experiment="libero_laptop_flow") >= 0.2

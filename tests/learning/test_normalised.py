@@ -27,7 +27,7 @@ def returns(folder: Path) -> list[float]:
 
 
 @pytest.mark.integration
-def test_validation_eval_resume_and_export_act_alike(tmp_path):
+def test_normalised_policy_acts_identically_after_resume_and_export(tmp_path):
     where = f"runner.output_dir={tmp_path}"
     run = train(load_config("train", [*GYM, *SMALL, where, "runner.max_steps=2"])).run
     weights = load_file(run / "checkpoints/step_000002/policy/model.safetensors")

@@ -44,7 +44,7 @@ def tensors(run: Path, name: str) -> dict[str, bytes]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("more", [(), ("env.id=goal_env:Walk", "algorithm.hindsight_goals=4")])
-def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_through(tmp_path, more):
+def test_resumed_sac_matches_an_uninterrupted_run(tmp_path, more):
     words = (
         *SMALL,
         *more,
@@ -65,7 +65,7 @@ def test_a_resumed_run_ends_with_the_weights_and_the_buffer_of_one_that_went_thr
 
 
 @pytest.mark.integration
-def test_without_a_saved_buffer_a_resumed_run_fills_a_new_one_first(tmp_path):
+def test_resume_without_a_saved_buffer_refills_it(tmp_path):
     words = (*SMALL, "algorithm=sac", "runner.max_steps=4", "runner.save_interval=2", "algorithm.save_replay=false")
     started = load_config("train", words_of(tmp_path, *words, "algorithm.learning_starts=32"))
     run = train(started, on_step=lambda step, _: step == 2).run
@@ -166,7 +166,7 @@ class GoesToItsGoal(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_rlpd_learns_to_reach_from_demonstrations_and_by_hindsight(tmp_path):
+def test_rlpd_learns_with_demonstrations_and_hindsight(tmp_path):
     pytest.importorskip("gymnasium_robotics")
     reach = ("env=gym", "env.id=gymnasium_robotics:FetchReach-v4", "env.wrappers=[test_off_policy_runs:GoesToItsGoal]")
     demos = ("model=scripted", "launcher=inline", f"collect.out={tmp_path}/demos", "collect.episodes=20")

@@ -40,7 +40,7 @@ def tensors(run: Path, name: str) -> dict[str, bytes]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("model", MODELS)
-def test_validation_eval_export_and_a_resumed_run_act_alike(model, tmp_path):
+def test_residual_policy_acts_identically_after_resume_and_export(model, tmp_path):
     same = (*MODELS[model], *SAME)
     where = f"runner.output_dir={tmp_path}"
     whole = train(load_config("train", [*same, *SMALL, where, "runner.experiment_name=whole"])).run

@@ -34,7 +34,7 @@ def validations(run: Path) -> list[float]:
 
 
 @pytest.mark.integration
-def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
+def test_initial_tabletop_policy_follows_instructions(tmp_path: Path) -> None:
     """The same tables, the same goals, but told of another block: only luck is left."""
     told = greedy(tmp_path / "told")
     lied = greedy(tmp_path / "lied", "env.env_type=tabletop_liar:FACTORY")
@@ -44,7 +44,7 @@ def test_the_start_reads_the_instruction(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_a_few_steps_improve_it(tmp_path: Path) -> None:
+def test_few_steps_improve_the_policy(tmp_path: Path) -> None:
     few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
     # Few slots: the same episodes, and less padding in inferences of one size.
     slots = ("env.train.total_num_envs=16", "algorithm.rollout_epoch=8", "env.eval.total_num_envs=16")
@@ -63,14 +63,14 @@ def test_the_default_run_gains_25_points(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_opposite_advantages_unlearn(tmp_path: Path) -> None:
+def test_tabletop_with_negated_advantages_reduces_success(tmp_path: Path) -> None:
     found = validations(default_run(tmp_path, "runner.max_steps=20", "algorithm.adv_type=toy_gates:NEGATED_GRPO"))
     assert found[-1] <= found[0] - 0.1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_a_student_reaches_its_teacher_on_its_own_observations(tmp_path: Path) -> None:
+def test_on_policy_distillation_reaches_the_teacher(tmp_path: Path) -> None:
     """On-policy distillation: no reward, nothing but the KL to the teacher on what the student sees and does.
 
     Both play the same 1500 tables, all that validation has. One in sixteen is solved by only one of them, so that
@@ -88,7 +88,7 @@ def test_a_student_reaches_its_teacher_on_its_own_observations(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_its_own_ranked_episodes_teach_the_start(tmp_path: Path) -> None:
+def test_episode_dpo_improves_the_initial_policy(tmp_path: Path) -> None:
     """DPO: four sampled episodes of each of 150 tables, the better preferred to the worse; other tables tell."""
     model = ("model=openvla_oft_tiny", "model.path=assets/openvla_oft_tabletop", "model.num_images_in_input=1")
     model = (*model, "model.num_action_chunks=4")
@@ -107,7 +107,7 @@ def test_its_own_ranked_episodes_teach_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_learning_rate_of_zero_keeps_every_bit(tmp_path: Path) -> None:
+def test_tabletop_learning_rate_zero_keeps_weights(tmp_path: Path) -> None:
     once = default_run(tmp_path / "a", "runner.max_steps=1", "actor.optim.lr=0", "eval.episodes=1")
     twice = default_run(tmp_path / "b", "runner.max_steps=2", "actor.optim.lr=0", "eval.episodes=1")
     assert weights(once, 1) == weights(twice, 2)
@@ -115,7 +115,7 @@ def test_a_learning_rate_of_zero_keeps_every_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_stopped_in_the_middle_goes_on_alike(tmp_path: Path) -> None:
+def test_resumed_tabletop_run_is_identical(tmp_path: Path) -> None:
     few = ("runner.deterministic=true", "runner.save_interval=2", "eval.episodes=30", "runner.val_check_interval=4")
     whole = default_run(tmp_path / "whole", "runner.max_steps=4", *few)
     half = default_run(tmp_path / "half", "runner.max_steps=2", *few)

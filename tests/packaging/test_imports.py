@@ -60,7 +60,7 @@ def cycle(graph: Mapping[str, frozenset[str]]) -> list[str]:
     return []
 
 
-def test_a_circle_is_found():
+def test_import_circle_is_detected():
     assert cycle({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a")})
     assert not cycle({"a": frozenset("bc"), "b": frozenset("c")})
 
@@ -100,7 +100,7 @@ def test_imports_go_down_only():
     }
 
 
-def test_the_map_of_the_house_names_files_that_exist():
+def test_documented_files_exist():
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", text))
     assert len(named) > 30

@@ -44,7 +44,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["a CPU wheel for pip", "CUDA only", "a GPU"],
 )
-def test_without_torchs_own_host_a_wheel_that_pip_knows_is_preferred_and_a_large_one_announced(
+def test_setup_prefers_available_torch_wheels(
     place: Path, tmp_path: Path, build: str, there: list[str], taken: str, said: str
 ) -> None:
     for version in there:
@@ -104,7 +104,7 @@ def program(folder: Path, name: str, script: str) -> None:
         ("", "550.54", "vllm", None),
     ],
 )
-def test_the_build_of_torch_is_named(place, tmp_path, asked, driver, extras, build):
+def test_setup_prints_the_torch_build(place, tmp_path, asked, driver, extras, build):
     program(tmp_path, "nvidia-smi", f"[ -n '{driver}' ] && echo {driver} || exit 9")
     done = shell(place, tmp_path, "torch_build", TORCH_BUILD=asked, EXTRAS=extras)
     if build is None:
@@ -132,7 +132,7 @@ def installed(place: Path, cuda: str | None) -> None:
         (None, "cpu", []),
     ],
 )
-def test_another_build_of_torch_replaces_the_installed_one(place, tmp_path, there, asked, calls):
+def test_setup_replaces_another_torch_build(place, tmp_path, there, asked, calls):
     program(tmp_path, "uv", 'echo "$@" >>"$CALLS"')
     installed(place, there)
     try:

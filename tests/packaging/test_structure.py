@@ -89,7 +89,7 @@ def _compared(node: ast.AST) -> Iterator[ast.expr]:
         yield from node.args
 
 
-def test_nothing_branches_on_a_components_name_outside_its_folder():
+def test_component_names_are_compared_only_in_their_folders():
     """Comparisons with the name of an environment, a model or an algorithm; their own folders may."""
     names = component_names()
     assert {"libero", "openvla_oft", "grpo", "gae", "ppo_clip", "libero_10"} <= names
@@ -148,7 +148,7 @@ def test_no_tracked_file_is_generated_or_huge():
     assert [str(p.relative_to(ROOT)) for p in files if p.stat().st_size > 20 * 2**20] == []
 
 
-def test_nothing_that_is_loaded_can_run_code():
+def test_loading_cannot_run_code():
     """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`.
 
     Behind the limits of `sandboxed.py` and `sandboxed_calls.py` runs what a language model wrote, and nothing that is
@@ -174,7 +174,7 @@ def test_nothing_that_is_loaded_can_run_code():
     assert found == []
 
 
-def test_nothing_is_left_unfinished():
+def test_no_unfinished_code():
     marks = re.compile(r"NotImplementedError|\b(?:TODO|FIXME|XXX)\b")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -60,7 +60,7 @@ def use(installed: Path, cwd: Path, *args: str, path: str = "") -> subprocess.Co
     return run(sys.executable, str(installed / "bin" / "embodyrl"), *args, cwd=cwd, PYTHONPATH=python_path)
 
 
-def test_the_wheel_holds_configs_and_assets_and_no_tests(dist):
+def test_wheel_contains_configs_and_assets_without_tests(dist):
     names = zipfile.ZipFile(next(dist.glob("*.whl"))).namelist()
     assert set(SHIPPED) <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"embodyrl"}
@@ -83,13 +83,13 @@ def test_the_source_distribution_is_complete(dist):
     assert needed | {"assets/openvla_oft_tiny/config.json"} <= inside
 
 
-def test_the_installed_package_is_the_one_that_runs(installed, tmp_path):
+def test_installed_package_is_used(installed, tmp_path):
     code = "import embodyrl, embodyrl.config.paths as p; print(embodyrl.__file__)"
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.stdout.startswith(str(installed))
 
 
-def test_lists_and_keys_come_from_the_wheel(installed, tmp_path):
+def test_lists_and_keys_work_from_the_wheel(installed, tmp_path):
     listed = use(installed, tmp_path, "list", "envs")
     assert listed.returncode == 0, listed.stderr
     assert "libero_10" in listed.stdout
@@ -105,7 +105,7 @@ def test_the_command_starts_without_heavy_imports(installed, tmp_path):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_a_step_of_training_runs_from_the_wheel(installed, tmp_path):
+def test_training_step_runs_from_the_wheel(installed, tmp_path):
     words = (*TOY, "runner.max_steps=1", "runner.experiment_name=run", "launcher.env_workers=1")
     done = use(installed, tmp_path, "train", *words, path=str(TESTS))
     assert done.returncode == 0, done.stderr
