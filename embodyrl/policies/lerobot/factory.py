@@ -94,9 +94,13 @@ class LeRobotFactory(ABC):
         config, _ = self.plan(cfg, env)
         saved = read_config(self.folder(cfg), self.kind, self.config)[0]
         executed = saved.n_action_steps
-        doubts = ()
-        if saved.input_features and executed != cfg.num_action_chunks:
+        doubts: tuple[str, ...] = ()
+        if env.instructed and len(env.tasks) > 1:
             doubts = (
+                f"model={self.kind} reads no instructions; select one task (env.train.task_ids, env.eval.task_ids)",
+            )
+        if saved.input_features and executed != cfg.num_action_chunks:
+            doubts += (
                 f"the checkpoint executes {executed} actions per query (n_action_steps), model.num_action_chunks="
                 f"{cfg.num_action_chunks} are executed",
             )

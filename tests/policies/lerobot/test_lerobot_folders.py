@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -177,6 +178,15 @@ def test_an_environment_that_does_not_fit_is_refused(tmp_path):
     assert factory.spec(cfg, with_history(one_step, 3), 0).uses_state
     with pytest.raises(ConfigError, match="takes 4 numbers"):
         factory.spec(cfg, env_of_config(config, action_dim=4), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_tasks_are_doubted_for_a_policy_without_instructions(kind, tmp_path):
+    cfg, factory = model_of(kind, path=str(fresh(kind, tmp_path / "in")), num_action_chunks=4), POLICIES.get(kind)
+    assert factory.spec(cfg, toy_env(), 0).doubts == ()
+    several = replace(toy_env(), tasks=("go", "stop"), states_per_task=(4, 4))
+    assert "reads no instructions" in factory.spec(cfg, several, 0).doubts[0]
+    assert factory.spec(cfg, replace(several, instructed=False), 0).doubts == ()
 
 
 def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
