@@ -68,7 +68,7 @@ class ChannelClosed(EmbodyError):
 
 
 class ChannelTimeout(EmbodyError):
-    """Nothing arrived on a channel before the deadline."""
+    """A channel received no message before the deadline."""
 
     exit_code = 4
 

@@ -32,7 +32,7 @@ _POLL_S = 0.2
 
 
 def signal_at_parents_end(signum: int) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends, however that comes about."""
+    """Request a signal from the kernel for this process at the end of the thread that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
 
 
@@ -147,7 +147,7 @@ def end_children() -> None:
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
-    """Let the interpreter exit by itself; name what keeps it alive after a while, and exit with `code`."""
+    """Exit with `code`; report and end threads and processes that keep the interpreter alive."""
 
     def watch() -> None:
         ends = time.monotonic() + _PATIENCE_S

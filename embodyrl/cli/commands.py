@@ -40,7 +40,7 @@ class Command:
     """Flags behind the first word belong to what the command starts."""
 
     def epilog(self) -> str:
-        """Text below the flags in `--help`."""
+        """Return the text below the flags in `--help`."""
         text = "examples:\n" + "\n".join(f"  {e}" for e in self.examples) if self.examples else ""
         if self.long_help:
             text += "\n\n" + _groups_and_keys()
@@ -89,7 +89,7 @@ def of_packages() -> dict[str, Command]:
 
 
 def overview() -> str:
-    """Text of `embodyrl --help`."""
+    """Return the text of `embodyrl --help`."""
     every = COMMANDS | of_packages()
     first = {name: every.pop(name) for name in _SURFACE["first"] if name in every}
     width = max(map(len, [*first, *every]))

@@ -1,4 +1,4 @@
-"""A page for the person at this machine: a server on the loopback interface that answers nobody else."""
+"""Web server on the loopback interface for a page on this machine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Loopback(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/"
 
     def show(self, *, open_page: bool, name: str = "") -> None:
-        """Say the address after `name`, open it in a browser if asked, and answer until Ctrl-C."""
+        """Print the address after `name`, open it in a browser if `open_page`, and serve until Ctrl-C."""
         print(f"{name}{self.url}   (Ctrl-C ends)", flush=True)
         try:
             if open_page:
@@ -100,7 +100,7 @@ class Loopback(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that left before its answer was there."""
+        """Ignore browsers that disconnect before the response."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal belongs to the command."""
+        """Log nothing, because the terminal belongs to the command."""
 
 
 def _object_of(body: bytes) -> dict[str, Any]:

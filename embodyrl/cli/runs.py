@@ -1,4 +1,4 @@
-"""What the runs in an output folder tell about themselves, read from their files only."""
+"""Facts about the runs of an output folder, read from their files."""
 
 import contextlib
 import re
@@ -32,7 +32,7 @@ def describe_run(folder: Path) -> dict[str, Any]:
 
 
 def run_folders(output_dir: Path) -> list[Path]:
-    """The runs below a folder, newest first."""
+    """Return the runs below a folder, newest first."""
     files = sorted(output_dir.glob("*/config.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.parent for file in files]
 
@@ -50,14 +50,14 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
 
 
 def is_running(run: Path) -> bool:
-    """Whether the process that its lock names still lives; one that was killed leaves the file behind."""
+    """Whether the process named in the lock is alive; a killed process leaves the file behind."""
     lock = run / "lock"
     found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
 def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
-    """The newest run in ./runs, of a training, of an evaluation, or of either.
+    """Return the newest run in ./runs: a training, an evaluation, or either.
 
     Raises:
         ConfigError: there is none.

@@ -54,7 +54,7 @@ class TaskResult:
 
     @property
     def rate(self) -> Rate:
-        """Success; where nothing is said of it there was none."""
+        """Success; False if the environment does not report it."""
         return Rate(self.successes or 0, self.episodes, self.states, self.effective_episodes)
 
     @property
@@ -97,7 +97,7 @@ class EvalResult:
 
     @property
     def exit_code(self) -> int:
-        """Of the command that shows this result."""
+        """Exit code of the command that shows this result."""
         return WorkerError.exit_code if self.dropped else 0
 
     @property
@@ -112,7 +112,7 @@ class EvalResult:
 
     @property
     def losses(self) -> str:
-        """What to think of episodes that were given up."""
+        """Warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
             f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator again and again and are not "
@@ -120,7 +120,7 @@ class EvalResult:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Flat metrics for the monitor."""
+        """Return flat metrics for the monitor."""
         rows = {
             "eval/success_once": self.overall.success_once,
             "eval/success_at_end": self.overall.success_at_end,
@@ -239,7 +239,7 @@ def _summarise_task(
 
 
 def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpec, folder: Path) -> EvalResult:
-    """Put the table together from episodes; figures of all tasks are those of the own suite."""
+    """Build the table from episodes; the overall metrics are those of the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
     own = next(iter(by_suite.values())) if env.suites else rows
@@ -262,7 +262,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """What is kept of an episode; its return without the factor that learning multiplies rewards by."""
+    """Record of an episode; its return excludes the reward scale of training."""
     number = episode.spec.task_id
     # What is not announced may come all the same: some environments only speak of success at the end.
     known = env.reports_success or episode.success_once
@@ -310,5 +310,5 @@ def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, 
 
 
 def paired_changes(first: EvalResult, last: EvalResult) -> list[Paired]:
-    """The same, in pairs, suite by suite."""
+    """Compare in pairs for each suite."""
     return pair_suites(*(read_episodes(result.folder / EPISODES_FILE) for result in (first, last)))

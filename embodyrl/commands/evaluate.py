@@ -1,4 +1,4 @@
-"""Evaluation: fixed episodes, results per task with intervals, videos whose names say what happened.
+"""Evaluation: fixed episodes, results per task with intervals, videos named by outcome.
 
 `evaluate` is the command, with a table; `run_evaluation` what training calls as well.
 """
@@ -169,7 +169,7 @@ def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, 
 
 
 def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
-    """Episodes of the last evaluation of `eval.baseline`.
+    """Return the episodes of the last evaluation of `eval.baseline`.
 
     Raises:
         ConfigError: it is no run, has none, or one of another environment.
@@ -230,7 +230,7 @@ Say = Callable[[str], None]
 
 
 def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
-    """A validation that an earlier process of this run finished, from its files; None: there is none."""
+    """Return a validation that an earlier process of this run finished, from its files, or None."""
     rows, saved = read_episodes(folder / EPISODES_FILE), read_table(folder)
     if not rows or not saved:
         return None

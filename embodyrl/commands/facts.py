@@ -82,14 +82,14 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
-    """Say why a model computes in float32 though its default is bfloat16."""
+    """Explain why a model computes in float32 although its default is bfloat16."""
     if cfg.sources.get("model.precision") != THIS_HOST:
         return []
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
 def memory_of_tasks(env: EnvSpec, split: EnvSplit, workers: int) -> str:
-    """What loaded tasks cost, and how many of them each env worker keeps."""
+    """Return the memory of loaded tasks, and how many each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(env.task_bytes, workers))
     return (
@@ -99,7 +99,7 @@ def memory_of_tasks(env: EnvSpec, split: EnvSplit, workers: int) -> str:
 
 
 def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Samples per step, steps, memory and disk of a training.
+    """Return samples per step, steps, memory and disk of a training run.
 
     Raises:
         ConfigError: there is too little of them.
@@ -124,7 +124,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int) -> None:
-    """Refuse a run whose checkpoints, of n bytes each, cannot all be there.
+    """Reject a run whose checkpoints of n bytes each do not fit on the disk.
 
     Raises:
         ConfigError: says what is needed and what is free.

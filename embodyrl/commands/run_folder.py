@@ -68,12 +68,12 @@ class RunFolder:
         return self.root / "checkpoints"
 
     def eval_folder(self, step: int) -> Path:
-        """Where the results of the validation after `step` training steps go."""
+        """Return the folder for the validation results of a training step."""
         return self.root / "eval" / f"step_{step:06d}"
 
     @property
     def following(self) -> tuple[str, str]:
-        """Line of the banner that says how to watch the workers."""
+        """Return the banner line with the command that shows the workers."""
         return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
 
     def discard(self) -> None:
@@ -82,7 +82,7 @@ class RunFolder:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def close(self) -> None:
-        """Note what this attempt cost, and let another process use this run."""
+        """Record the cost of this attempt and release the lock of the run."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
         # A full disk must not keep the lock from being released.

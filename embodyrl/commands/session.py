@@ -1,4 +1,4 @@
-"""What every command that makes a run shares: its banner, its checkpoints, and where its loop stands."""
+"""Shared parts of all commands that create a run: banner, checkpoints, position of the loop."""
 
 import json
 import math
@@ -55,7 +55,7 @@ def announce(
     total: int = 0,
     resumed: int = 0,
 ) -> None:
-    """Open the monitor and show what is about to run; `resumed` is the step that a continued run goes on from."""
+    """Open the monitor and print the banner; `resumed` is the step from which a run resumes."""
     info = RunInfo(
         run_id=folder.run_id,
         project=getattr(cfg.runner.logger, "project_name", "embodyrl"),
@@ -129,7 +129,7 @@ class Session:
         return latest
 
     def owes_validation(self, interval: int) -> dict[str, float]:
-        """The row of the step that a resumed run goes on from, if its validation was cut off; else nothing.
+        """Return the metrics of the resumed step if its validation was interrupted, else nothing.
 
         Log it again with the results.
         """
@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def running(self, start: Callable[[], W]) -> Iterator[W]:
-        """Start workers, end them and close the monitor; a signal while they start says how to go on."""
+        """Start the workers, stop them and close the monitor; a signal during the start prints how to resume."""
         try:
             try:
                 workers = start()
@@ -162,7 +162,7 @@ class Session:
             self.monitor.close()
 
     def due(self, interval: int) -> bool:
-        """Whether something that happens every `interval` steps (-1: never), and after the last one, is due now."""
+        """Whether an action with period `interval` (-1: never), also due after the last step, is due now."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
     def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:
@@ -253,7 +253,7 @@ class Session:
         saving.result()
 
     def save_if_due(self, save: Callable[[], Path]) -> None:
-        """Save on the way; the last step, which must succeed, is the caller's."""
+        """Save an intermediate checkpoint; the caller saves the last step, which must succeed."""
         self._tolerate(partial(self.wait_for_save, wait=False))
         if self.due(self.cfg.runner.save_interval) and self.step < self.total:
             self._tolerate(save)
@@ -268,7 +268,9 @@ class Session:
             self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Say where the run stopped and how to go on, once the checkpoint is complete; None: workers were starting."""
+        """Print where the run stopped and how to resume it, once the checkpoint is complete; None: workers were
+        starting.
+        """
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "

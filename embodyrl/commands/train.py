@@ -52,7 +52,7 @@ OnEval = Callable[[int, EvalResult], bool | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class TrainResult:
-    """What a finished training leaves."""
+    """Result of a finished training run."""
 
     run: Path
     step: int

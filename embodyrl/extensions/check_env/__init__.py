@@ -103,7 +103,7 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
-    """As `check_env`, in a process of its own: what crashes, hangs in C or prints there does so to itself.
+    """Run `check_env` in a separate process, so that crashes, hangs in C and output stay there.
 
     A check in which the process dies or never answers fails, and those after it are skipped.
     """

@@ -22,7 +22,7 @@ print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & se
 
 @check()
 def factory(h: Harness) -> None:
-    """`validate` returns lines."""
+    """Check that `validate` returns lines."""
     lines = h.factory.validate(h.cfg)
     texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
     h.expect(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])
@@ -30,7 +30,7 @@ def factory(h: Harness) -> None:
 
 @check()
 def light(h: Harness) -> None:
-    """Importing the factory and validating brings in nothing heavy (looked at in a process of its own)."""
+    """Check in a separate process that import and validation load no heavy module."""
     done = subprocess.run(
         [sys.executable, "-c", _PROBE, *HEAVY],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
@@ -49,7 +49,7 @@ def light(h: Harness) -> None:
 
 @check()
 def spec(h: Harness) -> None:
-    """`EnvSpec` is complete and makes sense."""
+    """Check that `EnvSpec` is complete and consistent."""
     spec = h.spec
     if not h.expect(isinstance(spec, EnvSpec), "spec", "an EnvSpec", type(spec).__name__):
         return

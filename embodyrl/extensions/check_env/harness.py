@@ -90,23 +90,23 @@ class Harness:
     """Largest pixel value of all observations so far."""
 
     def expect(self, holds: bool, field: str, expected: str, found: object) -> bool:
-        """Note a violation where something does not hold; returns whether it does."""
+        """Add a violation if a condition is false; return the condition."""
         if not holds:
             self.violations.append(Violation(field, expected, str(found)))
         return holds
 
     def prefer(self, holds: bool, field: str, expected: str, found: object) -> None:
-        """Note a doubt where something does not hold that need not."""
+        """Add a warning if a condition is false."""
         if not holds:
             self.doubts.append(Violation(field, expected, str(found)))
 
     def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
-        """Two episodes should be equal to the last bit; nearly equal ones are a doubt."""
+        """Require equal episodes; nearly equal ones give a warning."""
         difference = trace_difference(one, other)
         self._expect_nearly(difference, difference is None or nearly_equal(one, other), field, expected)
 
     def expect_same(self, one: Seen, other: Seen, field: str, expected: str) -> None:
-        """Two observations should be equal to the last bit; nearly equal ones are a doubt."""
+        """Require equal observations; nearly equal ones give a warning."""
         self._expect_nearly(seen_difference(one, other), nearly_same(one, other), field, expected)
 
     def _expect_nearly(self, difference: str | None, nearly: bool, field: str, expected: str) -> None:
@@ -117,17 +117,17 @@ class Harness:
         self.prefer(False, field, f"{expected}, to the last bit", almost)
 
     def expect_equal(self, difference: str | None, field: str, expected: str) -> None:
-        """Note a violation where two things differ."""
+        """Add a violation if two values differ."""
         self.expect(difference is None, field, expected, difference)
 
     def expect_array(self, what: str, array: object, shape: Sequence[int], dtype: type[np.generic]) -> bool:
-        """Note a violation unless something is an array of this shape and dtype."""
+        """Add a violation unless a value is an array of this shape and dtype."""
         found = f"{array.dtype.name} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
         expected = f"{np.dtype(dtype).name} {tuple(shape)}"
         return self.expect(found == expected, what, expected, found)
 
     def expect_refusal(self, what: str, expected: str, found: str, call: Callable[[], object]) -> None:
-        """Note a violation unless the call raises an error of this package."""
+        """Add a violation unless the call raises an error of this package."""
         try:
             call()
         except EmbodyError:
@@ -136,12 +136,12 @@ class Harness:
 
     @cached_property
     def spec(self) -> EnvSpec:
-        """What the factory declares."""
+        """Specification of the environment."""
         return self.factory.spec(self.cfg, CONTEXT)
 
     @cached_property
     def env(self) -> Env:
-        """The environment, built when a check first asks for it."""
+        """Environment, built at first use."""
         return self.factory.make(self.cfg, CONTEXT)
 
     @property
@@ -150,17 +150,17 @@ class Harness:
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
-        """The first tasks of `env.train.task_ids`, or of all."""
+        """First tasks of `env.train.task_ids`, or of all tasks."""
         return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
 
     def reset_ids(self, task: int) -> list[int]:
-        """First, last and some between of a task's reset ids."""
+        """Return the first, the last and some other reset ids of a task."""
         ids = self.spec.reset_ids_of(task)
         return [ids[i] for i in sorted({int(i) for i in np.linspace(0, len(ids) - 1, MOST_STATES)})]
 
     @property
     def can_ignore(self) -> bool:
-        """Episodes may go on after their own end; some simulators cannot, and say so in `validate`."""
+        """Whether episodes may continue after termination; some simulators reject that in `validate`."""
         train = plain(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
@@ -174,7 +174,7 @@ class Harness:
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Smallest and largest action [A] to try; -1 and 1 where nothing is declared."""
+        """Smallest and largest action [A]; -1 and 1 without declared bounds."""
         space = self.spec.action_space
         if space is None:
             return -np.ones(self.spec.action_dim, np.float32), np.ones(self.spec.action_dim, np.float32)
@@ -184,7 +184,7 @@ class Harness:
         return low, np.where(np.isfinite(high), high, low + 2)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
-        """Random actions [count, A] within the bounds, the same for the same stream."""
+        """Sample actions [count, A] within the bounds, equal for equal streams."""
         draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
         if self.spec.action_space is not None and self.spec.action_space.sizes:
             return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
@@ -202,7 +202,7 @@ class Harness:
         return Seen(images=images, state=state, instruction=self.env.instruction(slot))
 
     def first_seen(self, start: EpisodeStart) -> Seen:
-        """What slot 0 shows at the beginning of an episode."""
+        """Return the first observation of an episode in slot 0."""
         return self.play(0, start, self.actions(0)).seen[0]
 
     def play(
@@ -230,7 +230,7 @@ class Harness:
 
 
 def seen_difference(one: Seen, other: Seen) -> str | None:
-    """Say in what two observations differ; None if they are equal to the last bit."""
+    """Describe the difference of two observations; None if they are equal bit for bit."""
     if one.instruction != other.instruction:
         return f"instructions {one.instruction!r} and {other.instruction!r}"
     pixels = int((one.images != other.images).any(axis=-1).sum())
@@ -242,7 +242,7 @@ def seen_difference(one: Seen, other: Seen) -> str | None:
 
 
 def trace_difference(one: Trace, other: Trace) -> str | None:
-    """Say where two episodes part first; None if they are equal to the last bit."""
+    """Describe the first difference of two episodes; None if they are equal bit for bit."""
     for index, (a, b) in enumerate(zip(one.seen, other.seen, strict=False)):
         if index:
             for name in ("reward", "terminated", "truncated", "success"):
@@ -263,7 +263,7 @@ _NEAR = 0.003
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:
-    """Whether two episodes have the same course and nearly the same numbers.
+    """Whether two episodes have equal flags and nearly equal numbers.
 
     Contact solvers whose order of bodies depends on where they lie in memory (Box2D) repeat an episode only so.
     """

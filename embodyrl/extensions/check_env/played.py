@@ -32,7 +32,7 @@ LONG_SECONDS = 10.0
 
 @check("spec")
 def make(h: Harness) -> None:
-    """`make` builds the environment that `spec` describes."""
+    """Check that `make` builds the environment described by `spec`."""
     started = time.perf_counter()
     env = h.env
     h.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
@@ -42,7 +42,7 @@ def make(h: Harness) -> None:
 
 @check("make")
 def reset(h: Harness) -> None:
-    """First and last states of the tasks can be reached."""
+    """Check that the first and last states of the tasks can be reset to."""
     seconds = []
     for reset_id in (reset_id for task in h.tasks() for reset_id in h.reset_ids(task)):
         started = time.perf_counter()
@@ -53,7 +53,7 @@ def reset(h: Harness) -> None:
 
 @check("reset")
 def observe(h: Harness) -> None:
-    """Every pixel and every state entry is written, and finite; looking twice shows the same."""
+    """Check that all pixels and states are written and finite, and that observing twice gives equal values."""
     h.env.reset([0], [h.first_start()])
     # Twice, over black and over white: a pixel that nobody writes keeps one of each.
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
@@ -68,7 +68,7 @@ def observe(h: Harness) -> None:
 
 @check("reset")
 def instruction(h: Harness) -> None:
-    """The instruction of an episode is that of its task or reset id, or the environment's own text."""
+    """Check that an episode has the instruction of its task or reset id, or the environment's text."""
     for task in h.tasks():
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])
@@ -87,7 +87,7 @@ def instruction(h: Harness) -> None:
 
 @check("observe")
 def reset_ids_differ(h: Harness) -> None:
-    """Different reset ids of a task show different things; not each pair has to."""
+    """Check that reset ids of a task give different observations; not every pair must differ."""
     for task in h.tasks():
         ids = h.reset_ids(task)
         first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
@@ -98,7 +98,7 @@ def reset_ids_differ(h: Harness) -> None:
 
 @check("observe")
 def step(h: Harness) -> None:
-    """A chunk in all slots gives arrays [n, K] of the right kinds, finite rewards, and one `after_step` per step."""
+    """Check that a chunk gives arrays [n, K] of the right types, finite rewards, and one `after_step` per step."""
     slots, called = list(range(SLOTS)), []
     h.env.reset(slots, [h.first_start()] * SLOTS)
     actions = np.stack([h.actions(CHUNK)] * SLOTS)
@@ -116,7 +116,7 @@ def step(h: Harness) -> None:
 
 @check("step")
 def reset_repeats(h: Harness) -> None:
-    """Reset id and seed fix what is seen first, also after other episodes; the seed only where the spec says so."""
+    """Check that reset id and seed determine the first observation, also after other episodes."""
     start = h.first_start()
     first = h.first_seen(start)
     for reset_id in h.reset_ids(h.tasks()[-1]):
@@ -132,7 +132,7 @@ def reset_repeats(h: Harness) -> None:
 
 @check("step")
 def expert(h: Harness) -> None:
-    """Tasks in `spec.expert_tasks` have an expert that succeeds, others refuse."""
+    """Check that tasks in `spec.expert_tasks` have a successful expert and others raise."""
     declared = [task for task in h.tasks() if task in h.spec.expert_tasks]
     successes = 0
     for task in declared:
@@ -180,7 +180,7 @@ def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
 
 @check("step")
 def flags(h: Harness) -> None:
-    """An episode ends terminated or truncated, never both, and nothing is executed after its end."""
+    """Check that an episode ends terminated or truncated, not both, and executes no action afterwards."""
     traces = [h.play(0, h.first_start(limit=SHORT), h.actions(2 * SHORT), chunk=SHORT_CHUNK)]
     h.ending = h.ending or _find_ending(h)
     if h.ending is not None:
@@ -219,7 +219,7 @@ def _find_ending(h: Harness) -> Trace | None:
 
 @check("flags")
 def time_limit(h: Harness) -> None:
-    """An episode that does not end by itself is truncated at `max_episode_steps`, in the middle of a chunk too."""
+    """Check that episodes are truncated at `max_episode_steps`, also in the middle of a chunk."""
     start = h.first_start(limit=SHORT, ignore=True)
     trace = h.play(0, start, h.actions(3 * SHORT), chunk=SHORT_CHUNK)
     truncated = trace.any("truncated")
@@ -232,7 +232,7 @@ def time_limit(h: Harness) -> None:
 
 @check("time_limit")
 def over(h: Harness) -> None:
-    """A finished episode can be looked at but not continued."""
+    """Check that a finished episode can be observed but not stepped."""
     h.play(0, h.first_start(limit=SHORT, ignore=True), h.actions(2 * SHORT), chunk=SHORT_CHUNK)
     h.observe(0)
     another = h.actions(1)[None]
@@ -241,7 +241,7 @@ def over(h: Harness) -> None:
 
 @check("time_limit")
 def ignore_terminations(h: Harness) -> None:
-    """With `ignore_terminations` an episode goes on to its time limit."""
+    """Check that `ignore_terminations` continues an episode to its time limit."""
     if h.ending is None or not h.can_ignore:
         h.note = "not exercised: no episode ended by itself" if h.can_ignore else "refused by validate"
         return
@@ -255,7 +255,7 @@ def ignore_terminations(h: Harness) -> None:
 
 @check("time_limit")
 def lasts(h: Harness) -> None:
-    """Random episodes to their end, in both slots: what crashes, hangs or is no longer finite later on.
+    """Run random episodes to their end in both slots, to find crashes, hangs and non-finite values.
 
     The first steps are observed one by one: a chunk hides what is not finite for a moment.
     """
@@ -283,7 +283,7 @@ def lasts(h: Harness) -> None:
 
 @check("reset_repeats", "step")
 def repeatable(h: Harness) -> None:
-    """The same reset id, seed and actions give the same episode to the last bit, also after other episodes."""
+    """Check that reset id, seed and actions determine an episode bit for bit, also after other episodes."""
     start, actions = h.first_start(), h.actions(LIMIT)
     first = h.play(0, start, actions)
     for task in h.tasks():
@@ -294,7 +294,7 @@ def repeatable(h: Harness) -> None:
 
 @check("repeatable")
 def slots(h: Harness) -> None:
-    """A slot does not depend on which one it is, nor on what the others do meanwhile."""
+    """Check that an episode does not depend on its slot or on other slots."""
     # Long enough that the neighbour is still at work when the episode beside it ends.
     start, other = h.first_start(), h.start(h.reset_ids(h.tasks()[0])[-1], limit=4 * LIMIT, ignore=True)
     actions = h.actions(LIMIT)
@@ -306,7 +306,7 @@ def slots(h: Harness) -> None:
     h.env.reset([0], [other])
 
     def keep_busy() -> None:
-        """Run a little of the other episode; begin it anew where it ends."""
+        """Run some steps of the other episode; reset it at its end."""
         if h.env.step_chunk([0], h.actions(2, stream=2)[None]).done.any():
             h.env.reset([0], [other])
 
@@ -317,7 +317,7 @@ def slots(h: Harness) -> None:
 
 @check("repeatable", "expert", "flags")
 def expert_replays(h: Harness) -> None:
-    """What the expert says it chose is what it did: executing its actions gives the same episode."""
+    """Check that executing the reported actions of the expert reproduces its episode."""
     if h.demo is None:
         h.note = "none declared"
         return
@@ -327,7 +327,7 @@ def expert_replays(h: Harness) -> None:
 
 @check("step")
 def goals(h: Harness) -> None:
-    """What is said of other goals is, of the one that was pursued, what was earned."""
+    """Check that `compute_reward` for the pursued goal returns the rewards of the steps."""
     spec = h.spec
     if not spec.desired_goal[1] or getattr(h.cfg, "use_rel_reward", False):
         h.note = "none declared"

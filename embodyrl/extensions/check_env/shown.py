@@ -15,14 +15,14 @@ CLOSE_SECONDS = 1.0
 
 @check("step")
 def image_range(h: Harness) -> None:
-    """Pixels use 0..255."""
+    """Check that pixels use the range 0..255."""
     found = f"nothing above {h.brightest}; floats in 0..1 that were cut to integers?"
     h.expect(not h.spec.cameras or h.brightest > 1, "observe: images", "uint8 in 0..255", found)
 
 
 @check("step")
 def render(h: Harness) -> None:
-    """`render` returns an upright frame and changes nothing."""
+    """Check that `render` returns an upright frame and has no side effect."""
     h.play(0, h.first_start(), h.actions(CHUNK))
     before = h.observe(0)
     try:
@@ -67,7 +67,7 @@ def speed(h: Harness) -> None:
 
 @check("make")
 def close(h: Harness) -> None:
-    """`close` may be called twice, and ends threads and child processes."""
+    """Check that `close` may be called twice and ends threads and child processes."""
     h.env.close()
     h.env.close()
     left = left_after(CLOSE_SECONDS, h.threads, h.children)

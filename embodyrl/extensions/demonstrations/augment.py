@@ -24,7 +24,7 @@ CROP_AREA = 0.9
 
 
 def draw(count: int, seed: int) -> Tensor:
-    """Uniform numbers [6, count] that decide how `count` frames are changed, whatever the device."""
+    """Sample uniform numbers [6, count] that determine the augmentation of `count` frames on any device."""
     return torch.rand(6, count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -76,7 +76,7 @@ def shift(frames: Tensor, down: Tensor, right: Tensor, pixels: int | None = None
 
 
 def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
-    """Change brightness, contrast, saturation and hue of [N, 3, H, W] in 0..1; `draws` [4, N] in [0, 1)."""
+    """Adjust brightness, contrast, saturation and hue of [N, 3, H, W] in 0..1 by samples [4, N] in [0, 1)."""
     brightness, contrast, saturation, hue = (d[:, None, None, None] for d in draws)
     pixels = pixels + (2.0 * brightness - 1.0) * BRIGHTNESS
     mean = pixels.mean(dim=(2, 3), keepdim=True)

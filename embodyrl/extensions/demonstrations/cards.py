@@ -36,7 +36,7 @@ _LEROBOT_TASK = ("task", "__index_level_0__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How a data set of another program is read: names of its columns, and what its files do not state."""
+    """Options for reading a data set of another program: column names, and facts that its files lack."""
 
     action: str = ACTION
     state: str = STATE
@@ -70,7 +70,7 @@ PLAIN = Reading()
 
 
 def reading_of(data: DemonstrationSettings) -> Reading:
-    """Return how the settings want data sets to be read."""
+    """Return the reading options of the settings."""
     ends = None
     if data.gripper is not None:
         ends = GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)

@@ -40,7 +40,7 @@ _HOPELESS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """What lies in the folder now, and what it took in this call."""
+    """Contents of the folder, and the cost of this call."""
 
     folder: Path
     episodes: int
@@ -59,7 +59,7 @@ def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
 
 
 def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
-    """Fill `collect.out` up to `collect.episodes` kept episodes, as many of each task.
+    """Fill `collect.out` with `collect.episodes` episodes, the same number for each task.
 
     Every env step becomes a frame. A policy that plans several actions executes them all before it is asked again, as
     in `eval`; where the expert labels what it does, it is asked at each step.
@@ -137,7 +137,7 @@ def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
 
 
 def write_environment(cfg: CollectConfig, folder: Path) -> None:
-    """Keep the environment's settings beside the data, for `embodyrl eval` of what learns from them."""
+    """Store the environment's settings with the data, for `embodyrl eval` of policies trained on them."""
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
 
 

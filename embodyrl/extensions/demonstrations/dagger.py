@@ -16,7 +16,7 @@ from embodyrl.plan.weights import resolve_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaggerResult:
-    """What the last round leaves."""
+    """Result of the last round."""
 
     run: Path
     """Run folder of the SFT run of the round."""

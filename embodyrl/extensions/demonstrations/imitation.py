@@ -1,4 +1,4 @@
-"""The learner of supervised training: observations and what to imitate at each lie in records, as in RL."""
+"""Learner of SFT: observations and target actions are records, as in RL."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -187,7 +187,7 @@ class ImitationLearner(Learner):
 
 
 def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
-    """Tokens [B, longest, 1] of replies as they stand in records, in place of actions."""
+    """Return the tokens [B, longest, 1] of replies in records, in place of actions."""
     return policy.encode_replies([decode_instruction(row) for row in replies])[:, :, None].astype(np.float32)
 
 

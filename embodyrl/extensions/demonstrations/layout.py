@@ -49,7 +49,7 @@ _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What `meta/embodyrl.json` holds: the environment without its simulator, and how the data came about."""
+    """Contents of `meta/embodyrl.json`: the environment's specification, and how the data were collected."""
 
     env: EnvSpec
     fps: float
@@ -59,7 +59,7 @@ class Card:
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
     def to_json(self) -> str:
-        """The text of `meta/embodyrl.json`."""
+        """Return the text of `meta/embodyrl.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -81,12 +81,12 @@ class Card:
 
 
 def is_ours(root: Path) -> bool:
-    """Return whether `embodyrl collect` wrote the data set, whose files then state more than the layout asks for."""
+    """Return whether `embodyrl collect` wrote the data set, whose files then contain more than the layout requires."""
     return (root / CARD_PATH).is_file()
 
 
 def image_key(camera: str) -> str:
-    """Feature name of a camera."""
+    """Return the feature name of a camera."""
     return f"observation.images.{camera}"
 
 
@@ -159,7 +159,7 @@ def tasks_table(tasks: list[str]) -> pa.Table:
 
 
 def file_place(number: int) -> dict[str, int]:
-    """Chunk and file index of the n-th file."""
+    """Return chunk and file index of the n-th file."""
     return {"chunk_index": number // CHUNKS_SIZE, "file_index": number % CHUNKS_SIZE}
 
 
@@ -181,7 +181,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where an episode came from; enough to run it again."""
+    """Origin of an episode; sufficient to run it again."""
 
     task_id: int
     reset_id: int

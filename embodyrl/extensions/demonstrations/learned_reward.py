@@ -39,7 +39,7 @@ class LearnedReward:
         return max(0.0, found - best)
 
     def probability(self, seen: ObservationOut) -> float:
-        """That the goal holds in what is seen, as the network learned it."""
+        """Return the learned probability that the goal holds in a frame."""
         if not self._weights:
             self._load(seen)
         x, shape = seen.state.astype(np.float64), self._shape

@@ -65,7 +65,7 @@ class Demonstrations:
         return shown
 
     def steps_of(self, episodes: Sequence[int]) -> IntArray:
-        """All steps of the given episodes."""
+        """Return all steps of the given episodes."""
         return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
@@ -267,7 +267,7 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
 
 
 def join_demonstrations(parts: Sequence[Demonstrations]) -> Demonstrations:
-    """One set of several of the same environment, one after the other."""
+    """Concatenate data sets of one environment."""
     if len(parts) == 1:
         return parts[0]
     offsets = np.cumsum([0, *(len(part.images) for part in parts[:-1])])

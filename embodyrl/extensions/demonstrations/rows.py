@@ -22,7 +22,7 @@ COUNTERS = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Where each of N rows is, and its counters, in the order of `index`."""
+    """Position and counters of each of N rows, ordered by `index`."""
 
     files: tuple[Path, ...]
     file: IntArray

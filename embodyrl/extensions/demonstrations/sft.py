@@ -40,7 +40,7 @@ START_FOLDER = "start"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftResult:
-    """What a finished training leaves."""
+    """Result of a finished SFT run."""
 
     run: Path
     step: int

@@ -48,7 +48,7 @@ CHUNK = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What each resource could do alone, per second; 0: not known, or no matter."""
+    """Rate of each resource alone, per second; 0: unknown or irrelevant."""
 
     simulators: float
     """Chunks."""
@@ -82,7 +82,7 @@ class Rates:
 
 
 def predict(run_plan: RunPlan) -> Rates | None:
-    """Rates of a training run; None without GPUs, or where the policy says nothing of its FLOPs."""
+    """Return the rates of a training run; None without GPUs or without FLOPs of the policy."""
     cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
     if not visible_gpus() or not policy.forward_flops:
         return None

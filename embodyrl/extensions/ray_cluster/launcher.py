@@ -41,7 +41,7 @@ Pools = tuple[Arena, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some fields of some records."""
+    """Fields of some records."""
 
     pool: int
     """Index in `Pools`."""
@@ -51,7 +51,7 @@ class Rows:
 
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
-    """The rows that the worker of a request reads."""
+    """Return the rows that the worker of a request reads."""
     return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
 
 
@@ -86,7 +86,7 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What an actor returns for one request."""
+    """Result of one request."""
 
     replies: tuple[Reply, ...]
     rows: list[Rows]
@@ -94,7 +94,7 @@ class _Answer:
 
 
 class RemoteWorker:
-    """A worker in a Ray actor. Beside the driver it shares the arena; elsewhere it has a mirror of it."""
+    """Worker in a Ray actor. On the driver's host it shares the arena; on other hosts it has a mirror."""
 
     def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
         os.environ.update(spec.environ)
@@ -133,7 +133,7 @@ class RemoteWorker:
         return self._answer(self._worker.ready())
 
     def handle(self, request: Request, rows: list[Rows]) -> _Answer:
-        """Carry out a request."""
+        """Execute a request."""
         assert self._worker is not None and self._pools is not None, "not started"
         if not self._beside_driver:
             paste(self._pools, rows)
@@ -208,7 +208,7 @@ class RayLauncher(OpenRequests[_Handle]):
 
     @property
     def host(self) -> str:
-        """Address at which workers reach the driver; loopback while all actors run beside it."""
+        """Return the address of the driver for workers; loopback if all actors run on its host."""
         apart = {self._nodes[i].id for i in self._placement["actor"]} - {self._driver_node}
         return ray.util.get_node_ip_address() if apart else LOOPBACK
 

@@ -34,7 +34,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
 
 
 def card_of(folder: Path) -> dict[str, Any]:
-    """What was run, on what, with which states and seeds, what came of it with intervals, and what it cost.
+    """Return a result card: command, machine, states and seeds, results with intervals, cost.
 
     Raises:
         ConfigError: the folder is no run.
@@ -67,7 +67,7 @@ def card_of(folder: Path) -> dict[str, Any]:
 
 
 def card_text(card: Mapping[str, Any]) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     weights, where = card["model"]["weights"] or "random", card["environment"]
     lines = [f"# Result card: {card['run']}", "", "| | |", "|---|---|"]
     facts = {

@@ -65,7 +65,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Short text of a number: 0.25, 1200, 1.2e-05."""
+    """Format a number in a short form: 0.25, 1200, 1.2e-05."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
@@ -83,7 +83,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def wants_log(lines: Sequence[Line]) -> bool:
-    """Whether values of more than two orders of magnitude, all positive, would crowd at the bottom."""
+    """Whether positive values span more than two orders of magnitude and need a logarithmic axis."""
     ys = [y for line in lines for _, y in line.points]
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 
@@ -91,7 +91,7 @@ def wants_log(lines: Sequence[Line]) -> bool:
 def line_chart(
     lines: Sequence[Line], *, limits: tuple[float, float] | None = None, log: bool = False, x_label: str = "step"
 ) -> str:
-    """Draw curves over the same axes; `limits` fixes the range of y, `log` draws their logarithm."""
+    """Plot curves over the same axes; `limits` sets the range of y, `log` a logarithmic axis."""
     if log:
         lines = [replace(line, points=[(x, math.log10(y)) for x, y in line.points], band=()) for line in lines]
     xs = [x for line in lines for x, _ in line.points]
@@ -142,7 +142,7 @@ def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[
 
 
 def stacked_bars(steps: Sequence[int], parts: Mapping[str, Sequence[float]], unit: str) -> str:
-    """Draw one bar per step, made of named parts from the bottom up."""
+    """Plot one stacked bar per step, named parts from the bottom up."""
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     marks = ticks(0.0, max(totals))
     frame = _Frame((-0.5, len(steps) - 0.5), (0.0, marks[-1]))
@@ -190,7 +190,7 @@ _SIZES = ("effective_episodes", "episodes")
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:
-    """One metric of one run: success rates pool their episodes and carry a 95 % band, others a mean and their range."""
+    """Return one metric of one run: success rates with a pooled 95 % band, others as mean and range."""
     rows = [row for row in history.rows if row.get(metric) is not None]
     per_point = max(1, -(-len(rows) // _MAX_POINTS))
     kind = metric.rpartition("/")[0]
@@ -213,7 +213,7 @@ def curve(history: History, metric: str, label: str, color: int) -> Line:
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Any]]]:
-    """Keys whose value is not the same in all configs, with the values."""
+    """Return keys whose values differ between configs, with the values."""
     leaves = [flat(config) for config in configs]
     rows = [(name, [part.get(name) for part in leaves]) for name in sorted({n for part in leaves for n in part})]
     return [(name, values) for name, values in rows if any(value != values[0] for value in values)]

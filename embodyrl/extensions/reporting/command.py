@@ -107,7 +107,7 @@ def view(args: argparse.Namespace) -> int:
 
 
 def picture(history: History) -> RenderableType:
-    """The dashboard of a training, the table of an evaluation."""
+    """Return the dashboard of a training run or the table of an evaluation."""
     from rich.console import Group
     from rich.text import Text
 

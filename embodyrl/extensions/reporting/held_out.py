@@ -1,4 +1,4 @@
-"""What the figures of an evaluation stand for: how many different episodes, and who has used their initial states."""
+"""Independence of an evaluation: number of distinct episodes, and whether training used their initial states."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

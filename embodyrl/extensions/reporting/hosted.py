@@ -13,7 +13,7 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class HostedMonitor(Monitor, ABC):
-    """Scalars and the run's settings. Subclasses say how a run of the service starts; videos stay files."""
+    """Logs scalars and settings to a hosted service; videos stay files. Subclasses start the service's run."""
 
     requires: ClassVar[str]
     """Importable package; checked before a run starts."""
@@ -77,7 +77,7 @@ class SwanlabMonitor(HostedMonitor):
 
 
 class TrackioMonitor(HostedMonitor):
-    """Trackio, a local dashboard (`trackio show`); its data lie where TRACKIO_DIR says."""
+    """Trackio, a local dashboard (`trackio show`); TRACKIO_DIR is its data folder."""
 
     requires = "trackio"
 

@@ -52,7 +52,7 @@ class Shelf:
 
 
 def cards_of(history: History, shelf: Shelf) -> list[Card]:
-    """All recordings of a run's evaluations that are still there, newest evaluation first."""
+    """Return all existing recordings of a run's evaluations, newest evaluation first."""
     cards = []
     for evaluation in reversed(history.evaluations):
         for episode in evaluation.episodes:
@@ -63,7 +63,7 @@ def cards_of(history: History, shelf: Shelf) -> list[Card]:
 
 
 def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """(first, last) recording of each episode that was recorded more than once; those whose outcome changed first."""
+    """Return (first, last) recordings of episodes recorded more than once, changed outcomes first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)

@@ -1,4 +1,4 @@
-"""Puts a report together: reads the runs, draws, fills the template."""
+"""Builds a report: reads runs, plots, fills the template."""
 
 import json
 import re

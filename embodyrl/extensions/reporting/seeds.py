@@ -100,7 +100,7 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % interval by Student's t over runs; infinite for a single run."""
+    """Return the mean and its 95 % interval by Student's t over runs; infinite for one run."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -118,7 +118,7 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """Of the first run, without the number that a sweep appends."""
+        """Name of the first run, without the number that a sweep appends."""
         name = self.runs[0].name
         return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
 
@@ -130,16 +130,16 @@ class SeedGroup:
 
     @property
     def rates(self) -> bool:
-        """Whether scores are success rates; some environments say nothing of it where nothing succeeds."""
+        """Whether scores are success rates; some environments omit success if no episode succeeds."""
         return any(isinstance(run.evaluations[-1].score(), Rate) for run in self.runs)
 
     def matrix(self, tasks: Sequence[str], *, rates: bool) -> Matrix:
-        """Scores of the last evaluations in these tasks, as success rates or as they are."""
+        """Return the scores of the last evaluations in these tasks, as success rates or returns."""
         ends = [run.evaluations[-1] for run in self.runs]
         return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
-        """Lines about the runs as one result; none without evaluations of the same tasks, or with a single run."""
+        """Summarize the runs as one result; no lines without common tasks or with a single run."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
         rate = self.rates
@@ -156,7 +156,7 @@ class SeedGroup:
         return lines
 
     def curve(self, metric: str, limits: tuple[float, float] | None = None) -> list[tuple[int, float, float, float]]:
-        """(step, mean over the runs, 95 % interval) where all runs have the metric."""
+        """Return (step, mean over runs, 95 % interval) at steps where all runs have the metric."""
         series = [dict(run.series(metric)) for run in self.runs]
         points = []
         for step in sorted(set.intersection(*(set(one) for one in series))):
@@ -182,7 +182,7 @@ def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
 
 
 def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
-    """Probability that a run of the second beats one of the first; None where they share no tasks or lack runs."""
+    """Return the probability that a run of the second beats one of the first; None without shared tasks or runs."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
     # By name: as many other tasks, or the same ones in another order, would be compared without a word.

@@ -1,4 +1,4 @@
-"""The command `play`: watch a policy act in the browser, tell it something else, step and reset."""
+"""Command `play`: watch a policy in the browser, type instructions, step and reset."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def play(args: argparse.Namespace) -> int:
 
 
 def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
-    """The run's environment with its policy in it."""
+    """Build the environment of a run with its policy."""
     from embodyrl.extensions.own_loop.acting import load_policy
 
     for words in ((*_WATCHED, *_FOR_EVER), _WATCHED):
@@ -62,7 +62,7 @@ def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
 
 
 class Scene:
-    """One environment, the policy in it, and what the person at the screen said."""
+    """An environment, its policy, and the user's commands."""
 
     def __init__(self, policy: LoadedPolicy) -> None:
         self.policy, self.env = policy, policy.make_env()
@@ -73,7 +73,7 @@ class Scene:
         self.frame()  # or the page would be the first to learn that there is nothing to see
 
     def reset(self, wanted: dict[str, Any]) -> Answer:
-        """Begin anew; `task`: which one, -1: any."""
+        """Reset the environment to a task; -1: any task."""
         task = wanted.get("task", -1)
         if type(task) is not int:
             raise ValueError("'task' is to be an integer")
@@ -85,7 +85,7 @@ class Scene:
         return self.state()
 
     def say(self, wanted: dict[str, Any]) -> Answer:
-        """Give the policy another instruction, from its next action on; empty: the task's own."""
+        """Set the instruction from the next action on; empty: the task's own."""
         said = wanted.get("instruction")
         if not isinstance(said, str) or any("\ud800" <= letter <= "\udfff" for letter in said):
             raise ValueError("'instruction' is to be a text without lone surrogates")
@@ -105,7 +105,7 @@ class Scene:
         return self.state()
 
     def state(self) -> Answer:
-        """What the page shows beside the image."""
+        """Return the values that the page shows next to the image."""
         told = {
             "tasks": self.env.layout.tasks,
             "task": self.task,
@@ -117,7 +117,7 @@ class Scene:
         return "application/json", json.dumps(told).encode()
 
     def frame(self) -> Answer:
-        """The image for people, PNG."""
+        """Return the rendered image as PNG."""
         from PIL import Image
 
         picture = Image.fromarray(self.env.render())

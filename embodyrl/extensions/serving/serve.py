@@ -1,4 +1,4 @@
-"""Let other programs ask a policy: `embodyrl serve`."""
+"""Command `serve`: a policy behind a WebSocket."""
 
 import asyncio
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
 
 
 def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
-    """What the policy was made for, and the policy; no simulator and no weights are loaded.
+    """Return the specifications of environment and policy without loading simulator or weights.
 
     Raises:
         ConfigError: parts that do not fit together, or a policy that nobody can be served by.

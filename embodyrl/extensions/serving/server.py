@@ -26,7 +26,7 @@ from embodyrl.version import __version__
 
 
 class Answering:
-    """A policy that answers for one environment, greedily; images come upright, whatever the simulator's own way."""
+    """Greedy policy for one environment; images are received upright."""
 
     def __init__(self, policy: Policy, env: EnvSpec, names: Names) -> None:
         self._policy, self._env, self._names = policy, env, names
@@ -53,7 +53,7 @@ class Answering:
         return actions
 
     def describe(self) -> dict[str, Any]:
-        """What a client is told first."""
+        """First message to a client."""
         spec, env = self._policy.spec, self._env
         return {
             "policy": spec.name,
@@ -265,13 +265,13 @@ class _Client:
         """Seconds for the next message."""
 
     async def receive(self) -> bytes | str:
-        """The next message; raises TimeoutError."""
+        """Receive the next message; raises TimeoutError."""
         data = await asyncio.wait_for(self._socket.recv(), self.limit_s)
         self.limit_s = self._idle_s
         return data
 
     async def send(self, data: bytes | str) -> None:
-        """Send a message; raises TimeoutError where nobody reads."""
+        """Send a message; raises TimeoutError if the client does not read."""
         await asyncio.wait_for(self._socket.send(data), self.limit_s)
 
 

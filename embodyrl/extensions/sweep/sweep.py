@@ -101,7 +101,7 @@ def _written(place: Path) -> dict[Path, int]:
 
 
 class _Running:
-    """The run that goes on, and the signal that stopped it, if one did."""
+    """Current run, and the signal that stopped it, if any."""
 
     def __init__(self) -> None:
         self.stopped = 0
@@ -109,7 +109,7 @@ class _Running:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hand signals on; SIGHUP stays ignored where it is (nohup)."""
+        """Forward signals; an ignored SIGHUP stays ignored (nohup)."""
         wanted = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             wanted.remove(signal.SIGHUP)

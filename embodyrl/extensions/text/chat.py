@@ -71,7 +71,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """Renders what lies between {% generation %} tags, which mark the tokens to learn from."""
+        """Renders the content of {% generation %} tags, which mark the trained tokens."""
 
         tags = {"generation"}
 
@@ -93,7 +93,7 @@ def _environment() -> Any:
 
 
 def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
-    """What is wrong with a sequence of roles and how to change it, or None; `parts`: contents are lists of parts."""
+    """Return the problem of a sequence of roles with its fix, or None; `parts`: contents are lists of parts."""
 
     def refusal(named: Iterable[str]) -> str | None:
         turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]
@@ -118,13 +118,13 @@ def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) 
 
 
 def control_tokens(folder: Path) -> dict[str, int]:
-    """Texts and ids of the special tokens of a folder, which a tokenizer finds inside of any text."""
+    """Return texts and ids of the special tokens of a folder."""
     entries = _json(folder / "tokenizer.json").get("added_tokens") or ()
     return {entry["content"]: int(entry["id"]) for entry in entries if entry.get("special")}
 
 
 def without_controls(text: str, controls: Iterable[str]) -> str:
-    """Return a text in which no control token stands, nor what becomes one once another is gone."""
+    """Remove all control tokens from a text, also those that appear after a removal."""
     before = None
     while before != text:
         before = text
@@ -134,7 +134,7 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """What is wrong where a folder does not name the token that ends a turn in its template; None: nothing."""
+    """Return the problem if the end of a turn in the template is no end token of the folder, or None."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
@@ -156,7 +156,7 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
 
 
 def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
-    """Tokens of each prompt; without a folder one for each character.
+    """Count the tokens of each prompt; without a folder, its characters.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.

@@ -151,7 +151,7 @@ def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, cont
 
 
 def holds_text(path: str) -> bool:
-    """Whether data.path names rows of text and not the demonstrations that `embodyrl collect` writes."""
+    """Return whether data.path names text rows instead of demonstrations."""
     found = resolve_asset(path)
     if found.is_dir():
         return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))

@@ -1,4 +1,4 @@
-"""Images that rows of text show: files beside the rows, bytes, or pixels."""
+"""Images of text rows: files in the data folder, bytes, or pixels."""
 
 import io
 from collections.abc import Iterator, Mapping

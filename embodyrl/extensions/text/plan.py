@@ -40,7 +40,7 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
 
 
 def tokenizer_folder(cfg: RunConfig) -> Path | None:
-    """Where the tokens are defined that limit prompts; None: a model that brings its own small vocabulary."""
+    """Return the tokenizer folder for prompt lengths; None: a model with its own small vocabulary."""
     return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 

@@ -39,7 +39,7 @@ _OPERATIONS: dict[type, Callable[[float, float], float]] = {
 
 
 def evaluate(expression: str) -> float:
-    """Value of an expression of numbers and + - * /.
+    """Evaluate an expression of numbers and + - * /.
 
     Raises:
         ValueError: it is no such expression, or has no value.
@@ -150,7 +150,7 @@ def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
 
 
 def confinement() -> tuple[bool, str]:
-    """Whether programs run in namespaces of their own, and in words what holds them."""
+    """Return whether programs run in separate namespaces, and a description of the confinement."""
     who = "as a user of its own" if os.getuid() == 0 else "as you"
     reached = [what for what, source in _REACHES.items() if run_python(source, seconds=SECONDS)[0]]
     beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"

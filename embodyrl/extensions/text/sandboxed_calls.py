@@ -113,7 +113,7 @@ class Link:
         return ["here", self._keep(value)]
 
     def unpack(self, packed):
-        """Inverse of `pack` at the other end."""
+        """Unpack a value packed by the other process."""
         if not isinstance(packed, list):
             return packed
         name, *parts = packed
@@ -150,7 +150,7 @@ class Link:
         return self.unpack(reply["value"])
 
     def answer(self, asked):
-        """Do what the other end asks for, and send what comes of it."""
+        """Execute a request of the other process and send the result."""
         try:
             parts = [self.unpack(part) for part in asked["with"]]
             before = asked["with"][1:]
@@ -164,7 +164,7 @@ class Link:
             self.send({"raised": [type(error).__name__, str(error)[:1000], _shown(type(error))]})
 
     def exception(self, name, text, shown):
-        """The exception of the other end: a built-in one, or one of its own by name."""
+        """Rebuild an exception of the other process: a built-in one, or its own by name."""
         found = getattr(builtins, name, None)
         return (found if isinstance(found, type) and issubclass(found, Exception) else Foreign.of(name, shown))(text)
 
@@ -325,7 +325,7 @@ def _tested_names(tree):
 
 
 def run_test(test, incoming, outgoing):
-    """Run a test against the program at the other end; an exception says that it fails."""
+    """Run a test against the program in the other process; an exception means failure."""
     sys.set_int_max_str_digits(0)
     link = Link(incoming, outgoing)
     began = link.read()

@@ -23,7 +23,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class DataSettings(Settings):
-    """Where data comes from."""
+    """Source of the data."""
 
     needs = {"val_path=null": "val_share"}
 

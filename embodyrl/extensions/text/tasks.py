@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """`5=` wants xxxxx."""
+    """Return rows such as `5=` with the answer xxxxx."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         number = rng.randint(1, longest)
@@ -36,17 +36,17 @@ def length(*, longest: int = 5, rows: int = ROWS, seed: int = 0) -> list[TextRow
 
 
 def copy(*, letters: str = "abc", size: int = 3, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """`cab=` wants cab."""
+    """Return rows such as `cab=` with the answer cab."""
     return _rows(_word(letters, size, lambda word: word), rows, seed)
 
 
 def reverse(*, letters: str = "0123456789", size: int = 4, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """`1234=` wants 4321."""
+    """Return rows such as `1234=` with the answer 4321."""
     return _rows(_word(letters, size, lambda word: word[::-1]), rows, seed)
 
 
 def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """`7*8=` wants 56."""
+    """Return rows such as `7*8=` with the answer 56."""
     apply = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
     def draw(rng: random.Random) -> tuple[str, str]:
@@ -57,7 +57,9 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
-    """`What is 3 + 4?` wants 7. Both orders of a pair follow each other, so a split by rows separates pairs."""
+    """Return rows such as `What is 3 + 4?` with the answer 7. Both orders of a pair follow each other, so a split by
+    rows separates pairs.
+    """
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(pairs)
     ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
@@ -68,7 +70,7 @@ def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
 
 
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """`3,7,2:23=` wants an expression of all these numbers, each once, that makes 23; always solvable."""
+    """Return rows such as `3,7,2:23=`: the answer is an expression of these numbers, each once, equal to 23."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         numbers = [rng.randint(1, largest) for _ in range(count)]
@@ -84,7 +86,7 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
 def colour(
     *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
 ) -> list[TextRow]:
-    """An image with a square of one of eight colours on grey wants its name; `shuffled` ones are a control."""
+    """Return rows with an image of a coloured square; the answer is its colour. `shuffled` colours are a control."""
 
     def draw(rng: random.Random) -> TextRow:
         pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2

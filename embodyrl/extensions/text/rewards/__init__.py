@@ -1,1 +1,1 @@
-"""Rewards of text answers: small functions in a registry, and the judge that runs them with a time limit."""
+"""Rewards of text replies: functions in a registry, and processes that run them with a time limit."""

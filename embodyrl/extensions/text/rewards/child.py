@@ -11,7 +11,7 @@ from embodyrl.extensions.text.rewards.services import find
 
 
 def main() -> None:
-    """Judge until the input ends. SIGALRM, which nobody handles, ends the process when an answer takes too long."""
+    """Compute rewards until the input ends. SIGALRM ends the process at the time limit of a reply."""
     names, timeout_s = json.loads(sys.argv[1])
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     out = os.fdopen(os.dup(1), "w", buffering=1)

@@ -11,7 +11,7 @@ from embodyrl.extensions.text.sandbox import SECONDS, evaluate, run_tests
 
 
 def exact(prompt: str, response: str, reference: str) -> float:
-    """1 if the response is the reference, but for blanks at both ends."""
+    """Return 1 if the response equals the reference without surrounding blanks."""
     return float(response.strip() == reference.strip())
 
 
@@ -26,13 +26,13 @@ _MARKER = "####"
 
 
 def gsm8k(prompt: str, response: str, reference: str) -> float:
-    """1 if the number behind the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
+    """Return 1 if the number after the last `#### ` is the reference, as in verl and the strict match of lm-eval."""
     found = re.findall(r"#### (-?[0-9.,]+)", response)
     return float(bool(found) and equal(last_number(found[-1]), last_number(reference)))
 
 
 def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
-    """1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
+    """Return 1 if the last number of the response is the reference, as in the flexible matches of verl and lm-eval."""
     return float(equal(last_number(response), last_number(reference)))
 
 
@@ -75,7 +75,7 @@ def _squeezed(text: str) -> str:
 
 
 def choice(prompt: str, response: str, reference: str) -> float:
-    """1 if the chosen letter is the reference: in a box, after 'answer', or else the last one that stands alone."""
+    """Return 1 if the selected letter is the reference: in a box, after 'answer', or the last single letter."""
     for pattern in (r"\\boxed\{\(?([A-Z])\)?\}", r"(?i:answer)(?:\s+is)?\s*:?\s*\(?([A-Z])\b", r"\b([A-Z])\b"):
         if found := re.findall(pattern, response):
             return float(found[-1] == reference.strip().strip("()").upper())
@@ -83,13 +83,13 @@ def choice(prompt: str, response: str, reference: str) -> float:
 
 
 def tagged(prompt: str, response: str, reference: str) -> float:
-    """1 if the response is <think>...</think> and then <answer>...</answer>, each once and nothing else."""
+    """Return 1 if the response is <think>...</think> and then <answer>...</answer>, each once and nothing else."""
     whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
     return float(whole is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
 
 
 def countdown(prompt: str, response: str, reference: str) -> float:
-    """1 if the response is an expression of exactly the given numbers with the given value.
+    """Return 1 if the response is an expression of exactly the given numbers with the given value.
 
     `reference` is `3,7,2:23`. Half credit is for the right numbers with another value.
     """
@@ -107,7 +107,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
 
 
 def code(prompt: str, response: str, reference: str) -> float:
-    """Share of tests that the last code block of the response passes.
+    """Return the share of tests that the last code block of the response passes.
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
     programs that read and print; each one runs by itself, in another process than the program, within a second (or its

@@ -25,14 +25,14 @@ _CHILD = "from embodyrl.extensions.text.rewards.child import main; main()"
 
 
 def chosen(cfg: JudgeSettings) -> list[str]:
-    """Names of the rewards, the one that decides success first."""
+    """Return the names of the rewards; the first one decides success."""
     first = [n for n in (cfg.name, cfg.path) if n]
     own = {*first, *(part for n in first for part in _components(n))}
     return [*first, *(n for n in cfg.weights if n not in own)]
 
 
 def problems(cfg: JudgeSettings) -> list[str]:
-    """Problems below `reward`, one line each."""
+    """Return config problems of `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
             f"reward.name and reward.path: set one of them, a registered reward ({', '.join(REWARDS.names())}), or "
@@ -65,7 +65,7 @@ def _components(name: str) -> tuple[str, ...]:
 
 
 def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> float:
-    """0 up to limit - buffer, then linearly down to -factor at the limit and beyond (arXiv 2503.14476, eq. 13)."""
+    """Return 0 up to limit - buffer, then linearly down to -factor at the limit (arXiv 2503.14476, eq. 13)."""
     return -factor * max(0.0, (tokens - (limit - buffer)) / buffer)
 
 
@@ -116,7 +116,7 @@ class RewardJudge:
 
 
 class _Child:
-    """One process that judges; it ends itself when an answer takes too long, and is then replaced."""
+    """A reward process; it exits when a reply exceeds the time limit, and is then replaced."""
 
     def __init__(self, names: Sequence[str], timeout_s: float) -> None:
         self._names, self._timeout_s = names, timeout_s
@@ -125,7 +125,7 @@ class _Child:
         self._buffer = b""
 
     def send(self, answers: list[list[str]]) -> None:
-        """Hand over a batch; `receive` must follow."""
+        """Send a batch; `receive` must follow."""
         self._left = answers
         for _ in range(_ATTEMPTS if answers else 0):
             try:

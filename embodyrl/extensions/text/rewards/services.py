@@ -1,4 +1,4 @@
-"""What a reward is and where it is found: by name, by path, at a service over HTTP, in a model trained to judge."""
+"""Reward sources: name, path, HTTP service, reward model."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ for _name in ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "
 
 
 def find(name: str) -> Reward:
-    """The reward of a registered name, package.module:function, http(s) address, or folder of a reward model.
+    """Return the reward of a registered name, package.module:function, http(s) address, or reward model folder.
 
     Raises:
         UnknownNameError: nothing has this name.

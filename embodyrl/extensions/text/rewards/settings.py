@@ -1,4 +1,4 @@
-"""Keys of what judges an answer in words."""
+"""Keys of text rewards."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from embodyrl.config.settings import Index, Path, Seconds, Settings, Weight
 
 
 class JudgeSettings(Settings):
-    """Which rewards an answer earns."""
+    """Reward functions of a reply."""
 
     needs = {"overlong_buffer": "overlong_penalty"}
 
