@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set up embodyrl in .venv, check style, types and import directions, and run the tests.
 # Arguments go to pytest: bash scripts/test.sh -m "not sim and not integration and not slow"
+# `bash scripts/test.sh core` runs only the tests that need no extension.
 EXTRAS=libero,maniskill,dev
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 say "style, types, import directions"
@@ -8,6 +9,7 @@ ruff check .
 ruff format --check .
 pyright --warnings  # embodyrl and tools/migrate, see pyproject.toml
 lint-imports
+[ "${1:-}" != core ] || { shift; set -- --core tests "$@"; }
 say "tests"
 # Two processes, each with a file at a time; a later -n in the arguments counts, and -n 0 is plain pytest.
 exec python -m pytest -n 2 --dist loadfile "$@"

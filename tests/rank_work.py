@@ -28,8 +28,7 @@ PRELOADED = [
     "torch._dynamo",
     "embodyrl.commands.train",
     "embodyrl.workers.policy_host",
-    "embodyrl.policies.flow.vla.build",
-    "embodyrl.policies.openvla_oft.policy",
+    "embodyrl.policies.actor_critic.policy",
 ]
 
 

@@ -14,13 +14,13 @@ from toy_env import wait_at_gate
 from embodyrl.algorithms.outcomes import GRPO
 from embodyrl.algorithms.protocol import Credit, Scores
 from embodyrl.algorithms.settings import AlgorithmSettings
-from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.actor_critic import CNN as FACTORY
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import Episode
 
 GATE = "TOY_GATE"
-"""Environment variable: where `GATED_GRPO` shows that an update has begun, `GATED_OFT` a checkpoint."""
+"""Environment variable: where `GATED_GRPO` shows that an update has begun, `GATED_CNN` a checkpoint."""
 
 
 def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
@@ -50,7 +50,7 @@ NEGATED_GRPO = replace(GRPO, compute=_negated)
 
 
 class _GatedFactory:
-    """The tiny OpenVLA-OFT, whose `save` waits at the gate."""
+    """The convolutional policy, whose `save` waits at the gate."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(FACTORY, name)
@@ -67,4 +67,4 @@ class _GatedFactory:
         return policy
 
 
-GATED_OFT = _GatedFactory()
+GATED_CNN = _GatedFactory()

@@ -215,7 +215,8 @@ def _summarise_task(
 ) -> TaskResult:
     count, score = len(episodes), score_of(episodes)
     rate = score if isinstance(score, Rate) else None
-    earned = Mean.of((e.reset_id, e.episode_return) for e in episodes)
+    # In one order, so that a resumed evaluation adds the same numbers in the same order.
+    earned = Mean.of((e.reset_id, e.episode_return) for e in sorted(episodes, key=lambda e: e.episode))
     return TaskResult(
         task_id=task_id,
         task=task,

@@ -18,7 +18,6 @@ from settings import algorithm_of
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.protocol import ADVANTAGES, Scores
 from embodyrl.algorithms.settings import RewardLevel
-from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
 
 
 @pytest.mark.parametrize("level", list(RewardLevel))
@@ -167,8 +166,11 @@ def test_normalize_per_task_balances_reward_scales():
     np.testing.assert_array_equal(apart.returns, together.returns)
 
 
+@pytest.mark.needs("off_policy")
 def test_filtered_bc_credits_all_actions_of_good_episodes():
     """What counts is the return of executed actions."""
+    from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
+
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
     told = filtered_credits([good, bad], Scores(), FilteredSettings(imitate_above=1.0))
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]

@@ -15,7 +15,6 @@ import pytest
 import embodyrl
 from embodyrl.cli import loopback
 from embodyrl.cli.loopback import Answer, Loopback
-from embodyrl.extensions.serving.play import Scene
 
 CHECKPOINT = "assets/openvla_oft_tabletop"
 BODIES = [
@@ -62,7 +61,10 @@ def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
     return read
 
 
+@pytest.mark.needs("serving")
 def test_every_body_gets_an_answer_and_no_traceback(capfd) -> None:
+    from embodyrl.extensions.serving.play import Scene
+
     scene = Scene(embodyrl.load_policy(CHECKPOINT, device="cpu"))
     rng = random.Random(0)
     fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(200)]

@@ -31,6 +31,7 @@ def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.Completed
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.needs("libero", "tabletop")
 @pytest.mark.parametrize(
     ("typed", "fix"),
     [
@@ -71,6 +72,7 @@ def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, al
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.needs("doctor", "libero", "tabletop")
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
@@ -104,6 +106,7 @@ def test_a_command_that_moved_names_its_place(capsys: pytest.CaptureFixture[str]
     assert "pip install ./tools/migrate; embodyrl-migrate FILE" in line
 
 
+@pytest.mark.needs("libero")
 def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
     lines = capsys.readouterr().err.splitlines()
@@ -140,6 +143,7 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
     assert "Episodes of a group, which share a reset id." in text
 
 
+@pytest.mark.needs("demonstrations", "doctor", "reporting", "serving", "templates")
 def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     text = capsys.readouterr().out
@@ -148,6 +152,7 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert first == ["train", "eval", "collect", "sft", "play", "report", "list", "show", "doctor", "new"]
 
 
+@pytest.mark.needs("openvla_oft", "sweep", "tabletop")
 def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.extensions.sweep.sweep import expand
     from embodyrl.plan.config import load_config
@@ -168,6 +173,7 @@ def saved_config(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.needs("openvla_oft", "tabletop", "templates")
 def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
     os.utime(old / "config.yaml", (1, 1))
@@ -184,6 +190,7 @@ def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (evaluated["step"], evaluated["success"]) == found
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
@@ -206,6 +213,7 @@ def test_list_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> No
     assert "basket" in rows["libero_object"]
 
 
+@pytest.mark.needs("libero")
 def test_show_tells_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "env=libero_goal", "env.reward_coef=2", "--json"]) == 0
     rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
@@ -229,6 +237,7 @@ def test_the_schema_knows_every_key_of_the_chosen_parts(capsys: pytest.CaptureFi
     assert schema["additionalProperties"] is False
 
 
+@pytest.mark.needs("libero")
 def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.plan.config import load_config, load_saved_config
 
@@ -241,6 +250,7 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out) == yaml.safe_load(out)
 
 
+@pytest.mark.needs("libero", "openvla_oft", "tabletop")
 def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
@@ -253,6 +263,7 @@ def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest
     assert "drop one" in capsys.readouterr().err
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_an_evaluation_of_a_training_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     (run / "checkpoints").mkdir()
@@ -260,6 +271,7 @@ def test_an_evaluation_of_a_training_run_is_not_resumed(tmp_path: Path, capsys: 
     assert f"embodyrl eval ckpt={run}" in capsys.readouterr().err
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
@@ -298,6 +310,7 @@ def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: st
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_closed_pipe_is_silent(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
@@ -305,6 +318,7 @@ def test_closed_pipe_is_silent(tmp_path: Path) -> None:
     assert len(done.stdout.splitlines()) == 1
 
 
+@pytest.mark.needs("reporting", "templates")
 def test_without_a_name_the_newest_run_is_meant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +353,7 @@ def test_threads_of_an_environment_are_named_and_do_not_keep_the_command_alive(t
     assert "9 steps/episode (the environment's own limit)" in done.stdout
 
 
+@pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize("command", ["train", "eval", "collect"])
 def test_a_checkpoint_that_is_not_there_is_the_first_thing_named(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -361,6 +376,7 @@ def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
     assert "greet       Command of the package greeting-of-mine." in run.stdout
 
 
+@pytest.mark.needs("libero", "metaworld", "tabletop")
 def test_list_names_extensions_and_how_to_install_them(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from embodyrl import manifests
 

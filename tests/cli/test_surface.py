@@ -21,7 +21,6 @@ from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.sweep.sweep import expand
 from embodyrl.plan.config import load_config, save_config
 from embodyrl.plan.keys import all_keys
 from embodyrl.plan.load import write_word
@@ -47,6 +46,7 @@ SURFACE = {
 """Scripts rely on these. Add to it; a name that goes away or changes needs a major version."""
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_no_command_or_flag_disappears() -> None:
     for name, flags in SURFACE.items():
         assert flags <= set(COMMANDS[name].flags), name
@@ -74,6 +74,7 @@ def read_names() -> set[str]:
     return names
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_every_key_of_the_schema_is_read_by_some_code() -> None:
     read = read_names()
     assert "group_size" in read
@@ -83,6 +84,7 @@ def test_every_key_of_the_schema_is_read_by_some_code() -> None:
     assert unread == []
 
 
+@pytest.mark.needs("act", "openvla_oft", "tabletop", "text")
 @pytest.mark.integration
 @pytest.mark.parametrize("group", tree.default_options("train"))
 def test_every_option_of_every_group_composes(group: str) -> None:
@@ -95,7 +97,10 @@ def test_every_option_of_every_group_composes(group: str) -> None:
         assert any(place.removesuffix(".yaml").endswith(f"{group}/{option}") for place in places)
 
 
+@pytest.mark.needs("sweep")
 def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
+    from embodyrl.extensions.sweep.sweep import expand
+
     words = ["seed=range(0,2)", "env=tabletop,libero_10", "runner.experiment_name=a", "env.train.task_ids=[0,1]"]
     jobs = expand(words)
     assert [job[:3] for job in jobs] == [
@@ -110,6 +115,7 @@ def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
             expand(words)
 
 
+@pytest.mark.needs("sweep", "tabletop")
 def test_a_sweep_with_one_wrong_combination_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-m", "seed=0,-1"]) == 2
     captured = capfd.readouterr()
@@ -154,6 +160,7 @@ def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
     assert last == f"next  embodyrl report {tmp_path / 'run'} --open"
 
 
+@pytest.mark.needs("reporting", "serving")
 @pytest.mark.integration
 def test_the_commands_that_a_run_names_can_be_pasted_whatever_its_path(tmp_path: Path) -> None:
     """By real shells; the weights are looked at as well, for whose run `ckpt=` names the other settings hold."""
@@ -177,6 +184,7 @@ def test_the_commands_that_a_run_names_can_be_pasted_whatever_its_path(tmp_path:
     assert shlex.split(line) == ["embodyrl", "train", "--resume", str(folder / "run")]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_the_python_functions_check_like_the_commands() -> None:
     cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2")
     assert cfg.runner.max_steps == 2
@@ -189,6 +197,7 @@ def test_the_python_functions_check_like_the_commands() -> None:
     assert done.stdout == "False\n"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_view_shows_a_training_and_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "runs" / "a")
     assert main(["view", str(run)]) == 0
@@ -222,12 +231,14 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
     assert complete("embodyrl", "train", "actor.optim.warmup_s") == {"actor.optim.warmup_steps="}
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_a_run_is_named_with_or_without_its_key(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)

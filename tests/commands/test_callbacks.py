@@ -54,6 +54,7 @@ def test_a_callback_that_raises_loses_no_step(tmp_path: Path, name: str) -> None
     assert embodyrl.train(cfg, resume=tmp_path / "run").step == 4
 
 
+@pytest.mark.needs("demonstrations", "text")
 def test_a_callback_of_supervised_training_that_raises_loses_no_step(tmp_path: Path) -> None:
     def fail(step: int, metrics) -> None:
         if step == 3:

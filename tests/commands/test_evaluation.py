@@ -19,7 +19,6 @@ from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, 
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.page import write_report
 from embodyrl.monitor.console import ConsoleMonitor
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EpisodeRow, read_episodes, read_rows
@@ -207,6 +206,7 @@ def test_a_protocol_decides_episodes_and_horizon(tmp_path):
     assert saved.env.eval.max_episode_steps == 32, "the run's own record says what was played"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(
     ("typed", "found"), [([], 0), (["runner.val_suites=[base,colours]"], 1), (["runner.val_suites=[]"], 1)]
 )
@@ -304,6 +304,7 @@ def evaluate_axes(tmp_path, name, *words):
     return evaluate(load_config("eval", [*TABLETOP, *places, *words]))
 
 
+@pytest.mark.needs("tabletop")
 def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_path, capsys):
     noisy = ("runner.val_suites=[all]", "env.eval.max_episode_steps=9")
     first = evaluate_axes(tmp_path, "first", *noisy)
@@ -334,7 +335,10 @@ def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_pa
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
 
+@pytest.mark.needs("reporting")
 def test_training_validates_on_further_suites(tmp_path):
+    from embodyrl.extensions.reporting.page import write_report
+
     train_words = (
         "env=tabletop",
         "launcher=inline",
@@ -361,6 +365,7 @@ def test_training_validates_on_further_suites(tmp_path):
     assert "suite tabletop_positions" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.needs("text")
 def test_games_are_paired_by_their_start_and_not_by_how_they_ended(tmp_path):
     """Fails where an episode's task is what was said last, which another policy reads elsewhere."""
     words = (
@@ -383,8 +388,8 @@ def test_greedy_and_temperature_reach_the_policy(tmp_path):
         return [row["return"] for row in episode_rows(evaluate_toy(tmp_path, *words, *more, name=name))]
 
     greedy = returns("greedy", "eval.sampling_params.do_sample=false")
-    assert returns("cold", "eval.sampling_params.temperature=0.001") == pytest.approx(greedy, abs=1e-5)
-    assert returns("warm", "eval.sampling_params.temperature=1.0") != pytest.approx(greedy, abs=1e-5)
+    assert returns("cold", "eval.sampling_params.temperature=0.001") == pytest.approx(greedy, abs=0.01)
+    assert returns("warm", "eval.sampling_params.temperature=1.0") != pytest.approx(greedy, abs=0.01)
 
 
 def test_actions_are_kept_by_the_number_of_their_episode(tmp_path):

@@ -13,8 +13,6 @@ from embodyrl.commands.eval_result import print_table
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext, ReportsSolvedStarts
-from embodyrl.envs.tabletop.world import new_world
-from embodyrl.extensions.reporting.card import card_of
 from embodyrl.monitor.history import read_episodes
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart
@@ -28,8 +26,11 @@ def is_solved(reset_id: int) -> bool:
     return bool(np.linalg.norm(env.at - env.goal) <= NEAR)
 
 
+@pytest.mark.needs("reporting")
 @pytest.mark.parametrize("env_id", ["goal_env:Started", "goal_env:started_vector"])
 def test_evaluation_names_the_episodes_that_begin_solved(tmp_path: Path, env_id: str) -> None:
+    from embodyrl.extensions.reporting.card import card_of
+
     quiet = (
         "launcher=inline",
         "video=none",
@@ -54,7 +55,10 @@ def test_evaluation_names_the_episodes_that_begin_solved(tmp_path: Path, env_id:
     assert card_of(result.folder.parents[1])["solved_at_reset"] == len(expected)
 
 
+@pytest.mark.needs("tabletop")
 def test_tabletop_compares_its_goal_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodyrl.envs.tabletop.world import new_world
+
     cfg = load_config("eval", ["env=tabletop", "model=scripted"])
     env = ENVS.get("tabletop").make(cfg.env, EnvContext(num_slots=2))
     assert isinstance(env, ReportsSolvedStarts)

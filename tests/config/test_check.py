@@ -24,6 +24,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, command: str, words: str) -> l
     return [record.getMessage() for record in caplog.records]
 
 
+@pytest.mark.needs("demonstrations", "off_policy", "tabletop")
 @pytest.mark.parametrize(
     ("command", "words"),
     [
@@ -97,6 +98,7 @@ INERT = [
 ]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words", "cure"), INERT, ids=[f"{command} {words}" for command, words, _ in INERT])
 def test_a_key_without_effect_gives_one_warning(
     caplog: pytest.LogCaptureFixture, command: str, words: str, cure: str | None
@@ -109,6 +111,7 @@ def test_a_key_without_effect_gives_one_warning(
         assert warnings_of(caplog, command, f"{words} {cure}") == []
 
 
+@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -126,6 +129,7 @@ def test_wrong_values_and_unknown_keys_stay_errors(words: str, said: str) -> Non
         load_config("train", words.split())
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_values_of_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, "train", "experiment=tabletop_dsrl") == []
     assert warnings_of(caplog, "eval", "experiment=cartpole video=none") == []
@@ -164,6 +168,7 @@ def test_keys_that_the_parts_do_not_read_give_one_warning(
         assert reason in line
 
 
+@pytest.mark.needs("demonstrations")
 def test_every_condition_names_keys_that_exist() -> None:
     for command in ROOTS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
@@ -172,6 +177,7 @@ def test_every_condition_names_keys_that_exist() -> None:
         list(inert(cfg, keys_of(type(cfg)), NEEDS.get(command, {})))
 
 
+@pytest.mark.needs("sweep")
 def test_a_sweep_over_algorithms_accepts_the_keys_of_each() -> None:
     words = [
         "algorithm=grpo,ppo",

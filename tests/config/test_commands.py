@@ -21,6 +21,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words"), REFUSED, ids=[f"{c} {w}" for c, w in REFUSED])
 def test_keys_and_groups_of_other_parts_are_refused(command: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -45,6 +46,7 @@ FINE = [
 ]
 
 
+@pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize(("command", "words"), FINE, ids=[f"{c} {w}" for c, w in FINE])
 def test_what_nobody_typed_is_nobodys_fault(command: str, words: str, tmp_path: Path) -> None:
     if command == "collect" and "experiment" in words:
@@ -71,6 +73,7 @@ NONSENSE = [
 ]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", NONSENSE, ids=[w[:50] for w in NONSENSE])
 def test_nonsense_is_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words.split(), "--dry-run"]) == 2
@@ -80,6 +83,7 @@ def test_nonsense_is_one_line_and_exit_code_2(words: str, capsys: pytest.Capture
     assert len(lines[0]) < 500
 
 
+@pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize(
     ("words", "code", "fragment"),
     [
@@ -105,6 +109,7 @@ def test_what_is_no_part_is_never_called(name: str, value: str, capsys: pytest.C
     assert value in capsys.readouterr().err
 
 
+@pytest.mark.needs("tabletop")
 def test_a_run_of_an_earlier_version_loads(tmp_path: Path) -> None:
     """It has keys of all parts, and some that are gone."""
     save_config(load_config("train", []), tmp_path / "config.yaml")

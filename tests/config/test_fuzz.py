@@ -124,6 +124,7 @@ def word(rng: random.Random) -> str:
     return f"{name}={rng.choice(VALUES)}"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("part", range(5))
 def test_whatever_is_typed(part: int) -> None:
     rng = random.Random(part)

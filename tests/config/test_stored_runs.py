@@ -20,6 +20,7 @@ DERIVED = {
 """Values that follow from others; version 0.1 derived them after the config was written."""
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
 def test_a_stored_run_loads_with_its_values(run: Path) -> None:
     stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
@@ -31,6 +32,7 @@ def test_a_stored_run_loads_with_its_values(run: Path) -> None:
     assert changed == DERIVED.get(run.name, {})
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("task", ["copy", "reverse", "arithmetic", "countdown", "length", "colour"])
 def test_a_stored_run_names_the_former_module_of_a_text_task(task: str, tmp_path: Path) -> None:
     path = f"embodyrl.datasets.tasks:{task}"

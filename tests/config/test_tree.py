@@ -26,6 +26,7 @@ def test_yaml_of_settings(tmp_path: Path) -> None:
             tree.read_plain_yaml(file)
 
 
+@pytest.mark.needs("libero")
 def test_perturbed_suites_follow_from_their_names() -> None:
     found = tree.options("env")
     names = [name for name in found if name.startswith(("libero_pro_", "libero_plus_"))]
@@ -37,6 +38,7 @@ def test_perturbed_suites_follow_from_their_names() -> None:
     assert (env.task_suite_name, env.eval.max_episode_steps) == ("libero_object_robot", 240)
 
 
+@pytest.mark.needs("libero")
 def test_a_perturbed_suite_may_follow_the_weights_of_a_run(tmp_path: Path) -> None:
     save_config(load_config("train", ["env=libero_object"]), tmp_path / "config.yaml")
     env = load_config("eval", ["env=libero_pro_object_swap"], base=tmp_path / "config.yaml").env

@@ -53,6 +53,7 @@ def test_a_key_may_name_code() -> None:
     assert distrusted({"reward.weights.mine:f": 0.5}, {}, FILE)
 
 
+@pytest.mark.needs("text")
 def test_trust_is_a_word_of_its_own() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
     assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []

@@ -21,7 +21,6 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config.tree import options
-from embodyrl.extensions.sweep.sweep import expand
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 
@@ -170,10 +169,13 @@ def short(name: str, words: list[str]) -> list[str]:
     return [w for w in words if w.partition("=")[0] not in given] + extra
 
 
+@pytest.mark.needs("sweep")
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("line", LINES)
 def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from embodyrl.extensions.sweep.sweep import expand
+
     name, *words = line.split()[1:]
     if reason := next((why for part, why in ELSEWHERE.items() if part in line), None):
         pytest.skip(reason)

@@ -16,7 +16,6 @@ from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
 from embodyrl.errors import EnvError
-from embodyrl.extensions.check_env import check_env
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
@@ -158,7 +157,10 @@ def test_flags_of_another_shape_are_refused(monkeypatch):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
+@pytest.mark.needs("check_env")
 def test_array_environment_passes_check_env():
+    from embodyrl.extensions.check_env import check_env
+
     found = list(check_env(env_of(env_type="test_arrays:FACTORY", use_rel_reward=False)))
     assert {finding.level for finding in found} == {"ok"}, found
 
@@ -231,6 +233,7 @@ def test_user_reward_gets_its_own_slot():
     assert result.components.tolist() == [[15, 0], [13, 0]]
 
 
+@pytest.mark.needs("libero")
 def test_slots_have_their_own_instructions(tmp_path):
     """In the records of a rollout as by the environment."""
     env = make(4)

@@ -16,7 +16,6 @@ from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_act
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, UnknownNameError
-from embodyrl.extensions.check_env import check_env
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
@@ -327,8 +326,11 @@ def test_success_reports_are_detected(env_id, known):
     assert ENVS.get("gym").spec(config(env_id), EnvContext()).reports_success == known
 
 
+@pytest.mark.needs("check_env")
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1", "pixel_env:PixelEnv", COUNTER])
 def test_gym_environment_passes_check_env(env_id):
+    from embodyrl.extensions.check_env import check_env
+
     cfg = load_config("train", ["env=gym", f"env.id={env_id}"]).env
     findings = list(check_env(cfg))
     assert {finding.level for finding in findings} == {"ok"}, findings
@@ -362,6 +364,7 @@ def test_config_errors_are_reported_before_the_start(env_id, values, error, text
         ENVS.get("gym").spec(config(env_id, **values), EnvContext())
 
 
+@pytest.mark.needs("libero")
 @pytest.mark.parametrize(
     ("words", "text"),
     [

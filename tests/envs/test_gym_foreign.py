@@ -126,6 +126,7 @@ def test_frames_of_several_cameras_are_concatenated():
     assert (frame[0, 9, 0], frame[0, 10, 0]) == (10, 200)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_hub_repository_error_contains_the_fix():
     with pytest.raises(UnknownNameError, match=r"hf download .*env.id=env:make_env"):
         described_id("lerobot/some-env")

@@ -17,7 +17,6 @@ from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import RewardMode, RewardStep, StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.types import EpisodeStart, ObservationOut
@@ -153,6 +152,7 @@ def test_reward_gets_gymnasium_info(env_id):
         assert last.info["episode"]["l"] == last.step
 
 
+@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -171,6 +171,7 @@ def test_reward_keys_without_effect_warn(words, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.needs("check_env", "demonstrations", "tabletop")
 def test_reward_path_is_refused_without_rewards(caplog):
     load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
@@ -199,6 +200,7 @@ def test_always_failing_reward_ends_the_run(tmp_path):
         train(toy_config(tmp_path, "reward.path=test_reward:never"))
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_tabletop_trains_on_a_user_reward(tmp_path):
     words = ("env=tabletop", "model=openvla_oft_tiny", "algorithm=grpo", "algorithm.group_size=2", "launcher=inline")
@@ -219,8 +221,11 @@ def test_tabletop_trains_on_a_user_reward(tmp_path):
     assert row["actor/grad_norm"] > 0
 
 
+@pytest.mark.needs("demonstrations")
 def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
     """A network of one weight: the state is the log-odds. Another slot's and the next episode begin at 0."""
+    from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
+
     shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     save_file(

@@ -11,7 +11,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from toy_runs import TOY, TOY_COLLECT, comparable, rows, toy_words, weights
+from toy_runs import TOY_COLLECT, TOY_OFT, comparable, rows, toy_words, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.extensions.demonstrations.checks import check_layout
@@ -120,7 +120,7 @@ def _eval(folder: Path) -> list[str]:
 
 
 def _sft(demos: Path) -> Callable[[Path], Sequence[str]]:
-    model = tuple(word for word in TOY if word.startswith("model."))
+    model = (*TOY_OFT, "model.num_action_chunks=4")
     small = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "data.image_aug=false")
     steps = (f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.val_check_interval=1")
     return lambda folder: [

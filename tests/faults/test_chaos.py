@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from chaos import Chaos, Injection
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.needs("demonstrations", "text"),
+    pytest.mark.integration,
+]
 KINDS = ("inline", "local", "ranks", "apart", "async", "code", "judge", "sft", "eval")
 
 

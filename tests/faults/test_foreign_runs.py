@@ -21,12 +21,9 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
-from embodyrl.extensions.text.dataset import open_rows
-from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config, save_config
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
@@ -287,8 +284,12 @@ def test_values_of_the_wrong_type_are_skipped_or_reported(file, change, tmp_path
         assert (code, str(name) in said) in ((0, False), (2, True)), said
 
 
+@pytest.mark.needs("text")
 @pytest.mark.integration
 def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
+    from embodyrl.extensions.text.dataset import open_rows
+    from embodyrl.extensions.text.settings import RowSettings
+
     (tmp_path / "memory.max").write_text(str(1 << 30))  # in a container of 1 GiB: more of the file need not be read
     (tmp_path / "memory.current").write_text("0")
     monkeypatch.setattr(files, "CGROUP", tmp_path)
@@ -303,7 +304,10 @@ def test_parquet_decompression_bomb_is_refused(tmp_path, monkeypatch):
         open_rows(RowSettings(path=str(tmp_path / "bomb.parquet")), tokenizer=None)
 
 
+@pytest.mark.needs("text")
 def test_folder_without_weights_does_not_query_the_hub(tmp_path):
+    from embodyrl.policies.causal_lm.settings import TextLoraSettings
+
     loading = pytest.importorskip("embodyrl.policies.causal_lm.model")
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "gpt2"}')
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is missing"):

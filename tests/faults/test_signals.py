@@ -291,7 +291,7 @@ def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_
     assert_saved(tmp_path / "run")
 
 
-GATED_SAVE = "model.model_type=toy_gates:GATED_OFT"
+GATED_SAVE = "model.model_type=toy_gates:GATED_CNN"
 
 
 def test_ctrl_c_in_a_save_finishes_the_checkpoint_first(start, tmp_path):

@@ -18,7 +18,11 @@ from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import EnvSpec, Observation
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.needs("openvla_oft"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "openvla_oft"
 TASKS = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, fill
-from toy_runs import toy_config
+from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
@@ -266,10 +266,11 @@ def test_the_reference_scores_every_sample(make: Make):
     assert scored.any(axis=1).all()
 
 
+@pytest.mark.needs("openvla_oft")
 def test_value_head_with_adapters_has_its_own_learning_rate(make: Make):
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
     rates = ("actor.optim.lr=0.001", "actor.optim.value_lr=0.05")
-    actor = make("algorithm=ppo", "model.is_lora=true", *soup, *rates)
+    actor = make("algorithm=ppo", *TOY_OFT, "model.is_lora=true", *soup, *rates)
     assert actor.host._trainer is not None
     groups = actor.host._trainer.optimization.optimizer.param_groups
     values = {id(p) for p in actor.host.policy.module.value_head.parameters()}
@@ -349,6 +350,7 @@ def test_learning_rate_decays_within_an_update(make: Make):
     assert metrics["logprob_gap"] < 1e-4
 
 
+@pytest.mark.needs("flow", "tabletop")
 @pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
 def test_token_mean_counts_scored_tokens_only(tmp_path, way):
     """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from toy_runs import rows, train_toy
+from toy_runs import TOY_OFT, rows, train_toy
 
 from embodyrl.errors import EmbodyError
 from embodyrl.learners.policy_gradient import even_parts
@@ -62,9 +62,11 @@ def test_reference_path_loads_another_policy(tmp_path):
     assert "step_000002/policy" in (again / "config.yaml").read_text()
 
 
+@pytest.mark.needs("openvla_oft")
 def test_reference_with_other_action_statistics_is_refused(tmp_path):
     folder = tmp_path / "teacher"
-    saved = train_toy(tmp_path, *WORDS, "runner.max_steps=1", name="first") / "checkpoints" / "step_000001" / "policy"
+    run = train_toy(tmp_path, *WORDS, *TOY_OFT, "runner.max_steps=1", name="first")
+    saved = run / "checkpoints" / "step_000001" / "policy"
     shutil.copytree(saved, folder)
     file = folder / "dataset_statistics.json"
     told = json.loads(file.read_text())
@@ -72,7 +74,7 @@ def test_reference_with_other_action_statistics_is_refused(tmp_path):
         entry["action"] = {k: [2.0 * x for x in v] if k != "mask" else v for k, v in entry["action"].items()}
     file.write_text(json.dumps(told))
     with pytest.raises(EmbodyError, match="action statistics differ"):
-        train_toy(tmp_path, *WORDS, "algorithm.kl_beta=0.01", f"algorithm.reference_path={folder}")
+        train_toy(tmp_path, *WORDS, *TOY_OFT, "algorithm.kl_beta=0.01", f"algorithm.reference_path={folder}")
 
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])

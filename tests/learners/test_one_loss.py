@@ -11,7 +11,6 @@ import pytest
 from embodyrl.algorithms import policy_losses
 from embodyrl.algorithms.protocol import LOSSES
 from embodyrl.commands.train import train
-from embodyrl.extensions.off_policy import sac_learner as sac
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
@@ -46,8 +45,11 @@ def small_run(folder: Path, preset: str) -> Any:
     )
 
 
+@pytest.mark.needs("off_policy")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_training_fails_where_the_loss_raises(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from embodyrl.extensions.off_policy import sac_learner as sac
+
     def broken(*_: Any, **__: Any) -> Any:
         raise ArithmeticError("the loss was called")
 

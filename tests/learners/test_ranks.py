@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rank_work import Rollout, losses, run_ranks, state
-from toy_runs import toy_config
+from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.messages import RankInfo
 from embodyrl.learners.precision import layers
@@ -18,7 +18,15 @@ from embodyrl.plan.run_plan import build_run_plan
 FULL = ("algorithm=ppo", "actor.optim.lr=0.001", "actor.micro_batch_size=4")
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
 # Rates at which training itself does not blow rounding errors up: with 1e-4 another micro-batch differs as much.
-LORA = (*FULL, *SOUP, "model.is_lora=true", "model.lora.r=4", "actor.optim.lr=2e-5", "actor.optim.value_lr=3e-4")
+LORA = (
+    *FULL,
+    *TOY_OFT,
+    *SOUP,
+    "model.is_lora=true",
+    "model.lora.r=4",
+    "actor.optim.lr=2e-5",
+    "actor.optim.value_lr=3e-4",
+)
 
 
 def same(one, other, *, tolerance=1e-5):
@@ -87,7 +95,9 @@ def test_every_rank_keeps_the_token_budget_with_its_own_samples(world):
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("words", [FULL, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "words", [FULL, pytest.param(LORA, marks=pytest.mark.needs("openvla_oft"))], ids=["full", "lora"]
+)
 def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
     variants = {
         "micro": ("actor.micro_batch_size=3",),

@@ -10,7 +10,12 @@ from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [
+    pytest.mark.needs("tabletop", "openvla_oft", "demonstrations", "text"),
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+]
 
 VIEW = ["env=tabletop", "env.init_params.camera_heights=56", "env.init_params.camera_widths=56"]
 

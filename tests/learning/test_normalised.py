@@ -10,7 +10,6 @@ from safetensors.numpy import load_file
 
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.train import train
-from embodyrl.extensions.checkpoints.export import export
 from embodyrl.plan.config import load_config
 
 GYM = ("env=gym", "env.id=Pendulum-v1", "model=mlp", "launcher=inline", "runner.deterministic=true")
@@ -26,8 +25,11 @@ def returns(folder: Path) -> list[float]:
     return [row["return"] for row in sorted(rows, key=lambda row: row["episode"])]
 
 
+@pytest.mark.needs("checkpoints")
 @pytest.mark.integration
 def test_normalised_policy_acts_identically_after_resume_and_export(tmp_path):
+    from embodyrl.extensions.checkpoints.export import export
+
     where = f"runner.output_dir={tmp_path}"
     run = train(load_config("train", [*GYM, *SMALL, where, "runner.max_steps=2"])).run
     weights = load_file(run / "checkpoints/step_000002/policy/model.safetensors")

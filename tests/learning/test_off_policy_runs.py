@@ -23,6 +23,8 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.policy_host import PolicyHost
 
+pytestmark = pytest.mark.needs("off_policy", "demonstrations")
+
 QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SMALL = (
     *("env=gym", "env.id=Pendulum-v1", "model=mlp", "model.hidden_sizes=[16]", "actor.global_batch_size=16"),

@@ -8,13 +8,12 @@ from run_files import write_evaluation, write_run, write_video
 
 from embodyrl.cli.runs import describe_run
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.reporting.card import card_of
-from embodyrl.extensions.reporting.page import write_report
 from embodyrl.files import by_number
 from embodyrl.monitor import history
 from embodyrl.monitor.history import EpisodeRow, newest_values, read_history, read_rows
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_read_history_returns_the_run(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     assert [row["step"] for row in history.rows] == [0, 1, 2, 3]
@@ -24,6 +23,7 @@ def test_read_history_returns_the_run(tmp_path: Path) -> None:
     assert history.config["runner"]["max_steps"] == 3
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
     """Fails where steps and validations without a success are left out of its curve, or told by their return."""
     run = write_run(tmp_path / "runs" / "late")
@@ -39,6 +39,7 @@ def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
     assert found.series("eval/success_once") == [(0, 0.0)]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_video_is_found_after_moving_the_run(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     video = write_video(tmp_path / "videos" / "a" / "x.mp4")
@@ -70,8 +71,11 @@ def test_newest_values_parse_few_rows(tmp_path, monkeypatch):
     assert newest_values(tmp_path / "no_file", ("step",)) == [None]
 
 
+@pytest.mark.needs("reporting")
 def test_report_of_a_long_run_reads_each_value_few_times(tmp_path):
     """Not at every value once per row, which took minutes."""
+    from embodyrl.extensions.reporting.page import write_report
+
     run = write_run(tmp_path / "run")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     with open(run / "metrics.jsonl", "w") as file:
@@ -91,8 +95,12 @@ def test_report_of_a_long_run_reads_each_value_few_times(tmp_path):
     assert (tmp_path / "report.html").stat().st_size < 2 << 20
 
 
+@pytest.mark.needs("reporting")
 def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
     """The successful episodes are the short ones, and end first."""
+    from embodyrl.extensions.reporting.card import card_of
+    from embodyrl.extensions.reporting.page import write_report
+
     run = write_run(tmp_path / "run")
     write_evaluation(run, 7, [True, True], finished=False)
     found = read_history(run)
@@ -116,6 +124,7 @@ def test_least_likely_tokens_are_listed_in_order() -> None:
     ]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_evaluations_are_sorted_by_step_beyond_a_million(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for step in (999_999, 1_000_000, 10_000_000):

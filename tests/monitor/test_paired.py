@@ -61,6 +61,7 @@ def test_suites_are_paired_in_any_order() -> None:
     assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_config_differences_that_change_states_are_found() -> None:
     one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
 
@@ -72,6 +73,7 @@ def test_config_differences_that_change_states_are_found() -> None:
     assert differs(data={"path": "b"}) == "data.path=a and b"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_keys_that_affect_initial_states_are_marked() -> None:
     """A list elsewhere forgot the states that LIBERO's sampler adds to each task."""
     assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()

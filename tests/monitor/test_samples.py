@@ -9,8 +9,6 @@ from rich.console import Console
 from text_runs import text_config
 
 from embodyrl.commands.train import train
-from embodyrl.extensions.reporting.command import picture
-from embodyrl.extensions.reporting.page import write_report
 from embodyrl.monitor.history import EpisodeRow, read_history
 from embodyrl.monitor.samples import pick_samples
 
@@ -34,6 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(text_config(folder, *words)).run
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_sample_rows_contain_turns_and_one_task(trained: Path) -> None:
     first, last = read_history(trained).evaluations
@@ -43,8 +42,12 @@ def test_sample_rows_contain_turns_and_one_task(trained: Path) -> None:
         assert not any(c in text for _, text in row.conversation for c in "\x1e\x1f")
 
 
+@pytest.mark.needs("reporting")
 @pytest.mark.integration
 def test_samples_show_replies_before_and_after(trained: Path) -> None:
+    from embodyrl.extensions.reporting.command import picture
+    from embodyrl.extensions.reporting.page import write_report
+
     history = read_history(trained)
     samples = pick_samples(history.evaluations[0].episodes, history.evaluations[-1].episodes, 3)
     assert len(samples) == 3
@@ -59,6 +62,7 @@ def test_samples_show_replies_before_and_after(trained: Path) -> None:
     assert "before" in console.export_text()
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_console_shows_the_configured_number_of_samples(trained: Path) -> None:
     events = (trained / "logs" / "events.log").read_text().splitlines()

@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from needs import absent, needed_by, needed_by_folder  # noqa: E402
+
 PARTS = ("embodyrl", "conf", "tests", "examples", "pyproject.toml")
 CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
 BROKEN_CODE = 90
@@ -46,7 +49,17 @@ class Mutant:
     @property
     def can_run(self) -> bool:
         """Whether the tests can notice anything here."""
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
+        return not self.lacks and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
+
+    @property
+    def lacks(self) -> list[str]:
+        """Extensions that its file or its tests need and that this tree lacks."""
+        kind, _, rest = self.file.removeprefix("embodyrl/").partition("/")
+        needed = needed_by_folder(ROOT / "tests" / kind / rest)
+        for test in self.tests:
+            path = ROOT / test.partition("::")[0]
+            needed |= needed_by(path) if path.exists() else set()
+        return absent(needed)
 
 
 def read_mutants() -> list[Mutant]:

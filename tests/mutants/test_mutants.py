@@ -18,7 +18,7 @@ def test_every_mutant_applies():
     """Old text stands once in its file, differs from the new one, and every test that is named exists."""
     assert len(MUTANTS) >= 60
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
-    for mutant in MUTANTS:
+    for mutant in (m for m in MUTANTS if not m.lacks):
         assert (ROOT / mutant.file).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
         assert mutant.new != mutant.old, mutant.name
         assert mutant.tests, mutant.name

@@ -19,6 +19,7 @@ def problems_of(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
+@pytest.mark.needs("libero", "maniskill", "metaworld", "openvla_oft", "tabletop", "text")
 @pytest.mark.parametrize(
     ("overrides", "fragments"),
     [
@@ -41,6 +42,7 @@ def test_component_problem_is_reported(overrides: list[str], fragments: list[str
 TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_a_training_without_validations_says_how_its_run_will_be_evaluated() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
     cfg = load_config("train", ["runner.val_check_interval=-1", *words])
@@ -50,10 +52,11 @@ def test_a_training_without_validations_says_how_its_run_will_be_evaluated() -> 
 def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> None:
     """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
     cfg = toy_config(tmp_path, "~env.eval.state_ids")
-    assert cfg.env.eval.state_ids == [0, 9]
+    assert cfg.env.eval.state_ids == [90000, 94999]
     build_run_plan(cfg, training=True)
 
 
+@pytest.mark.needs("text")
 def test_episodes_of_each_task_win_over_the_total_of_a_preset() -> None:
     assert load_config("train", [*TEXT]).eval.episodes is not None
     cfg = load_config("train", [*TEXT, "eval.episodes_per_task=3"])
@@ -66,6 +69,7 @@ def test_problems_of_all_components_come_together() -> None:
         assert fragment in text
 
 
+@pytest.mark.needs("libero")
 def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_kitchen.py").write_text(
         "from embodyrl.envs.settings import EnvSettings\n"

@@ -6,8 +6,6 @@ import pytest
 
 from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.sweep.sweep import sweep
-from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.plan.config import config_of_ckpt, load_config, load_saved_config, save_config
 
 REPLY = "algorithm.sampling_params.max_new_tokens"
@@ -24,6 +22,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "a_b" / "config.yaml"
 
 
+@pytest.mark.needs("checkpoints")
 @pytest.mark.parametrize("name", ["2026_11_24", "1e-4", "1.50", "007", "+5"])
 def test_a_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
     assert found("train", f"runner.experiment_name={name}")["runner.experiment_name"] == name
@@ -32,6 +31,7 @@ def test_a_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> Non
     assert (with_seed["seed"], with_seed["runner.experiment_name"]) == (10, "10")
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_what_was_not_set_has_its_default_for_others_too() -> None:
     """Fails where `${seed}` is known only if somebody wrote a seed."""
     words = ["env=gym", "env.kwargs.a=[${seed},${env.reward_coef}]", "env.eval.max_episode_steps=${env.kwargs.b}"]
@@ -40,6 +40,7 @@ def test_what_was_not_set_has_its_default_for_others_too() -> None:
     assert values["runner.max_steps"] == 8
 
 
+@pytest.mark.needs("text")
 def test_an_empty_mapping_that_was_typed_leaves_out_what_files_say() -> None:
     assert found("train", "env=text/calculator")["data.kwargs"] == {"digits": 2}
     assert found("train", "env=text/calculator", "data.kwargs={}")["data.kwargs"] == {}
@@ -47,6 +48,7 @@ def test_an_empty_mapping_that_was_typed_leaves_out_what_files_say() -> None:
     assert found("train", "env.train={}") == found("train"), "a group of keys is no mapping of one's own"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
     save_config(load_config("train", ["eval=tabletop_axes"]), run)
     assert found("eval", base=run)["eval.protocol.name"] == "tabletop_axes"
@@ -59,6 +61,7 @@ def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
         load_saved_config(run, ["launcher=inline"])
 
 
+@pytest.mark.needs("libero")
 def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() -> None:
     words = ["env=libero_10", "eval=libero_standard", "eval.episodes_per_task=3", "env.eval.task_ids=[1]"]
     values, each = found("eval", *words), "eval.episodes_per_task"
@@ -67,6 +70,7 @@ def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() 
     assert (values[each], values["env.eval.state_ids"]) == (4, [0, 9])
 
 
+@pytest.mark.needs("text")
 def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]
@@ -81,6 +85,7 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
     assert found("train", "algorithm=rloo", base=run)[REPLY] == 77
 
 
+@pytest.mark.needs("tabletop")
 def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
     """It was given grpo's groups of 8, which one slot cannot hold."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
@@ -101,8 +106,11 @@ def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
     )
 
 
+@pytest.mark.needs("sweep")
 def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -> None:
     """Fails where `-m` refuses a key of the run's own model."""
+    from embodyrl.extensions.sweep.sweep import sweep
+
     save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)
     assert config_of_ckpt([f"ckpt='{run.parent}'"]) == config_of_ckpt([f"ckpt={run.parent}"]) == run
     words = ["seed=0,1", f"ckpt={run.parent}", "algorithm=ppo", "model.hidden_sizes=[8]", "model.unnorm_key=x"]
@@ -112,13 +120,17 @@ def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -
     assert "model.unnorm_key" in str(caught.value)
 
 
+@pytest.mark.needs("text")
 def test_an_answer_pattern_must_be_a_regular_expression(tmp_path: Path) -> None:
     text = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path}/rows.jsonl"]
     with pytest.raises(ConfigError, match="must be a regular expression"):
         load_config("train", [*text, "data.answer_pattern='('"])
 
 
+@pytest.mark.needs("text")
 def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> None:
+    from embodyrl.extensions.text.dataset import open_rows
+
     (tmp_path / "main").mkdir()
     (tmp_path / "main" / "rows.jsonl").write_text('{"prompt": "1=", "answer": "x"}\n')
     words = ["env=text/length", "model=causal_lm_tiny", f"data.val_path={tmp_path}"]
@@ -129,6 +141,7 @@ def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> Non
     assert len(open_rows(cfg.data.updated({"val_share": 0.0}), tokenizer=None)) == 1
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -164,6 +177,7 @@ def test_a_run_is_the_base_and_typed_keys_lie_on_top(run: Path) -> None:
     assert (values["seed"], values["env.eval.total_num_envs"], values["env.eval.max_episode_steps"]) == (3, 3, 500)
 
 
+@pytest.mark.needs("text")
 @pytest.mark.parametrize("words", [("data.path=local",), ("data={path: local}",)])
 def test_an_overridden_path_of_data_is_not_fetched(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     fetched: list[str] = []

@@ -153,6 +153,7 @@ def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
     assert count_env_workers(cfg, env, deal_devices("01", 2), 64) == 16
 
 
+@pytest.mark.needs("off_policy")
 def test_an_average_of_weights_is_kept_on_all_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("launcher=local", "algorithm=filtered_bc", "algorithm.average=0.9", "actor.fsdp.size=-1")

@@ -217,6 +217,7 @@ def test_an_evaluation_never_plays_an_exact_copy(config):
     assert len(eval_starts(sampled, fixed, replace(expert, takes_noise=False))) == 14
 
 
+@pytest.mark.needs("tabletop")
 def test_which_policies_take_noise():
     for words, takes in (
         (["model=scripted"], False),
@@ -335,6 +336,8 @@ def test_weighted_tasks_and_their_refills_stay_within_the_states_of_the_split(co
         assert {ENV.task_of(e.reset_id)[1] for e in plan.episodes} == {1, 2}
 
 
+@pytest.mark.needs("demonstrations")
+@pytest.mark.needs("text")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shuffle):
     cfg = text_config(tmp_path, f"data.shuffle={shuffle}".lower(), "data.kwargs={rows: 40}")
@@ -348,6 +351,7 @@ def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shu
     assert (rows == list(range(6))) == (not shuffle)
 
 
+@pytest.mark.needs("demonstrations")
 def test_every_split_has_its_own_limits(config):
     cfg = config("env.train.max_episode_steps=8", "env.eval.max_episode_steps=5", "env.eval.ignore_terminations=true")
     plans = plan_of(cfg), eval_episodes(cfg, ENV, POLICY)

@@ -104,6 +104,7 @@ def problems_of(overrides: list[str]) -> list[str]:
     return caught.value.problems
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("typed", "fragments"), BAD, ids=[b[0] for b in BAD])
 def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) -> None:
     overrides = [typed] if "{" in typed else typed.split(" ")
@@ -114,6 +115,7 @@ def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) 
         assert fragment in problems[0]
 
 
+@pytest.mark.needs("libero")
 def test_all_problems_come_together() -> None:
     bad = "env=libero_11 sed=1 ++x=2 algorithm.group_size=a algorithm.clip_ratio_low=700 b=[ seed=${q}"
     problems = problems_of(bad.split(" "))
@@ -123,6 +125,7 @@ def test_all_problems_come_together() -> None:
         assert fragment in text
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_conflicts_wait_until_single_values_are_right() -> None:
     problems = problems_of(["env.train.total_num_env=4", "algorithm.group_size=3"])
     assert len(problems) == 1
@@ -133,6 +136,7 @@ def option_files() -> list[str]:
     return [f"{group}={option}" for group in tree.default_options("train") for option in tree.options(group)]
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("override", option_files())
 def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
     if override == "launcher=ray":
@@ -143,6 +147,7 @@ def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
     assert len(tree.about(group, option, file)) > 10
 
 
+@pytest.mark.needs("libero")
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal"])
 def test_the_simplevla_recipe_brings_its_horizon(suite: str) -> None:
     env = load_config("train", ["algorithm=simplevla", f"env={suite}"]).env
@@ -165,12 +170,14 @@ def test_every_yaml_below_conf_belongs_to_a_group() -> None:
         assert model in tree.options("model")
 
 
+@pytest.mark.needs("libero")
 def test_what_suits_environment_and_model_is_set_beside_them() -> None:
     assert load_config("train", []).model.path == "assets/openvla_oft_tabletop"
     assert load_config("train", ["env=libero_10"]).model.path == "assets/openvla_oft_tiny"
     assert load_config("eval", ["model.path=mine"]).model.path == "mine"
 
 
+@pytest.mark.needs("libero")
 def test_command_line_wins_over_experiment_over_group() -> None:
     cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
     assert cfg.env.task_suite_name == "libero_goal"
@@ -179,11 +186,13 @@ def test_command_line_wins_over_experiment_over_group() -> None:
     assert cfg.model.precision is Precision.fp32
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_free_mappings_take_anything() -> None:
     words = ["env=gym", "env.kwargs.a.b=[1,x]", "env.kwargs={speed: 2}", "env.kwargs.c=${seed}", "seed=5"]
     assert load_config("train", words).env.kwargs == {"a": {"b": [1, "x"]}, "c": 5, "speed": 2}
 
 
+@pytest.mark.needs("libero", "tabletop")
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -198,6 +207,7 @@ def test_the_last_of_two_words_holds(words: str, key: str, value: object) -> Non
     assert dict(leaves(load_config("train", words.split())))[key] == value
 
 
+@pytest.mark.needs("libero")
 def test_commands_agree_on_the_keys_that_they_share() -> None:
     words = ["env=libero_goal", "seed=3"]
     trained, measured = (dict(leaves(load_config(command, words))) for command in ("train", "eval"))
@@ -205,6 +215,7 @@ def test_commands_agree_on_the_keys_that_they_share() -> None:
     assert len(measured) < len(trained)
 
 
+@pytest.mark.needs("libero")
 def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "mine.yaml").write_text("# My kitchen\nenv_type: libero\nreward_coef: 5\n")
@@ -228,6 +239,7 @@ def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
         load_config("train", ["env=gym"], config_dirs=[tmp_path])
 
 
+@pytest.mark.needs("libero")
 def test_sources_name_the_last_writer() -> None:
     origin = load_config("train", ["experiment=libero_laptop", "seed=3"]).sources
     assert origin["seed"] == "command line"
@@ -256,6 +268,7 @@ def test_a_number_that_python_cannot_read_is_no_traceback(tmp_path: Path) -> Non
         load_saved_config(tmp_path, [])
 
 
+@pytest.mark.needs("libero", "tabletop")
 def test_saved_config_is_as_strict(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -294,6 +307,7 @@ def test_every_key_is_documented() -> None:
     assert missing == []
 
 
+@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> None:
     save_config(load_config("train", []), tmp_path / "small.yaml")
     save_config(load_config("sft", ["data.path=demos"]), tmp_path / "large.yaml")
@@ -306,6 +320,7 @@ def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> No
         assert other.env.init_params.camera_heights == 256
 
 
+@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None:
     """Fails where they are trained in the environment of the default run because none was typed."""
     base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
@@ -333,6 +348,7 @@ def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None
     assert (cfg.env.train.state_ids, cfg.env.eval.state_ids) == ([20, 49], [0, 9])
 
 
+@pytest.mark.needs("demonstrations", "serving", "tabletop")
 @pytest.mark.parametrize("command", ["train", "eval", "collect", "serve"])
 def test_every_command_that_acts_takes_the_start_of_its_pair(command: str, tmp_path: Path) -> None:
     words = [f"collect.out={tmp_path}"] * (command == "collect")
@@ -342,6 +358,7 @@ def test_every_command_that_acts_takes_the_start_of_its_pair(command: str, tmp_p
         assert load_config(command, ["env=tabletop", *words]).env.init_params.camera_heights == 112  # the expert's
 
 
+@pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path) -> None:
     base = tmp_path / "config.yaml"
     words = ["eval.episodes=33", "eval.sampling_params.do_sample=true", "eval.sampling_params.temperature=0.7"]

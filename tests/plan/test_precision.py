@@ -24,6 +24,7 @@ def processor(monkeypatch: pytest.MonkeyPatch, folder: Path, *features: str) -> 
     (folder / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse avx512f {' '.join(features)}\n")
 
 
+@pytest.mark.needs("demonstrations")
 def test_float32_is_the_default_on_a_processor_without_bfloat16(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", words)
@@ -37,6 +38,7 @@ def test_float32_is_the_default_on_a_processor_without_bfloat16(words, tmp_path,
     assert "bf16 instructions" not in describe(cfg)
 
 
+@pytest.mark.needs("demonstrations")
 def test_a_typed_precision_and_gpus_keep_bfloat16(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", [*words, "model.precision=bf16"])

@@ -1,5 +1,6 @@
 """Choices that depend on memory, without a planner."""
 
+import pytest
 from toy_runs import toy_config
 
 from embodyrl.commands.facts import training_facts
@@ -7,6 +8,7 @@ from embodyrl.plan.resources import PLANNERS
 from embodyrl.plan.run_plan import build_run_plan
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_a_run_without_a_planner_takes_the_least_memory_and_names_the_extension(tmp_path, monkeypatch):
     planned = build_run_plan(toy_config(tmp_path), training=True)
     assert planned.resources.checkpoint > 0

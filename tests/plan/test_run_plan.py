@@ -11,6 +11,7 @@ def run_plan(*overrides, training=False):
     return build_run_plan(load_config("train", ["env=tabletop", *overrides]), training=training)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
     one = run_plan(*both)
@@ -25,6 +26,7 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     assert run_plan("model=scripted").env.cameras == ("front", "wrist")
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
     """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
@@ -35,6 +37,7 @@ def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
             run_plan(*ppo, free, training=True)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_weights_are_as_many_as_what_is_drawn_by_them():
     """It was found when the first step was planned, after all workers had started."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
@@ -43,12 +46,14 @@ def test_weights_are_as_many_as_what_is_drawn_by_them():
         run_plan(*words, "env.train.task_weights=[1,2]", training=True)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("model", ["scripted", "random"])
 def test_rl_refuses_policies_without_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
         run_plan(f"model={model}", training=True)
 
 
+@pytest.mark.needs("text")
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
@@ -64,6 +69,7 @@ def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, fix):
     assert not any("unnorm_key" in line or "max_new_tokens" in line for line in caught.value.problems)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("stale", [0, 2])
 def test_every_last_observation_has_a_record(stale):
     """Of 4 slots, in each of 2 epochs 3 chunks: 24 chunks of 12 episodes, of which 8 may be cut; of all open steps."""
@@ -73,6 +79,7 @@ def test_every_last_observation_has_a_record(stale):
     assert plan.capacity == (1 + stale) * (24 + 12 + 8) + 2 * plan.num_slots
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_epochs_end_a_run_unless_its_steps_are_fewer():
     """Twelve states and four groups a step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from toy_runs import train_toy, weights
+from toy_runs import TOY_OFT, train_toy, weights
 
 from embodyrl.cli.main import main
 
@@ -48,10 +48,11 @@ def test_a_full_export_is_the_policy_with_a_card(run, tmp_path, capsys):
     assert main(["ckpt", "export", str(run), str(out)]) == 2, "never over something"
 
 
+@pytest.mark.needs("openvla_oft")
 def test_export_merges_adapters(tmp_path, capsys):
     lora = ("model.is_lora=true", "model.lora.r=4", "model.lora.lora_alpha=8")
     soup = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops")
-    run = train_toy(tmp_path, *WORDS, *lora, *soup, "env.kwargs.echo=true")
+    run = train_toy(tmp_path, *WORDS, *TOY_OFT, *lora, *soup, "env.kwargs.echo=true")
     answer(capsys, "export", "trust=true", run, tmp_path / "out")
     adapter = load_file(run / "checkpoints/step_000003/policy/lora_adapter/adapter_model.safetensors")
     base, merged = load_file(SOUP / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")

@@ -22,7 +22,6 @@ from processes import start_cli
 
 import embodyrl
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.serving.play import scene_of
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = "assets/openvla_oft_tabletop"
@@ -52,11 +51,13 @@ def example(name: str):
     return module
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_the_names_are_there_to_be_found() -> None:
     assert {"train", "evaluate", "make_env", "load_policy", "GRPO"} <= set(dir(embodyrl))
     assert all(callable(getattr(embodyrl, name)) for name in embodyrl.__all__)
 
 
+@pytest.mark.needs("tabletop")
 def test_an_environment_passes_gymnasium_s_own_check() -> None:
     check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
     assert {"embodyrl/Libero10-v0", "embodyrl/LiberoObject-v0", "embodyrl/Metaworld-v0"} <= {*gymnasium.registry}
@@ -69,6 +70,7 @@ def test_an_environment_passes_gymnasium_s_own_check() -> None:
     assert vector.step(vector.action_space.sample())[1].shape == (2,)
 
 
+@pytest.mark.needs("tabletop")
 @pytest.mark.parametrize(
     ("name", "options", "said"), [("text/copy", {}, "GRPO"), ("tabletop", {"task": 99}, "0 to 20")]
 )
@@ -77,6 +79,7 @@ def test_what_an_environment_cannot_be_is_said(name: str, options: dict, said: s
         embodyrl.make_env(name).reset(options=options)
 
 
+@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
     policy = embodyrl.load_policy(run, device="cpu")
@@ -101,6 +104,7 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
         policy.act(embodyrl.make_env("tabletop").reset(seed=0)[0])
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_what_an_observation_lacks_is_said_and_never_made_up() -> None:
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
     seen = policy.make_env().reset(seed=0)[0]
@@ -124,6 +128,7 @@ def test_one_task_needs_no_instruction(tmp_path: Path) -> None:
     assert policy.act({"images": np.stack([seen["images"]] * 3)}).shape == (3, *policy.act(seen).shape)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_a_loaded_policy_draws_as_its_settings_say() -> None:
     """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
@@ -136,6 +141,7 @@ def test_a_loaded_policy_draws_as_its_settings_say() -> None:
     assert not np.allclose(wanted.logprob, warm.policy.act(seen, noise=noise, temperature=1.0).logprob, atol=0.1)
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_the_step_by_hand_trains_the_policy() -> None:
     loop = example("custom_loop")
@@ -149,6 +155,7 @@ def test_the_step_by_hand_trains_the_policy() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_text_is_trained_in_five_lines(tmp_path: Path) -> None:
     rows = [{"prompt": word} for word in ("abc", "bcd", "cde", "def")]
@@ -169,6 +176,7 @@ def example_reward(prompt: str, response: str, reference: str) -> float:
     return len(response) / 4
 
 
+@pytest.mark.needs("tabletop")
 @pytest.mark.integration
 def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
@@ -188,8 +196,11 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].startswith("EvalResult(")
 
 
+@pytest.mark.needs("serving")
 def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None:
     """It must not be stepped on after its end, and draws only if it is told at its start."""
+    from embodyrl.extensions.serving.play import scene_of
+
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
     played = ("runner.val_check_interval=1", "eval.episodes=1", "env.eval.max_episode_steps=4")
@@ -207,6 +218,7 @@ def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None
     assert "embodyrl play" not in (embodyrl.train(blind).run / "logs" / "events.log").read_text(), "nothing to watch"
 
 
+@pytest.mark.needs("serving")
 @pytest.mark.integration
 def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
     started = start_cli("play", str(run), cwd=run.parent)
@@ -241,6 +253,7 @@ def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
     assert started.wait() == 130
 
 
+@pytest.mark.needs("serving")
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
 def test_a_person_plays_in_a_browser(run: Path, tmp_path: Path) -> None:
@@ -271,6 +284,7 @@ def test_a_person_plays_in_a_browser(run: Path, tmp_path: Path) -> None:
     assert started.wait() == 130
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     """Its code as one script, with fewer episodes and one small training step."""
@@ -290,6 +304,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert "of 20 after 1 steps" in done.stdout
 
 
+@pytest.mark.needs("demonstrations", "tabletop")
 def test_commands_of_extensions_are_functions_of_the_package(tmp_path: Path) -> None:
     words = ("env=tabletop", "collect.episodes=2", "env.train.total_num_envs=2", "launcher=inline")
     cfg = embodyrl.compose("collect", *words, f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}")

@@ -44,7 +44,7 @@ PHASES = (
     Phase("rollout", (), "{env:1,rollout:0,actor:0}", "env.kwargs.fault=gate", survives=True),
     Phase("update", RANKS, "{env:0,rollout:all,actor:all}"),
     Phase("publish", ("rollout.mode=disaggregated", "model.precision=fp32"), "{env:0,rollout:1,actor:0}"),
-    Phase("save", RANKS, "{env:0,rollout:all,actor:all}", "model.model_type=toy_gates:GATED_OFT"),
+    Phase("save", RANKS, "{env:0,rollout:all,actor:all}", "model.model_type=toy_gates:GATED_CNN"),
 )
 by_phase = pytest.mark.parametrize("phase", PHASES, ids=lambda p: p.name)
 

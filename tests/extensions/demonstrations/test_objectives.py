@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from text_runs import ASKING
-from toy_runs import toy_config
+from toy_runs import TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
@@ -35,6 +35,7 @@ from embodyrl.types import EnvSpec, Observation, ObservationOut
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
 
+pytestmark = pytest.mark.needs("text", "openvla_oft")
 PAIRS = [("12+3=", "15", "5"), ("7:", "7", "70x"), ("abc|", "cba", "abc"), ("9-4=", "5", "13")]
 
 
@@ -131,7 +132,7 @@ def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
 
 def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Arena]:
     """The toy's policy with room for eight records."""
-    run_plan = build_run_plan(toy_config(folder), training=True)
+    run_plan = build_run_plan(toy_config(folder, *TOY_OFT), training=True)
     arena = Arena.create(run_plan.layout, 8)
     host = PolicyHost(
         PolicyHostInit(

@@ -1,0 +1,89 @@
+"""Check trees that lack extensions: `python removal.py TREE...` writes one line of JSON for each, its name and error.
+
+Libraries are loaded once; each tree is imported in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import gymnasium  # noqa: F401
+import pydantic  # noqa: F401
+import torch
+import torch.distributed.fsdp
+import yaml  # noqa: F401
+
+WORDS = (
+    *("env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo", "launcher=inline", "runner.max_steps=1"),
+    *("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=16", "env.train.max_episode_steps=16"),
+    *("actor.micro_batch_size=8", "actor.global_batch_size=8", "runner.val_check_interval=-1"),
+    "runner.logger.backends=[jsonl]",
+)
+
+
+def core_modules(package: Path) -> list[str]:
+    """Return the modules of a tree that no extension owns."""
+    from embodyrl.manifests import extensions
+
+    owned = [package / path for extension in extensions().values() for path in extension.paths]
+    files = (file for file in sorted(package.rglob("*.py")) if "templates" not in file.parts)
+    own = (f for f in files if f.name != "__main__.py" and not any(f == path or path in f.parents for path in owned))
+    parts = (file.relative_to(package.parent).with_suffix("").parts for file in own)
+    return [".".join(names[:-1] if names[-1] == "__init__" else names) for names in parts]
+
+
+def check(tree: Path) -> None:
+    """Import every module of the core, print lists and help, and train one step."""
+    sys.path.insert(0, str(tree))
+    from importlib import import_module
+
+    import embodyrl
+
+    assert Path(embodyrl.__file__).is_relative_to(tree), embodyrl.__file__
+    for module in core_modules(tree / "embodyrl"):
+        import_module(module)
+    from embodyrl.cli.main import main
+
+    for words in (["list", "envs"], ["list", "extensions"], ["--help"], ["show", "train", "env=gym", "model=mlp"]):
+        assert main(words) == 0, words
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        assert main(["train", *WORDS, f"runner.output_dir={folder}", "runner.experiment_name=run"]) == 0
+        rows = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(rows[-1])["step"] == 1
+
+
+def run(tree: Path) -> str:
+    """Check a tree in a child process; return its output if it fails."""
+    log = tree / "log.txt"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with log.open("w") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+                try:
+                    check(tree)
+                    code = 0
+                except BaseException:
+                    sys.stdout.flush()
+                    traceback.print_exc()
+                sys.stdout.flush()
+                sys.stderr.flush()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return "" if status == 0 else log.read_text()[-4000:] or f"status {status}"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:]:
+        sys.stdout.write(json.dumps({"tree": Path(name).name, "error": run(Path(name))}) + "\n")
+        sys.stdout.flush()
