@@ -91,8 +91,8 @@ def _require_plain_name(path: Path, name: str) -> None:
     # Files are opened by these names: one with `..` could be any file of this host.
     if tricky or name != "/".join(parts) or {".", ".."} & set(parts) or name == MANIFEST_NAME:
         raise CheckpointError(
-            f"{path}: the file name {name!r} leaves the checkpoint or is not a plain relative path; "
-            "this checkpoint was modified; do not use it."
+            f"{path}: the file name {name!r} is not a relative path inside the checkpoint. The checkpoint was tampered "
+            "with; do not use it."
         )
 
 

@@ -160,7 +160,7 @@ class Optimization:
             load_optimizer(self.optimizer, self._ranks.shard(state["optimizer"], self.optimizer))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} was written while other parameters were trained ({error}): a run resumes with its own "
+                f"{folder} has other trained parameters ({error}): a resumed run needs the same "
                 "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         schedule = state["schedule"]

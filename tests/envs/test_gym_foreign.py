@@ -74,9 +74,9 @@ def test_nested_success_key_is_read():
 @pytest.mark.parametrize(
     ("name", "doubt"),
     [
-        ("RedPicture", "one RGB image with its colours first"),
+        ("RedPicture", "one RGB image with its channels first"),
         ("Rgba", "one RGBA image;"),
-        ("RgbaFirst", "one RGBA image with its colours first"),
+        ("RgbaFirst", "one RGBA image with its channels first"),
         ("TrueStack", ""),
         ("ColourStack", "6 grey cameras and looks like 2 RGB images"),
         ("InfoTask", "fix: env.instruction_key=task"),

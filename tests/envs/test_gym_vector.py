@@ -172,12 +172,12 @@ def test_vector_environment_passes_check_env():
 
 
 def test_vector_environment_of_another_size_is_refused():
-    with pytest.raises(ConfigError, match="of 3 environments where 1 are required"):
+    with pytest.raises(ConfigError, match="of 3 environments instead of 1"):
         ENVS.get("gym").make(config("test_gym_vector:three"), EnvContext(num_slots=2))
 
 
 def test_vector_environment_without_partial_reset_is_refused():
-    with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*cannot be reset separately.*Fix: "):
+    with pytest.raises(ConfigError, match=r"CartPoleVectorEnv.*resets all environments together.*Fix: "):
         ENVS.get("gym").spec(config("gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"), EnvContext())
 
 

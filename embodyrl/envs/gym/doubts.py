@@ -72,7 +72,7 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
     if leaf.dtype == np.uint8:
         if len(shape) > 2 and frames_of(leaf) is None:
             yield (
-                f"'{name}' {shape} looks like images whose colours do not come last, which become {size} numbers of "
+                f"'{name}' {shape} looks like images whose channels are not last, which become {size} numbers of "
                 "the state; fix: [H, W, 3], or a stack [n, H, W, 3] of these, for model=cnn"
             )
         elif not stacked:
@@ -115,7 +115,7 @@ def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) ->
     fix = "transposes it to [H, W, 3]" if first and kind == "RGB" else "makes it [H, W, 3]"
     yield (
         f"'{name}' {shape} is read as {shape[axis]} grey cameras and looks like one {kind} image"
-        f"{' with its colours first' if first else ''}; fix: a function in env.wrappers that "
+        f"{' with its channels first' if first else ''}; fix: a function in env.wrappers that "
         f"{fix} (gymnasium.wrappers.TransformObservation); ignore this for a stack of frames"
     )
 

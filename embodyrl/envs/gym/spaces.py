@@ -63,8 +63,8 @@ class ObservationWriter:
             )
         if not self.state_dim and not any(map(min, sizes)):
             raise ConfigError(
-                f"env.id={env_id}: {space} has no numbers and no images, so the observation is empty. Fix: observe "
-                "something, or add a wrapper to env.wrappers that does."
+                f"env.id={env_id}: {space} has neither numbers nor images. Fix: add observations, for example with a "
+                "wrapper in env.wrappers."
             )
         self.cameras = tuple(cameras)
         self.image_size = next(iter(sizes), (0, 0))

@@ -139,7 +139,7 @@ ILLEGAL = {
     "OldClass": ("spec", "not a Gymnasium environment.*API before Gymnasium 0.26. Fix: "),
     "NanForOneStep": ("lasts", "state\\[0\\]: expected a finite number, found nan"),
     "NanPicture": ("lasts", "expected finite numbers"),
-    "Crossed": ("spec", "cannot be reset separately.*Fix: "),
+    "Crossed": ("spec", "resets all environments together.*Fix: "),
 }
 
 
