@@ -49,7 +49,7 @@ class StopRequest:
     ) -> Iterator[None]:
         """Handle SIGINT, SIGTERM and SIGHUP as stop requests; a second one exits immediately, after `on_second`.
 
-        SIGHUP stays ignored if it is ignored (nohup). `PARENT_EXITED` is a stop request too, but never a second one.
+        With nohup, SIGHUP stays ignored. `PARENT_EXITED` is a stop request too, but never a second one.
         SIGUSR1 is stored for `looked`.
         """
 

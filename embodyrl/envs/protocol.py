@@ -182,9 +182,9 @@ class EnvContext:
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     rows: Rows | None = None
-    """For an environment with `reads_rows`."""
+    """Only with `EnvFactory.reads_rows`."""
     judge: Judge | None = None
-    """For an environment with `reads_rows`."""
+    """Only with `EnvFactory.reads_rows`."""
     pictures: bool = True
     """`render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None

@@ -173,7 +173,7 @@ class SoftActor(Policy, Protocol):
         ...
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
-        """Convert actions [B, K, A] in the units of `act` to chunks like those of `chosen`.
+        """Convert actions [B, K, A] in the units of `act` to normalised chunks [B, L], as returned by `chosen`.
 
         `obs` are their observations, for a `frozen` policy, whose corrections of distant actions are beyond -1..1.
         """

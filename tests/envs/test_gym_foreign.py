@@ -108,7 +108,7 @@ def test_observations_are_checked_before_workers_start(name, said):
 
 
 @pytest.mark.parametrize("name", ["PartialSuccess", "partial_batch"])
-def test_a_share_of_the_goal_is_no_success(name):
+def test_fraction_is_not_accepted_as_success(name):
     env = begin(config(f"foreign_envs:{name}"), slots=2)
     with pytest.raises(EnvError, match=r"0.3.* for success in info, expected True or False"):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))

@@ -132,7 +132,7 @@ _DROP = {"on": 0.012, "in": 0.03}
 """Height above the target's top at which an object is released."""
 _CLOSE_STEPS, _OPEN_STEPS = 12, 15
 _REST_STEPS, _RESTS = 5, 0.001
-"""An object that sinks less than `_RESTS` metres in `_REST_STEPS` steps has been set down."""
+"""An object counts as set down if it sinks less than `_RESTS` metres in `_REST_STEPS` steps."""
 _SLIP = 0.04
 """A carried object that moved this far in the hand is lost."""
 

@@ -25,7 +25,7 @@ class DiffusionFactory(LeRobotFactory):
         return config.condition_width
 
     def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
-        """Return the numbers of the noise of a chunk, or of a row that all rows repeat."""
+        """Return the number of noise values per chunk, or per row if one row is repeated."""
         return config.action_dim * (1 if cfg.noise_repeated else config.horizon)
 
     def record(self, cfg: DiffusionSettings, config: DiffusionConfig) -> ChunkRecord:

@@ -113,7 +113,7 @@ class DiffusionConfig(LeRobotConfig):
         return total + ((a + 1) * b if a != b else 0)
 
     def wrong(self) -> str | None:
-        """Return what contradicts itself, or None."""
+        """Return the error of contradictory sizes, or None."""
         if STATE not in self.input_features:
             return f"input_features has no '{STATE}'"
         if self.cameras and self.crop and any(a > b for a, b in zip(self.crop, self._before_crop, strict=True)):

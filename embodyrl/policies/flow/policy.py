@@ -27,7 +27,7 @@ HIDDEN = (128, 64)
 
 
 class _Layer(nn.Module):
-    """One layer with the name in RLinf's checkpoints."""
+    """Linear layer with the parameter name of RLinf's checkpoints."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

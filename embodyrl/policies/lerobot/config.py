@@ -201,7 +201,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
             f"{path} cannot be read ({error}). It must be the folder of a LeRobot {kind} policy."
         ) from error
     if RANDOM_INIT_KEY not in raw and (problem := read.wrong()):
-        raise CheckpointError(f"{path}: {problem}. Take another checkpoint.")
+        raise CheckpointError(f"{path}: {problem}. Use another checkpoint.")
     return read, raw
 
 

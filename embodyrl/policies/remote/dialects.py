@@ -113,7 +113,7 @@ class _Reader:
     def _count(self, found: Sized) -> None:
         self._parts += 1 + len(found)
         if self._parts > _MOST_PARTS:
-            raise MessageError(f"more than {_MOST_PARTS} parts; send arrays as arrays.")
+            raise MessageError(f"more than {_MOST_PARTS} parts; encode numeric data as arrays.")
 
     def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
         """Decode a PNG or JPEG after checking its size."""

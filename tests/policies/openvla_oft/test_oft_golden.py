@@ -403,7 +403,7 @@ def recorded_tensors():
 
 @pytest.mark.parametrize(("file", "key"), recorded_tensors())
 @torch.no_grad()
-def test_two_percent_change_fails(policies, golden, limits, file, key):
+def test_changed_logits_fail_the_comparison(policies, golden, limits, file, key):
     recorded = Recorded(golden, limits(file), file, key)
     with pytest.raises(AssertionError):
         CHECKS[file](policies, recorded)

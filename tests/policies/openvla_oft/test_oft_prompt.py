@@ -53,14 +53,14 @@ def test_longer_instruction_widens_to_a_multiple_of_16(encoder):
     assert ids[1, :29].tolist() == list(encoder.encode(next(iter(RECORDED))))
 
 
-def test_a_tokenizer_without_the_empty_piece_is_refused(tmp_path):
+def test_other_tokenizers_are_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(path))
     with pytest.raises(CheckpointError, match="not a Llama tokenizer"):
         PromptEncoder(path, bos_token_id=1)
 
 
-def test_a_broken_tokenizer_file_is_named(tmp_path):
+def test_broken_tokenizer_file_is_named(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
