@@ -23,6 +23,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())[:300]
 
 
+def reason_of(error: BaseException) -> str:
+    """Return the message of a foreign error as a part of a sentence: the field of a `KeyError`, else its own words."""
+    return f"no field {error}" if isinstance(error, KeyError) else one_line(error) or type(error).__name__
+
+
 class EmbodyError(Exception):
     """Base class of errors that are reported without a traceback."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from embodyrl import errors
@@ -12,3 +14,20 @@ def test_user_errors_are_not_python_errors(kind: type) -> None:
     """`except ValueError` around a parser would replace a helpful message by its own."""
     if issubclass(kind, errors.EmbodyError):
         assert not issubclass(kind, ValueError | KeyError | TypeError | OSError | RuntimeError)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (KeyError("q99"), "no field 'q99'"),
+        (TypeError("'float' object\n is not iterable"), "'float' object is not iterable"),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_reason_of_a_foreign_error_is_its_message(error: Exception, words: str) -> None:
+    assert errors.reason_of(error) == words
+
+
+def test_no_message_has_the_repr_of_an_error() -> None:
+    package = Path(errors.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if "error!r}" in path.read_text(encoding="utf-8")] == []

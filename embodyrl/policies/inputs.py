@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
@@ -55,7 +55,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         seen, turned, where = list(saved["cameras"]), int(saved["image_rotation_deg"]), str(saved["environment"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error!r}); use another checkpoint.") from error
+        raise CheckpointError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from error
     if renamed is None and seen != cameras:
         problems.append(
             f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "

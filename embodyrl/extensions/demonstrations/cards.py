@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.envs.history.observed import with_history
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations.layout import (
     ACTION,
     CARD_PATH,
@@ -117,7 +117,7 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
         raise EmbodyError(f"{path} has no field {error}. Fetch or collect the data set again.") from error
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
-            f"{path} is not usable ({error!r}). Fetch or collect the data set again, or choose another folder."
+            f"{path} is not usable ({reason_of(error)}). Fetch or collect the data set again, or choose another folder."
         ) from error
     if reading.describes:
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations import layout
 from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_tasks, stored_card
 from embodyrl.extensions.demonstrations.layout import Card
@@ -50,7 +50,7 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
         except KeyError as error:
             problems.append(f"{root}: {name} has no column or field {error}.")
         except (OSError, pa.ArrowException, TypeError, ValueError) as error:
-            problems.append(f"{root}: {name} cannot be read: {error!r}.")
+            problems.append(f"{root}: {name} cannot be read: {reason_of(error)}.")
     return problems
 
 

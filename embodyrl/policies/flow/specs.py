@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
@@ -150,7 +150,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
         raise
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({error!r}). Use the config.json of a pi0, pi0.5 or SmolVLA "
+            f"{where} is missing or malformed ({reason_of(error)}). Use the config.json of a pi0, pi0.5 or SmolVLA "
             f"checkpoint (openpi, lerobot or transformers); fetch it again."
         ) from error
 

@@ -18,7 +18,7 @@ from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
 from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
@@ -183,7 +183,7 @@ def _processor_statistics(folder: Path | None, small: Mapping[str, bytes]) -> tu
         eps = float(step["config"].get("eps", 1e-8))
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder}/{name} or the file of its normalizer is damaged ({error!r}). Fetch both again."
+            f"{folder}/{name} or the file of its normalizer is damaged ({reason_of(error)}). Fetch both again."
         ) from error
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
@@ -225,7 +225,7 @@ def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str,
             if part in entry
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error!r}). Run `embodyrl sft` again.") from error
+        raise CheckpointError(f"{path} is malformed ({reason_of(error)}). Run `embodyrl sft` again.") from error
     for part, numbers in rows.items():
         check_statistics(numbers, f"{path}: {part}", varies=part == "action")
     found: dict[str, Mapping[str, Tensor]] = {ACTION: _tensors(rows["action"], slice(-config.action_dim, None))}

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
 from embodyrl.policies.weights import check_weights
@@ -123,7 +123,7 @@ def weight_files(folder: Path) -> list[Path]:
         # Use the index, because the folder may contain old shards.
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error!r}. Download the file again.") from error
+        raise CheckpointError(f"{index} cannot be read: {reason_of(error)}. Download the file again.") from error
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(

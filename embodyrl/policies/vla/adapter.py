@@ -7,7 +7,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import plain
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -72,8 +72,8 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
         strange = {name: raw[name] for name, only in _ONLY.items() if raw.get(name, only) not in (only, None)}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{where} is missing or malformed ({error!r}). model.lora.path must be a folder with {ADAPTER_CONFIG} and "
-            f"{ADAPTER_WEIGHTS}, as peft writes it."
+            f"{where} is missing or malformed ({reason_of(error)}). model.lora.path must be a folder with "
+            f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     if strange:
         raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters with one rank are.")

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
@@ -116,7 +116,7 @@ def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]
         (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
         low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: {part} is malformed ({error!r}); `embodyrl sft` writes it.") from error
+        raise CheckpointError(f"{path}: {part} is malformed ({reason_of(error)}); `embodyrl sft` writes it.") from error
     ends = {name: entry[part][name] for name in ("min", "max") if name in entry[part]}
     check_statistics({**ends, "q01": low, "q99": high}, f"{path}: {part}", varies=part == "action")
     if low.shape != (size,):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.errors import CheckpointError, ConfigError, reason_of
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings
@@ -260,7 +260,7 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
         parts = {part: {name: entry[part][name] for name in _TOLD} for part in _OWN_PARTS if part in entry}
         return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is malformed ({error!r}); `embodyrl sft` writes it.") from error
+        raise CheckpointError(f"{path} is malformed ({reason_of(error)}); `embodyrl sft` writes it.") from error
 
 
 def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:

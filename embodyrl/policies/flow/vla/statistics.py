@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from embodyrl.errors import CheckpointError
+from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.vla.folder import check_statistics, find_data_set
 from embodyrl.types import FloatArray
 
@@ -91,8 +91,8 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is missing or malformed ({error!r}). It contains the statistics of the training data; use that "
-            f"of the checkpoint's assets."
+            f"{path} is missing or malformed ({reason_of(error)}). It contains the statistics of the training data; "
+            f"use that of the checkpoint's assets."
         ) from error
 
 
