@@ -17,7 +17,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 class MixedLauncher:
     settings = ProcessSettings
-    section = None
+    sections = {}
     in_process = False
     host = "127.0.0.1"
     where = lost = ""

@@ -10,7 +10,8 @@ import imageio.v2
 import numpy as np
 
 from embodyrl.monitor.history import EpisodeRow
-from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import save_config
 
 TASKS = ("open the drawer", "close the <drawer>")
 

@@ -2,8 +2,8 @@
 
 from mixed_launcher import MixedLauncher
 
-from embodyrl.cluster.protocol import ClusterSection
+from embodyrl.cluster.protocol import ClusterSettings
 
 
 class SpreadLauncher(MixedLauncher):
-    section = ClusterSection
+    sections = {"cluster": ClusterSettings}

@@ -16,12 +16,13 @@ from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
+from embodyrl.config.words import parse_word, write_word
 from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
-from embodyrl.plan.config import config_of_ckpt, dump_config, load_config, load_saved_config
+from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.hub import is_on_hub
-from embodyrl.plan.load import parse_word, write_word
 from embodyrl.plan.roots import Root, RunConfig, TrainConfig
+from embodyrl.plan.saved import config_of_ckpt, dump_config
 from embodyrl.registry import Registry, closest, takes
 
 SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Registry(

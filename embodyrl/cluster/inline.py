@@ -91,7 +91,7 @@ class InlineLauncher:
     """Launcher whose workers are objects in this process; requests run when the driver waits."""
 
     settings = LauncherSettings
-    section = None
+    sections = {}
     in_process = True
     host = "127.0.0.1"
     where = lost = ""

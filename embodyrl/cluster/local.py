@@ -47,7 +47,7 @@ class _Handle(Handle):
 class LocalLauncher(OpenRequests[_Handle]):
     """Launcher of spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
-    section = None
+    sections = {}
     host = "127.0.0.1"
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:

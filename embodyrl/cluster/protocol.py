@@ -74,12 +74,6 @@ class ClusterSettings(Settings):
     """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 
 
-class ClusterSection(Settings):
-    """Config section of a launcher for several hosts."""
-
-    cluster: ClusterSettings = ClusterSettings()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerDied:
     """A worker died; its handle is invalid."""
@@ -117,8 +111,8 @@ class Launcher(Protocol):
 
     settings: ClassVar[type[LauncherSettings]]
     """Settings of its keys below `launcher`."""
-    section: ClassVar[type[Settings] | None]
-    """Settings of its config sections."""
+    sections: ClassVar[Mapping[str, type[Settings]]]
+    """Settings of its config sections by name."""
     in_process: ClassVar[bool]
     """True: workers are objects in the driver's process."""
 
@@ -152,7 +146,7 @@ class Launcher(Protocol):
         ...
 
 
-_NEEDED = ("settings", "section", "in_process", "where", "lost", "preview", "start", "send", "wait", "stop")
+_NEEDED = ("settings", "sections", "in_process", "where", "lost", "preview", "start", "send", "wait", "stop")
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",

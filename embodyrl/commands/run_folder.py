@@ -20,13 +20,13 @@ from pathlib import Path
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
 from embodyrl.config.paths import resolve_asset, resolve_run
+from embodyrl.config.words import read_saved
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
-from embodyrl.plan.config import run_config, save_config
-from embodyrl.plan.load import read_saved
 from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TrainConfig
+from embodyrl.plan.saved import run_config, save_config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES

@@ -26,9 +26,9 @@ from embodyrl.commands.run_folder import (
 )
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
+from embodyrl.config.words import write_word
 from embodyrl.errors import EmbodyError
 from embodyrl.plan.episodes import weighs_tasks
-from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.actors import Actors, StepRollouts

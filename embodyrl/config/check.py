@@ -1,10 +1,16 @@
-"""Find typed keys that have no effect."""
+"""Find wrong values, and typed keys that have no effect."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from embodyrl.config.settings import Settings, parents_of, spell
+from pydantic import ValidationError, create_model
+
+from embodyrl.config.settings import Key, Settings, find_key, parents_of, plain, spell
+from embodyrl.config.words import Setting, short
+from embodyrl.registry import closest
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
@@ -44,3 +50,37 @@ def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]
     for name in type(node).model_fields:
         if isinstance(value := getattr(node, name), Settings):
             yield from _sections(value, f"{prefix}{name}.")
+
+
+def wrong_values(root: type[Settings], text: str, last: Mapping[str, Setting] = MappingProxyType({})) -> list[str]:
+    """Say what is wrong with values, as JSON, one line each; `last` knows who set them."""
+    try:
+        root.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        return list(dict.fromkeys(_wrong_values(root, last, error)))
+    return []
+
+
+def _wrong_values(root: type[Settings], last: Mapping[str, Setting], error: ValidationError) -> Iterator[str]:
+    for one in error.errors(include_url=False):
+        parts = [str(part) for part in one["loc"]]
+        names = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        name = next((n for n in names if find_key(root, n) is not None), names[0])
+        key, setting = find_key(root, name), last.get(name)
+        if key is None or one["type"] == "missing":
+            yield f"{name} is not set."
+            continue
+        value = plain(setting.value if setting else one["input"])
+        said = f"{setting.where if setting else ''}{name}={short(spell(value))} "
+        if setting and setting.typed:
+            said = setting.where
+        default = "" if key.required else f" Default: {spell(key.default)}."
+        yield f"{said}must be {key.expectation}.{closest(str(value), key.choices)}{default}"
+
+
+def wrong_value(key: Key, value: Any) -> list[str]:
+    """Return what is wrong with a value of a key that the config does not have."""
+    fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
+    kind = create_model(key.owner.__name__, __base__=Settings, **fields)
+    lines = wrong_values(kind, json.dumps({"value": value}, default=str))
+    return [line.replace("value=", f"{key.name}=", 1) for line in lines]

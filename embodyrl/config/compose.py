@@ -13,18 +13,35 @@ import yaml
 
 from embodyrl.config.paths import conf_dir
 from embodyrl.config.settings import flat
-from embodyrl.config.tree import read_plain_yaml, variants
+from embodyrl.config.tree import read_plain_yaml, root_file, search_path, variants
+from embodyrl.config.words import Setting
 from embodyrl.errors import ConfigError
 
 _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
-def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> dict[str, tuple[Any, str]]:
+def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
+    """Return the values that the files of a command and of options of groups set, unresolved; later ones win.
+
+    Raises:
+        ConfigError: one line; see `compose_files`.
+    """
+    folders = tuple(search_path(config_dirs))
+    # What ships does not change while the program runs.
+    composed = compose_files if len(folders) > 1 else _compose_shipped
+    try:
+        return list(composed(root_file(command), tuple(groups.items()), folders))
+    except ConfigError as error:
+        options = ", ".join(f"{group}={option}" for group, option in groups.items())
+        raise ConfigError(f"Cannot compose {options or command}: {error}") from None
+
+
+def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[Path, ...]) -> tuple[Setting, ...]:
     """Return the leaves that a root file and options of groups set, unresolved, each with the file that set it last.
 
     Args:
         root: name of the file with the defaults list.
-        groups: typed options; they win over those of files.
+        typed: options of groups; they win over those of files.
         folders: where files are looked up, the first one that has a file wins.
 
     Raises:
@@ -36,6 +53,7 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
+    groups = dict(typed)
     shipped, *more = (str(folder) for folder in folders)
     # Before Hydra reads them: it expands aliases and knows no limit.
     for group, option in groups.items() if more else ():
@@ -63,7 +81,11 @@ def compose(root: str, groups: Mapping[str, str], folders: Sequence[Path]) -> di
         group = next(iter(entry)).removeprefix("optional ") if isinstance(entry, dict) else ""
         if choices.get(group) is not None:
             files |= dict(_keys_of(f"{group}/{choices[group]}", folders))
-    return {key: (value, files.get(key, f"{folders[0].name}/{root}.yaml")) for key, value in flat(values).items()}
+    default = f"{folders[0].name}/{root}.yaml"
+    return tuple(Setting(key, value, files.get(key, default)) for key, value in flat(values).items())
+
+
+_compose_shipped = functools.cache(compose_files)
 
 
 @functools.cache

@@ -1,31 +1,28 @@
-"""Configs of commands: composed from groups and words, read back from runs, written, and checked."""
+"""Configs of commands: composed from groups and overrides, typed, completed and checked."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from embodyrl.config import tree
-from embodyrl.config.check import inert
-from embodyrl.config.paths import resolve_run
-from embodyrl.config.settings import flat, leaves, nodes, plain
+from embodyrl.config.check import inert, wrong_values
+from embodyrl.config.compose import compose
+from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leaves, nested, nodes, parents_of, plain
 from embodyrl.config.shared import Precision
-from embodyrl.config.trust import distrusted
+from embodyrl.config.words import COMMAND_LINE, Setting, parse_word, read_saved, split_words
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import ConfigError, masked
-from embodyrl.files import write_atomically
+from embodyrl.errors import ConfigError, hide
+from embodyrl.plan import keys
 from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
-from embodyrl.plan.load import Setting, build, compose_groups, parse_word, read_saved, split_words, wrong_values
 from embodyrl.plan.protocols import horizon_of
 from embodyrl.plan.roots import (
-    COMMAND_LINE,
     PLAYED,
     ROOTS,
     SELECTORS,
@@ -39,12 +36,10 @@ from embodyrl.plan.roots import (
     sections_of,
     selected,
 )
+from embodyrl.plan.saved import check_trust, command_of, on_base
 from embodyrl.plan.weights import resolve_weights
 
 log = logging.getLogger(__name__)
-_REPLY = "algorithm.sampling_params.max_new_tokens"
-ENVIRONMENT_FILE = "environment.yaml"
-"""In a run that learned from demonstrations: the settings of the environment that they come from."""
 
 
 def load_config(
@@ -78,17 +73,12 @@ def load_config(
     based = base is not None and groups.get("experiment", "null") == "null"  # an experiment chooses everything
     # What suits an environment and a shipped model does not suit the weights of a run.
     alone = {"start": "none"} if based and "model" not in groups and tree.follows(command, "start") else {}
-    chosen = compose_groups(command, {**groups, **alone}, config_dirs, problems)
-    if not chosen:
-        raise ConfigError(problems)
+    try:
+        chosen = compose(command, {**groups, **alone}, config_dirs)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
     if based and base is not None:
-        saved = _base_settings(base, command, groups, chosen, problems)
-        _trust(saved, typed, base, problems)
-        sections = {setting.key.partition(".")[0] for setting in saved}
-        unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
-        # Images stay those that the weights were trained with.
-        seen = {setting.key for setting in saved if setting.key.startswith("env.init_params.")}
-        chosen = [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
+        chosen = on_base(base, command, groups, chosen, typed, problems)
     if any(setting.key == "eval.episodes_per_task" for setting in typed):
         chosen = [setting for setting in chosen if setting.key != "eval.episodes"]  # which would win
     return _finish(command, [*chosen, *_protocol([*chosen, *typed], problems), *typed], problems, fetch=fetch)
@@ -112,19 +102,20 @@ def load_saved_config(
         )
     problems: list[str] = []
     saved = read_saved(file)
-    command = command or _command_of(saved)
+    command = command or command_of(saved)
     groups, typed = split_words(command, words, (), problems)
     problems += [_no_group(command, group, option) for group, option in groups.items()]
     looked_up = [s for s in saved if not any(f"{s.key}.".startswith(f"{key}.") for key in unread)]
-    _trust(looked_up, typed, file, problems)
+    check_trust(looked_up, typed, file, problems)
     return _finish(command, [*(setting for setting in saved if setting.key != "trust"), *typed], problems)
 
 
 def _no_group(command: str, group: str, option: str) -> str:
     """Report an option of a group where a saved run decides, and name the key that means the same if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
-    if any((s.key, s.value) == (key, option) for s in compose_groups(command, {group: option}, (), [])):
-        example = f"{key}={option}"
+    with suppress(ConfigError):
+        if any((s.key, s.value) == (key, option) for s in compose(command, {group: option}, ())):
+            example = f"{key}={option}"
     return f"{group}={option}: a saved run has no groups to choose from; override single keys, for example {example}."
 
 
@@ -143,53 +134,10 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
     return found
 
 
-def run_config(path: Path) -> Path | None:
-    """The saved config of the run that a path is, or lies in; None: it is no run with checkpoints."""
-    for folder in (path, *path.parents):
-        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-            return folder / "config.yaml"
-    return None
-
-
-def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
-    named = [word for word in words if word.startswith("ckpt=")]
-    with suppress(ConfigError):  # words that cannot be read are refused where all of them are
-        return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
-    return None
-
-
-def save_config(cfg: Root, path: Path) -> None:
-    """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
-    write_atomically(path, dump_config(cfg))
-
-
-def dump_config(cfg: Root, only: str | None = None) -> str:
-    """Return every key, or those of one group, with its value as YAML; values of environment variables stay
-    `${oc.env:NAME}`.
-    """
-    values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
-    return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
-
-
-def _masked(node: Any) -> Any:
-    """The tree with each text masked before YAML quotes it."""
-    if isinstance(node, dict):
-        return {_masked(key): _masked(value) for key, value in node.items()}
-    if isinstance(node, list):
-        return [_masked(item) for item in node]
-    return masked(node) if isinstance(node, str) else node
-
-
-def check_values(cfg: Root) -> None:
-    """Check a config that may have been changed since it was composed.
-
-    Raises:
-        ConfigError: one line per problem.
-    """
-    problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
-    if found := problems or [line for node in nodes(cfg) for line in node.problems()]:
-        raise ConfigError(found)
+def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
+    """Remove typed options of groups that the command has for the sake of its files only; return these."""
+    unread = [group for group in groups if group in SELECTORS and selected(ROOTS[command], group) is None]
+    return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
 
 def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
@@ -200,7 +148,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
             replace(s, value=located(s.key, s.value)) if s.key in DATA_KEYS and last[s.key] is s else s
             for s in settings
         ]
-    cfg, sources, unread = build(settings, command, problems)
+    cfg, sources, unread = _build(settings, command, problems)
     cfg._sources.update(sources)
     if isinstance(env := getattr(cfg, "env", None), EnvSettings):
         env._played = PLAYED.get(command, env._played)
@@ -211,6 +159,110 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
         log.warning("warning: %s", line)
     cfg = cfg.updated(_derived(cfg))
     return cfg.updated(_located(cfg)) if fetch else cfg
+
+
+def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str], list[str]]:
+    """Turn leaves into typed settings.
+
+    Args:
+        settings: who set what; later ones win.
+        command: whose keys there are; they depend on the values of some.
+        problems: what was found before; grows.
+
+    Returns:
+        The settings, where each value came from (absent: the default), and a warning of the typed keys that have no
+        effect because the command or the chosen parts do not read it.
+
+    Raises:
+        ConfigError: one line per problem.
+    """
+    last: dict[str, Setting] = {}
+    for setting in settings:
+        for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
+            # An empty mapping says nothing; anything else replaces what was below or above it.
+            if not (_covers(setting.key, covered) and setting.value == {}):
+                del last[covered]
+        if setting.value != {} or not any(_covers(setting.key, k) for k in last):
+            last.pop(setting.key, None)
+            last[setting.key] = setting
+    # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
+    values = _resolved(last, command, problems)
+    root, unclear = keys.choose(command, values, problems)
+    # Typed, it leaves out what files say below it, where names are the user's own.
+    emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
+    read: dict[str, Any] = {}
+    unread: dict[str, list[str]] = {}
+    for name, value in values.items():
+        key = find_key(root, name)
+        if key is not None and key.name in emptied and not last[name].typed:
+            continue
+        if key is not None:
+            # A number is a fine text, where it was not written as one by mistake.
+            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
+            said = last[name].text if value is last[name].value else None
+            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
+        elif (not last[name].typed or keys.is_known(name)) and keys.is_unclear(name.partition(".")[0], root, unclear):
+            continue
+        elif keys.is_for_others(command, last[name]):
+            unread.setdefault(f"`embodyrl {command}`", []).append(name)
+        elif not keys.is_known(name) or name in branches_of(root):
+            problems += keys.refuse_key(root, last[name])
+        elif last[name].typed:
+            keys.report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
+    # Checked as JSON, strictly: no text becomes a number, no number a truth value.
+    text = json.dumps(nested(read), default=str)
+    problems += wrong_values(root, text, last)
+    if problems:
+        raise ConfigError(problems)
+    return (
+        root.model_validate_json(text, strict=True),
+        {name: last[name].source for name in read},
+        keys.unread_lines(unread),
+    )
+
+
+def _covers(name: str, other: str) -> bool:
+    return other.startswith(f"{name}.")
+
+
+def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
+    """Values with `${...}` (of what was set, or is a default) and `???` resolved; what cannot be is reported and left
+    out.
+    """
+    values = {name: setting.value for name, setting in last.items()}
+    marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
+    if not marked:
+        return values
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    # Replaced by one that remembers what it gave, so that no message or file shows a secret (`errors.masked`).
+    OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
+    root, _ = keys.choose(command, {name: value for name, value in values.items() if name not in marked}, [])
+    said = {at for name in values for at in (name, *parents_of(name))}
+    unset = {
+        name: plain(key.default)
+        for name, key in keys_of(root).items()
+        if name not in said and values.keys().isdisjoint(parents_of(name)) and not key.required
+    }
+    whole = OmegaConf.create(nested({**unset, **values}))
+    for name in marked:
+        try:
+            value = OmegaConf.select(whole, name, throw_on_missing=True)
+            values[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            del values[name]
+            problems.append(f"{last[name].where}{name} cannot be resolved: {str(error).splitlines()[0]}.")
+    return values
+
+
+def _env_value(name: str, *default: str | None) -> Any:
+    from omegaconf.resolvers.oc import env
+
+    value = env(name, *default)
+    if name in os.environ:
+        hide(name, os.environ[name])
+    return value
 
 
 def _derived(cfg: Root) -> dict[str, Any]:
@@ -247,86 +299,12 @@ def overridden(cfg: R, values: Mapping[str, Any]) -> R:
     return found
 
 
-def _trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
-    """Refuse what the file may not ask for before any name in it is looked up, as that imports code."""
-    values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
-    if found := distrusted(values[0], values[1], file):
-        raise ConfigError([*problems, *found])
+def check_values(cfg: Root) -> None:
+    """Check a config that may have been changed since it was composed.
 
-
-def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove typed options of groups that the command has for the sake of its files only; return these."""
-    unread = [group for group in groups if group in SELECTORS and selected(ROOTS[command], group) is None]
-    return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
-
-
-def _command_of(saved: Sequence[Setting]) -> str:
-    """The command whose run this is; supervised training writes no environment."""
-    sections = {setting.key.partition(".")[0] for setting in saved}
-    if "env" not in sections:
-        return "sft"
-    if "dagger" in sections:
-        return "dagger"
-    return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
-
-
-_OF_THE_RUN = (
-    *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
-    *("eval.baseline", "eval.protocol.settled"),
-)
-"""Keys of a run that a command which uses its weights does not take over."""
-_WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
-"""Keys that belong to the environment: where another one is typed, those of the run do not hold."""
-
-
-def _base_settings(
-    base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
-) -> list[Setting]:
-    """Read what a command takes over from the run whose weights it uses: the whole config, without the sections of
-    typed groups. Reinforcement learning takes environment and model only from a run of another command.
+    Raises:
+        ConfigError: one line per problem.
     """
-    saved = read_saved(base)
-    made_by = _command_of(saved)
-    left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
-    if "eval" in groups:
-        left.add("runner.val_suites")
-    if command != "train":
-        left.add("runner.logger")  # a run without a console must not silence its evaluation
-    # A task decides how long replies are, an environment of the same kind keeps the images that the weights know.
-    kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
-    if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
-        kept.add("env.init_params")
-    if made_by not in ("train", "eval") and "env" not in groups:
-        saved += _played_environment(base.parent, saved, problems)
-    if command == "train" and made_by != "train":
-        saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
-    return [s for s in saved if _lies_below(s.key, kept) or not _lies_below(s.key, left)]
-
-
-def _value_of(key: str, settings: Sequence[Setting]) -> Any:
-    return next((setting.value for setting in reversed(settings) if setting.key == key), None)
-
-
-def _lies_below(name: str, keys: Iterable[str]) -> bool:
-    return any(f"{name}.".startswith(f"{key}.") for key in keys)
-
-
-def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return where the demonstrations of a supervised run come from, or what rounds of DAgger play: it is evaluated on
-    those tasks, and for as long.
-    """
-    own = [setting for setting in saved if setting.key.startswith("env.")]
-    if not own and not (run / ENVIRONMENT_FILE).is_file():
-        problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
-        return []
-    played = own or read_saved(run / ENVIRONMENT_FILE)
-    alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
-    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in played):
-        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist
-    return [*played, *(replace(setting, key=alike[setting.key]) for setting in played if setting.key in alike)]
-
-
-def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Whether the file of a typed group, or of what suits it, set this value."""
-    folders = Path(setting.source).parts[-3:-1]
-    return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
+    problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
+    if found := problems or [line for node in nodes(cfg) for line in node.problems()]:
+        raise ConfigError(found)

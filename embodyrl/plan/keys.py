@@ -14,27 +14,30 @@ from pydantic import Field, create_model
 
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ClusterSection
+from embodyrl.cluster.protocol import ClusterSettings
+from embodyrl.config import tree
+from embodyrl.config.check import wrong_value
 from embodyrl.config.sections import SECTIONS, Chosen, Section
-from embodyrl.config.settings import Key, NumbersStates, Settings, join, keys_of, parents_of
+from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, keys_of, parents_of, plain
+from embodyrl.config.words import Setting, short
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, Root, name_of, selected
+from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, PolicyConfig, Root, name_of, selected
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
 
 @functools.cache
-def _complete(bases: tuple[type[Settings], ...], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
+def _complete(root: type[Root], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
     given = {name: (kind, Field(default_factory=kind)) for name, kind in fields}
-    return create_model(bases[-1].__name__, __base__=bases, **given)  # type: ignore[call-overload]
+    return create_model(root.__name__, __base__=root, **given)  # type: ignore[call-overload]
 
 
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Every key of every command with any registered part, by dotted name."""
-    groups = dict.fromkeys([*(name for section in _SECTIONS for name in section.model_fields), *_sections()])
+    groups = dict.fromkeys([*(name for root in ROOTS.values() for name in root.model_fields), *_FURTHER, *_sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
@@ -42,8 +45,8 @@ def all_keys() -> Mapping[str, Key]:
 def keys_below(group: str) -> Mapping[str, Key]:
     """The keys of one group (or the one key of that name), whatever the command and the parts."""
     found: dict[str, Key] = {}
-    for section in _SECTIONS:
-        found |= {name: key for name, key in keys_of(section).items() if name.partition(".")[0] == group}
+    for root in ROOTS.values():
+        found |= {name: key for name, key in keys_of(root).items() if name.partition(".")[0] == group}
     parts = [settings for _, settings in _settings_of(group)]
     for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
         found |= keys_of(settings, f"{group}.")
@@ -57,8 +60,7 @@ def state_keys() -> frozenset[str]:
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
 
-_SECTIONS: tuple[type[Settings], ...] = (*ROOTS.values(), ClusterSection)
-_FURTHER = {"reward": (StepRewardSettings,)}
+_FURTHER = {"reward": (StepRewardSettings,), "cluster": (ClusterSettings,)}
 _PARTS = {"env": (ENVS,), "model": (POLICIES,), "launcher": (LAUNCHERS,), "algorithm": (ADVANTAGES, LOSSES)}
 
 
@@ -146,23 +148,20 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
     """
     root, fields, unclear = ROOTS[command], {}, set()
     for group, (_, settings) in SELECTORS.items():
-        base = selected(root, group)
-        if base is None:
+        if selected(root, group) is None:
             continue
         try:
-            fields[group] = join(settings(values), base)
+            fields[group] = settings(values)
         except ConfigError as error:
             problems += error.problems
             unclear.add(group)
-    # What a part brings stands before the root: where both have a section of one name, the part's holds.
-    bases: list[type[Settings]] = [root]
     factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
     fields |= getattr(factory, "sections", {}) if issubclass(root, ActingConfig) else {}
     chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
     fields |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
-    if "launcher" in fields and (section := LAUNCHERS.get(name_of(values, "launcher.name", "local")).section):
-        bases.insert(0, section)
-    return _complete(tuple(bases), tuple(fields.items())), frozenset(unclear)
+    if "launcher" in fields:
+        fields |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
+    return _complete(root, tuple(fields.items())), frozenset(unclear)
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
@@ -185,3 +184,55 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     if group in _PARTS and not others and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no part has it, so it is another command's
     return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
+
+
+def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
+    """Whether a group might exist, or have other keys, if some choice were right."""
+    return group in unclear or (bool(unclear) and group not in root.model_fields)
+
+
+def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
+    """Return the line about a key that does not exist."""
+    name = setting.key
+    if name in branches_of(root):
+        if setting.value == {}:
+            return []
+        return [f"{setting.where}{name} is a group of keys, not one key; `embodyrl show {name}` lists them."]
+    hint = suggest(name, root) or " `embodyrl show train` lists all keys."
+    return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
+
+
+def is_for_others(command: str, setting: Setting) -> bool:
+    """Return whether a typed word is a group of `embodyrl train`, which may lead a line of arguments for all commands;
+    for a command without a policy, also weights, reward or data.
+    """
+    name = setting.key
+    group = name in tree.default_options("train") and name != "experiment" and isinstance(setting.value, str)
+    with_policy = issubclass(ROOTS[command], PolicyConfig)
+    return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
+
+
+def report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]) -> None:
+    """Note that a known key has no effect here; refuse a key of another environment or model, and a wrong value."""
+    name = setting.key
+    if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
+        problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
+        return
+    known = keys_below(name.partition(".")[0])
+    found = next((at for at in (name, *parents_of(name)) if at in known), None)
+    if found is None:  # a key of earlier versions, or a group of keys
+        problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
+    elif found == name and (wrong := wrong_value(known[name], value)):
+        problems += wrong
+    elif value != plain(known[found].default):
+        unread.setdefault(reader, []).append(name)
+
+
+def unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
+    """Return a warning for each reader, with the keys that it does not read."""
+    return [
+        f"{short(names[0])} has no effect: {reader} does not read {short(names[0])}."
+        if len(names) == 1
+        else f"{', '.join(map(short, names))} have no effect: {reader} does not read them."
+        for reader, names in unread.items()
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from embodyrl.config.settings import leaves, plain, spell
-from embodyrl.plan.load import parse_word
+from embodyrl.config.words import parse_word
 from embodyrl.plan.roots import EvalConfig, Root
 from embodyrl.types import EnvSpec
 

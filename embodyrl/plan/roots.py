@@ -13,10 +13,11 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
 )
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import ClusterSection, FaultSettings, LauncherSettings, parse_placement
+from embodyrl.cluster.protocol import FaultSettings, LauncherSettings, parse_placement
 from embodyrl.config.sections import SECTIONS, Section
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
 from embodyrl.config.shared import Precision
+from embodyrl.config.words import COMMAND_LINE
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
@@ -37,8 +38,6 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 
 R = TypeVar("R", bound="Root")
-COMMAND_LINE = "command line"
-"""The source of what a person typed just now."""
 THIS_HOST = "this host"
 """The source of a default that depends on the host."""
 
@@ -113,7 +112,7 @@ class PolicyConfig(Root):
     def prefers_float32(self) -> bool:
         """The default of a model is bfloat16, no file and no override sets it, and this host is slow in bfloat16."""
         default = type(self.model).model_fields.get("precision")
-        chosen = "model.precision" in self.sources or isinstance(self, ClusterSection)
+        chosen = "model.precision" in self.sources or hasattr(self, "cluster")
         return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
 
 

@@ -166,7 +166,8 @@ def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str
 
 
 def saved_config(folder: Path) -> Path:
-    from embodyrl.plan.config import load_config, save_config
+    from embodyrl.plan.config import load_config
+    from embodyrl.plan.saved import save_config
 
     folder.mkdir(parents=True)
     save_config(load_config("train", ["seed=4", "runner.experiment_name=kitchen"]), folder / "config.yaml")

@@ -7,7 +7,8 @@ import pytest
 from embodyrl.cli.main import main
 from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.saved import save_config
 
 REFUSED = [
     ("eval", "data.path=x"),

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose as compose_by_hydra
 from hydra import initialize_config_dir
 
-from embodyrl.config.compose import compose
+from embodyrl.config.compose import compose_files
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
@@ -49,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 def test_later_files_win_and_typed_options_win_over_those_of_files(
     folder: Path, groups: dict[str, str], values: dict[str, int]
 ) -> None:
-    found = {key: value for key, (value, _) in compose("root", groups, [folder]).items()}
+    found = {s.key: s.value for s in compose_files("root", tuple(groups.items()), (folder,))}
     assert {key.replace("env.deep.", "env."): value for key, value in found.items()} == values
 
 
@@ -57,14 +57,14 @@ def test_each_value_names_the_file_that_set_it(folder: Path, tmp_path: Path) -> 
     more = tmp_path / "more"
     (more / "extra").mkdir(parents=True)
     (more / "extra" / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /env: b}]\nz: 9\n")
-    files = {key: file for key, (_, file) in compose("root", {"extra": "mine"}, [folder, more]).items()}
+    files = {s.key: s.source for s in compose_files("root", (("extra", "mine"),), (folder, more))}
     assert files == {
         "seed": f"{folder.name}/root.yaml",
         "env.x": f"{folder.name}/env/b.yaml",
         "model.y": f"{folder.name}/start/b-m.yaml",
         "z": str(more / "extra" / "mine.yaml"),
     }
-    files = {key: file for key, (_, file) in compose("root", {"extra": "child"}, [folder]).items()}
+    files = {s.key: s.source for s in compose_files("root", (("extra", "child"),), (folder,))}
     assert files["seed"] == f"{folder.name}/extra/child.yaml"
 
 
@@ -73,12 +73,13 @@ def test_each_value_names_the_file_that_set_it(folder: Path, tmp_path: Path) -> 
 )
 def test_what_cannot_be_composed_is_an_error(folder: Path, option: str, fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
-        compose("root", {"extra": option}, [folder])
+        compose_files("root", (("extra", option),), (folder,))
 
 
 def test_an_application_of_hydra_in_this_process_stays_as_it_is(folder: Path) -> None:
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-        assert compose("root", {"env": "b"}, [folder])["env.x"][0] == 2
+        found = compose_files("root", (("env", "b"),), (folder,))
+        assert [s.value for s in found if s.key == "env.x"] == [2]
         assert compose_by_hydra("root").seed == 1
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from embodyrl.config import tree
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import save_config
 
 
 def test_yaml_of_settings(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
-from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"

@@ -6,7 +6,8 @@ import pytest
 
 from embodyrl.config.settings import leaves
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import config_of_ckpt, load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.saved import config_of_ckpt, save_config
 
 REPLY = "algorithm.sampling_params.max_new_tokens"
 

@@ -10,8 +10,9 @@ from embodyrl.config import tree
 from embodyrl.config.settings import leaves
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
-from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.keys import all_keys
+from embodyrl.plan.saved import ENVIRONMENT_FILE, dump_config, save_config
 
 BAD = [
     # unknown names

@@ -8,7 +8,8 @@ from embodyrl import devices
 from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
-from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.saved import save_config
 
 
 @pytest.fixture

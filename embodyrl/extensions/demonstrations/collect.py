@@ -15,6 +15,7 @@ from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
 from embodyrl.config.paths import resolve_asset
+from embodyrl.config.words import write_word
 from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
@@ -24,11 +25,10 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, De
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.plan.config import dump_config
 from embodyrl.plan.episodes import selected_tasks
-from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import CollectConfig, DaggerConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
+from embodyrl.plan.saved import dump_config
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers

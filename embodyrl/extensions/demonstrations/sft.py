@@ -18,6 +18,7 @@ from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
+from embodyrl.config.words import read_saved, write_word
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.actors import SupervisedActors, start_supervised
 from embodyrl.extensions.demonstrations.cards import read_card, reading_of
@@ -25,9 +26,8 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_setup import augments, load_material, sft_facts
-from embodyrl.plan.config import ENVIRONMENT_FILE
-from embodyrl.plan.load import read_saved, write_word
 from embodyrl.plan.roots import DaggerConfig, SftConfig
+from embodyrl.plan.saved import ENVIRONMENT_FILE
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import IntArray

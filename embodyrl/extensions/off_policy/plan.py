@@ -11,12 +11,12 @@ from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
+from embodyrl.config.words import write_word
 from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
-from embodyrl.plan.load import write_word
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec

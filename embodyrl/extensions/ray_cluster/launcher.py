@@ -20,7 +20,6 @@ from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
 from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
 from embodyrl.cluster.protocol import (
-    ClusterSection,
     ClusterSettings,
     Event,
     Handle,
@@ -169,7 +168,7 @@ class _Handle(Handle):
 class RayLauncher(OpenRequests[_Handle]):
     """Join the cluster at RAY_ADDRESS or start one on this host; implement `Launcher`."""
 
-    section = ClusterSection
+    sections = {"cluster": ClusterSettings}
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)

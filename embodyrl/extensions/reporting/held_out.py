@@ -15,11 +15,11 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.monitor.paired import other_worlds
-from embodyrl.plan.config import run_config
 from embodyrl.plan.episodes import eval_episodes, first_states, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.saved import run_config
 from embodyrl.types import EnvSpec
 
 

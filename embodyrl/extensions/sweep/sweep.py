@@ -17,8 +17,9 @@ from hydra.errors import HydraException
 from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
-from embodyrl.plan.config import config_of_ckpt, load_config
+from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.saved import config_of_ckpt
 
 _NAME = "runner.experiment_name="
 

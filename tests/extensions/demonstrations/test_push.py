@@ -22,7 +22,8 @@ from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.extensions.own_loop.acting import load_policy
-from embodyrl.plan.config import load_config, load_saved_config, save_config
+from embodyrl.plan.config import load_config, load_saved_config
+from embodyrl.plan.saved import save_config
 
 POLICY = Path(__file__).parents[3] / "assets" / "flow_small_tabletop"
 FLOW = ("env=tabletop", "model=flow_small")

@@ -17,7 +17,8 @@ from embodyrl.cli.main import main
 from embodyrl.extensions.doctor import probes
 from embodyrl.extensions.doctor.command import bug_report
 from embodyrl.extensions.doctor.probes import probe_rendering, probe_video
-from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import save_config
 
 DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]
 

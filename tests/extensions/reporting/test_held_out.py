@@ -18,8 +18,9 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
-from embodyrl.plan.config import ENVIRONMENT_FILE, dump_config, load_config, save_config
+from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.saved import ENVIRONMENT_FILE, dump_config, save_config
 
 SPLITS = ("env.train.state_ids=[2,3]", "env.eval.state_ids=[0,0]")
 SUITES = ("libero_10", "libero_90", "libero_goal", "libero_object", "libero_spatial")

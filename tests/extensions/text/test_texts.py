@@ -15,9 +15,10 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.checks import check_components
-from embodyrl.plan.config import load_config, save_config
+from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import selected_reset_ids
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.saved import save_config
 
 
 def test_a_run_plan_counts_one_chunk_per_episode(tmp_path: Path):

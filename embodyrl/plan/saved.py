@@ -1,0 +1,156 @@
+"""Configs of runs: written, read back, and used as the base of another config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from embodyrl.config.paths import resolve_run
+from embodyrl.config.settings import plain
+from embodyrl.config.trust import distrusted
+from embodyrl.config.words import Setting, parse_word, read_saved
+from embodyrl.errors import ConfigError, masked
+from embodyrl.files import write_atomically
+from embodyrl.plan.roots import Root
+
+_REPLY = "algorithm.sampling_params.max_new_tokens"
+ENVIRONMENT_FILE = "environment.yaml"
+"""In a run that learned from demonstrations: the settings of the environment that they come from."""
+_OF_THE_RUN = (
+    *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
+    *("eval.baseline", "eval.protocol.settled"),
+)
+"""Keys of a run that a command which uses its weights does not take over."""
+_WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
+"""Keys that belong to the environment: where another one is typed, those of the run do not hold."""
+
+
+def run_config(path: Path) -> Path | None:
+    """The saved config of the run that a path is, or lies in; None: it is no run with checkpoints."""
+    for folder in (path, *path.parents):
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            return folder / "config.yaml"
+    return None
+
+
+def config_of_ckpt(words: Sequence[str]) -> Path | None:
+    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
+    named = [word for word in words if word.startswith("ckpt=")]
+    with suppress(ConfigError):  # words that cannot be read are refused where all of them are
+        return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
+    return None
+
+
+def save_config(cfg: Root, path: Path) -> None:
+    """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
+    write_atomically(path, dump_config(cfg))
+
+
+def dump_config(cfg: Root, only: str | None = None) -> str:
+    """Return every key, or those of one group, with its value as YAML; values of environment variables stay
+    `${oc.env:NAME}`.
+    """
+    values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
+    return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
+
+
+def _masked(node: Any) -> Any:
+    """The tree with each text masked before YAML quotes it."""
+    if isinstance(node, dict):
+        return {_masked(key): _masked(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_masked(item) for item in node]
+    return masked(node) if isinstance(node, str) else node
+
+
+def command_of(saved: Sequence[Setting]) -> str:
+    """The command whose run this is; supervised training writes no environment."""
+    sections = {setting.key.partition(".")[0] for setting in saved}
+    if "env" not in sections:
+        return "sft"
+    if "dagger" in sections:
+        return "dagger"
+    return "train" if "checkpoint" in sections else "collect" if "collect" in sections else "eval"
+
+
+def on_base(
+    base: Path,
+    command: str,
+    groups: Mapping[str, str],
+    chosen: Sequence[Setting],
+    typed: Sequence[Setting],
+    problems: list[str],
+) -> list[Setting]:
+    """Return the values of the run whose weights are used, completed and replaced by those of the chosen files."""
+    saved = _base_settings(base, command, groups, chosen, problems)
+    check_trust(saved, typed, base, problems)
+    sections = {setting.key.partition(".")[0] for setting in saved}
+    unset = [s for s in chosen if s.key.partition(".")[0] not in sections]
+    # Cameras stay those that the weights were trained with.
+    seen = {setting.key for setting in saved if setting.key.startswith("env.init_params.")}
+    return [*unset, *saved, *(s for s in chosen if _comes_with(s, groups) and s.key not in seen)]
+
+
+def _base_settings(
+    base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
+) -> list[Setting]:
+    """Read what a command takes over from the run whose weights it uses: the whole config, without the sections of
+    typed groups. Reinforcement learning takes environment and model only from a run of another command.
+    """
+    saved = read_saved(base)
+    made_by = command_of(saved)
+    left = {*_OF_THE_RUN, *groups, *(_WITH_ENV if "env" in groups else ())}
+    if "eval" in groups:
+        left.add("runner.val_suites")
+    if command != "train":
+        left.add("runner.logger")  # a run without a console must not silence its evaluation
+    # A task decides how long replies are, an environment of the same kind keeps the images that the weights know.
+    kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
+    if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
+        kept.add("env.init_params")
+    if made_by not in ("train", "eval") and "env" not in groups:
+        saved += _played_environment(base.parent, saved, problems)
+    if command == "train" and made_by != "train":
+        saved = [setting for setting in saved if setting.key.partition(".")[0] in ("env", "model")]
+    return [s for s in saved if _lies_below(s.key, kept) or not _lies_below(s.key, left)]
+
+
+def _value_of(key: str, settings: Sequence[Setting]) -> Any:
+    return next((setting.value for setting in reversed(settings) if setting.key == key), None)
+
+
+def _lies_below(name: str, keys: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{key}.") for key in keys)
+
+
+def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
+    """Return where the demonstrations of a supervised run come from, or what rounds of DAgger play: it is evaluated on
+    those tasks, and for as long.
+    """
+    own = [setting for setting in saved if setting.key.startswith("env.")]
+    if not own and not (run / ENVIRONMENT_FILE).is_file():
+        problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
+        return []
+    played = own or read_saved(run / ENVIRONMENT_FILE)
+    alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
+    if any(setting.key == "env.train.state_ids" and setting.value is None for setting in played):
+        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist
+    return [*played, *(replace(setting, key=alike[setting.key]) for setting in played if setting.key in alike)]
+
+
+def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
+    """Whether the file of a typed group, or of what suits it, set this value."""
+    folders = Path(setting.source).parts[-3:-1]
+    return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
+
+
+def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
+    """Refuse what the file may not ask for before any name in it is looked up, as that imports code."""
+    values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
+    if found := distrusted(values[0], values[1], file):
+        raise ConfigError([*problems, *found])
