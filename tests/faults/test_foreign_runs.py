@@ -24,6 +24,7 @@ from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
 from embodyrl.monitor.history import newest_values, read_history
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.saved import save_config
 
 PAYLOAD = "open(__file__ + '.ran', 'w').close()\nPART = print\n"
 
