@@ -98,28 +98,3 @@ def final_answer(reply: str) -> str:
 def join_pair(better: str, worse: str) -> str:
     """Join two answers into one text, which `split_messages` parses as two replies."""
     return join_messages([Message(role="assistant", content=text) for text in (better, worse)])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """A finished conversation that needs a reward."""
-
-    prompt: str
-    """The user's first message."""
-    response: str
-    """The last reply."""
-    reference: str
-    tokens: int
-    """Length of the last reply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """Reward of one answer."""
-
-    reward: float
-    success: bool
-    components: tuple[float, ...]
-    """Components in the order of `Judge.components`."""
-    problem: str | None = None
-    """Error, if the reward is unknown."""

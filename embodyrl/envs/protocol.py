@@ -1,13 +1,12 @@
 """Interface and registry of environments. Environments are independent of policies."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from embodyrl.config.settings import Settings
-from embodyrl.conversation import Answer, Judgement, TextRow
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.registry import Registry, has
@@ -108,72 +107,6 @@ class TextEnv(Env, Protocol):
         ...
 
 
-class Rows(Protocol):
-    """Rows of text tasks. Picklable; may read its source again in each process."""
-
-    @property
-    def name(self) -> str:
-        """Name of the data."""
-        ...
-
-    @property
-    def held_out(self) -> int:
-        """Number of rows at the end that are held out for evaluation."""
-        ...
-
-    @property
-    def repeated(self) -> int:
-        """Number of held-out rows whose prompt is also in a training row."""
-        ...
-
-    @property
-    def prompt_bytes(self) -> int:
-        """UTF-8 bytes of the longest conversation of a row."""
-        ...
-
-    @property
-    def roles(self) -> tuple[tuple[str, ...], ...]:
-        """All different sequences of roles in the rows."""
-        ...
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Warnings about probably unintended content, one line each."""
-        ...
-
-    @property
-    def pictures(self) -> int:
-        """Maximum number of images in a row."""
-        ...
-
-    @property
-    def image_size(self) -> tuple[int, int]:
-        """Height and width that fit every image."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> TextRow: ...
-
-
-class Judge(Protocol):
-    """Computes rewards of replies. Picklable; each env worker has its own."""
-
-    components: tuple[str, ...]
-    weights: tuple[float, ...]
-    """Weight of each component in the reward."""
-
-    def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Return the rewards of a batch; a reward function that fails or times out gives 0 and is counted as a
-        component.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stop threads and processes; idempotent."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvContext:
     """Construction arguments of an environment other than its keys."""
@@ -181,10 +114,8 @@ class EnvContext:
     num_slots: int = 1
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
-    rows: Rows | None = None
-    """Only with `EnvFactory.reads_rows`."""
-    judge: Judge | None = None
-    """Only with `EnvFactory.reads_rows`."""
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    """Parts from other sections of the config, by `EnvFactory.complete`."""
     pictures: bool = True
     """`render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None

@@ -8,8 +8,9 @@ from typing import Any, Never
 
 import numpy as np
 
-from embodyrl.conversation import Answer, Message, TextRow, join_messages, spoken
-from embodyrl.envs.protocol import AfterStep, Judge, Rows
+from embodyrl.conversation import Message, TextRow, join_messages, spoken
+from embodyrl.envs.protocol import AfterStep
+from embodyrl.envs.text.protocol import Answer, Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
 from embodyrl.registry import Registry, takes

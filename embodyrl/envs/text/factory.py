@@ -4,6 +4,7 @@ from typing import Any
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
+from embodyrl.envs.text.protocol import Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.extensions.text.plan import give_task, text_problems
 from embodyrl.specs import picture_names
@@ -43,8 +44,7 @@ class TextFactory:
 
     def spec(self, cfg: TextSettings, context: EnvContext) -> EnvSpec:
         """Describe the environment: one task, whose initial states are the rows."""
-        assert context.rows is not None and context.judge is not None
-        rows, judge = context.rows, context.judge
+        rows, judge = _parts(context)
         turns = ("assistant", cfg.tool_role)
         known = f"{rows.repeated} of the {rows.held_out} held-out rows have the prompt of a training row"
         return EnvSpec(
@@ -68,8 +68,11 @@ class TextFactory:
 
     def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:
         """Build `context.num_slots` conversations in this process."""
-        assert context.rows is not None and context.judge is not None
-        return ConversationEnv(self.spec(cfg, context), cfg, context.rows, context.judge, context.num_slots)
+        return ConversationEnv(self.spec(cfg, context), cfg, *_parts(context), context.num_slots)
+
+
+def _parts(context: EnvContext) -> tuple[Rows, Judge]:
+    return context.parts["rows"], context.parts["judge"]
 
 
 FACTORY = TextFactory()

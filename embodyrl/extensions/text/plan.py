@@ -27,7 +27,7 @@ def give_task(cfg: ActingConfig, context: EnvContext) -> EnvContext:
         ConfigError: a file, row or reward is wrong.
     """
     judge = build_judge(cfg.reward, cfg.algorithm.sampling_params.max_new_tokens or 1)
-    return replace(context, rows=checked_rows(cfg, cfg.data), judge=judge)
+    return replace(context, parts={"rows": checked_rows(cfg, cfg.data), "judge": judge})
 
 
 def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from settings import env_of
 
-from embodyrl.conversation import Answer, Judgement, Message, TextRow, split_messages
-from embodyrl.envs.protocol import EnvContext, Rows
+from embodyrl.conversation import Message, TextRow, split_messages
+from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import answer, find_call
 from embodyrl.envs.text.factory import FACTORY
+from embodyrl.envs.text.protocol import Answer, Judgement, Rows
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.pictures import Picture
 from embodyrl.extensions.text.rewards.judge import build_judge
@@ -27,7 +28,7 @@ def two_digits() -> Rows:
 @pytest.fixture
 def env():
     judge = build_judge(JudgeSettings(name="exact", weights={"exact": 2.0}), 8)
-    context = EnvContext(num_slots=3, rows=two_digits(), judge=judge)
+    context = EnvContext(num_slots=3, parts={"rows": two_digits(), "judge": judge})
     made = FACTORY.make(env_of("text", max_turns=2, tools=["calculator"]), context)
     yield made
     made.close()
@@ -77,7 +78,7 @@ class Doubting:
 
 
 def test_reward_error_is_reported_for_its_slot():
-    context = EnvContext(num_slots=4, rows=two_digits(), judge=Doubting())
+    context = EnvContext(num_slots=4, parts={"rows": two_digits(), "judge": Doubting()})
     env = FACTORY.make(env_of("text"), context)
     env.reset(range(4), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(4)])
     env.set_replies([1, 2, 3], ["1", "idea", "clue"], np.zeros(3, np.bool_))
@@ -157,7 +158,7 @@ class Listening:
 
 
 def asks(*rows: TextRow, slots: int, judge: Listening):
-    return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, rows=Asked(rows), judge=judge))
+    return FACTORY.make(env_of("text"), EnvContext(num_slots=slots, parts={"rows": Asked(rows), "judge": judge}))
 
 
 def test_verifier_gets_question_and_reply_length():

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from embodyrl.clock import RunClock
-from embodyrl.conversation import Answer, Judgement
+from embodyrl.envs.text.protocol import Answer, Judgement
 from embodyrl.errors import EmbodyError, UnknownNameError
 from embodyrl.extensions.text.rewards.services import REWARDS, find
 from embodyrl.extensions.text.rewards.settings import JudgeSettings

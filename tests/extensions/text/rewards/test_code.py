@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from embodyrl.conversation import Answer
+from embodyrl.envs.text.protocol import Answer
 from embodyrl.extensions.text import sandbox
 from embodyrl.extensions.text.rewards.functions import code
 from embodyrl.extensions.text.rewards.judge import build_judge

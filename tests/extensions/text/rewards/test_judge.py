@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from embodyrl.conversation import Answer
+from embodyrl.envs.text.protocol import Answer
 from embodyrl.extensions.text.rewards.judge import build_judge, overlong_penalty, problems
 from embodyrl.extensions.text.rewards.settings import JudgeSettings
 

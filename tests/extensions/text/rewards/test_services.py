@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import Answer
+from embodyrl.envs.text.protocol import Answer
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.text.rewards.judge import build_judge, problems
 from embodyrl.extensions.text.rewards.services import find
