@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
-            raise ConfigError("-m starts several runs; --resume, --print-config, --dry-run and --json go with one.")
+            raise ConfigError("--resume, --print-config, --dry-run and --json cannot be combined with -m.")
         for sweep in SWEEPERS.every():
             return sweep(args.command, args.words, args.config_dir)
         raise ConfigError("-m: the extension 'sweep' is missing; reinstall embodyrl to get it.")

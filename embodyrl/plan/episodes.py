@@ -277,10 +277,10 @@ def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
 def _weighted_ids(
     cfg: TrainConfig, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator
 ) -> list[int]:
-    """Draw the reset ids of `count` groups by the weights of their tasks and by how open their outcome is.
+    """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
-    Tasks, or reset ids where there is one task, are drawn systematically: each appears as often as its weight says, up
-    to one group.
+    Tasks, or reset ids where there is one task, are sampled systematically: each appears in proportion to its weight,
+    up to one group.
     """
     split, tasks = cfg.env.train, selected_tasks(env, cfg.env.train)
     each = [reset_ids_of(env, split, task) for task in tasks]

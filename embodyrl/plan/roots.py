@@ -39,7 +39,7 @@ from embodyrl.policies.settings import ModelSettings
 
 R = TypeVar("R", bound="Root")
 THIS_HOST = "this host"
-"""The source of a default that depends on the host."""
+"""Source label for defaults that depend on the host."""
 
 
 class Root(Settings):

@@ -195,7 +195,7 @@ class CheckpointSettings(Settings):
     async_save: bool = False
     """Go on training once the files are written, while they are hashed, synced to the disk and moved into place."""
     on_error: OnSaveError = OnSaveError["continue"]
-    """A checkpoint on the way cannot be written (full disk): warn and continue, or stop. The last one must succeed."""
+    """Response to a failed intermediate checkpoint (full disk): continue with a warning, or stop."""
 
 
 EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])

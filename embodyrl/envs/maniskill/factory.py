@@ -78,7 +78,7 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     if found.draws_scene:
         raise ConfigError(
             f"env.sim_backend=gpu: env.id={name} samples its objects when its scene is built, in a batch once for all "
-            "episodes, so that a reset id would not begin the same episode. Set env.sim_backend=cpu, or another env.id."
+            "episodes, so a reset id would not determine the episode. Set env.sim_backend=cpu, or another env.id."
         )
     cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()
     for camera in cameras:

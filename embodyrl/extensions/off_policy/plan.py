@@ -132,7 +132,7 @@ def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> I
         yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not learn from; use model=mlp."
     if policy.num_action_chunks > 1:
         yield (
-            f"{key}: nobody sees what each of a chunk's {policy.num_action_chunks} actions achieved; set "
+            f"{key} needs single actions, but model.num_action_chunks={policy.num_action_chunks}; set "
             "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:

@@ -241,7 +241,7 @@ class SacLearner(Learner):
         return {FEATURES: torch.cat(features).cpu().numpy()}
 
     def _parts_of(self, records: IntArray) -> list[IntArray]:
-        """As many as a forward pass takes at a time."""
+        """Split records into batches for one forward pass."""
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
     def _load_demonstrations(self) -> ReplayBuffer:

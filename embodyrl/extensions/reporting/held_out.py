@@ -142,4 +142,4 @@ def _verdict(states: int, used: dict[str, int]) -> str:
     if not any(used.values()):
         return f"none of these initial states is used by {' or '.join(used)}"
     shares = ", ".join(f"{what} uses {count}" for what, count in used.items())
-    return f"warning: of these {states} initial states {shares}; success there says less about others"
+    return f"warning: of these {states} initial states {shares}; results on these states do not measure generalization"

@@ -135,7 +135,7 @@ class PolicyServer:
                 max_size=cfg.max_message_mib * 2**20,
                 max_queue=1,  # messages that are read before they are asked for
                 ping_interval=None,  # a client that simulates may not answer them
-                process_request=self._admit,
+                process_request=self._process_request,
                 logger=_silent(),
             )
         except OSError as error:
@@ -150,7 +150,7 @@ class PolicyServer:
             await asyncio.wait_for(server.wait_closed(), _CLOSING_S)
         raise Interrupted(signum)
 
-    def _admit(self, connection: Any, request: Any) -> Any:
+    def _process_request(self, connection: Any, request: Any) -> Any:
         """Answer probes (openpi: /healthz, vla-eval: /health) without a websocket; limit the clients."""
         if request.path in ("/healthz", "/health"):
             return connection.respond(200, "OK\n")
