@@ -119,7 +119,7 @@ class EnvContext:
     pictures: bool = True
     """`render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
-    """For an environment with a section `reward`; None: the simulator's own reward."""
+    """Settings of the section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
     """Description of the run plan, if the environment was described before; None: describe it."""
     suites: tuple[str, ...] = ()

@@ -71,7 +71,7 @@ class EnvSettings(Settings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it (`EnvSpec.name`)."""
+        """Name of the environment in evaluation protocols (`EnvSpec.name`)."""
         return self.env_type
 
     @property

@@ -24,11 +24,11 @@ def reference_gae() -> tuple[np.ndarray, np.ndarray]:
     return np.stack([a for a, _ in rows]), np.stack([g for _, g in rows])
 
 
-def test_grpo_reference():
+def test_grpo_matches_reference():
     np.testing.assert_allclose(grpo(REWARDS, GROUPS), GRPO_REFERENCE, atol=1e-6)
 
 
-def test_dr_grpo_reference():
+def test_dr_grpo_matches_reference():
     np.testing.assert_allclose(grpo(REWARDS, GROUPS, normalize=False), [0.5, -0.5, 0, 1, -2, 1], atol=1e-6)
 
 
@@ -37,11 +37,11 @@ def test_grpo_with_a_biased_standard_deviation():
     np.testing.assert_allclose(grpo(REWARDS, GROUPS, unbiased=False), expected, atol=1e-6)
 
 
-def test_rloo_reference():
+def test_rloo_matches_reference():
     np.testing.assert_allclose(rloo(REWARDS, GROUPS), [0.75, -0.75, 0, 1.5, -3, 1.5], atol=1e-6)
 
 
-def test_opo_reference():
+def test_opo_matches_reference():
     expected = [0.416667, -0.583333, -0.083333, 1.875, -1.125, 1.875]
     np.testing.assert_allclose(opo(REWARDS, GROUPS, LENGTHS), expected, atol=1e-6)
 
@@ -101,13 +101,13 @@ def test_grpo_advantage_of_equal_rewards_is_exactly_zero():
     np.testing.assert_array_equal(grpo([0.1] * 3, [7] * 3), 0.0)
 
 
-def test_gae_reference():
+def test_gae_matches_reference():
     raw, returns = reference_gae()
     np.testing.assert_allclose(raw, GAE_RAW, atol=1e-6)
     np.testing.assert_allclose(returns, GAE_RETURNS, atol=1e-6)
 
 
-def test_whiten_reference():
+def test_whiten_matches_reference():
     raw, _ = reference_gae()
     out = np.zeros_like(raw)
     out[VALID] = whiten(raw[VALID])

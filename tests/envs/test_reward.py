@@ -172,7 +172,7 @@ def test_reward_keys_without_effect_warn(words, said):
 
 
 @pytest.mark.needs("check_env", "demonstrations", "tabletop")
-def test_reward_path_is_refused_without_rewards(caplog):
+def test_reward_path_without_rewards_warns(caplog):
     load_config("check-env", ["env=tabletop", "reward.path=test_reward:parts"])
     load_config("sft", ["data.path=a", "reward.path=test_reward:parts"])
     lines = [record.getMessage() for record in caplog.records]

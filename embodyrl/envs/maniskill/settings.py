@@ -33,7 +33,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it."""
+        """Name of the environment in evaluation protocols."""
         return self.id or self.env_type
 
 

@@ -44,7 +44,7 @@ class LeRobotFactory(ABC):
 
     @abstractmethod
     def record(self, cfg: Any, config: Any) -> ChunkRecord:
-        """Return what is kept of a chunk."""
+        """Return the record of a chunk."""
 
     @abstractmethod
     def passes(self, cfg: Any, config: Any) -> int:

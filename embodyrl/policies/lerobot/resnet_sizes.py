@@ -9,7 +9,7 @@ DEPTHS = {
 }
 """Blocks of each of the four layers."""
 PLAIN = ("resnet18", "resnet34")
-"""Networks of blocks with two convolutions; the others have three (bottlenecks)."""
+"""ResNets with basic blocks (two convolutions); the others have bottlenecks (three)."""
 WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4
 """Outputs of a bottleneck, in multiples of its width."""

@@ -198,7 +198,7 @@ class Names:
             raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
         prompt = _first(message, self.prompt)
         if not isinstance(prompt, str):
-            raise MessageError(f"'{self.prompt[0]}' is to be a text. {_what_came(message)}")
+            raise MessageError(f"'{self.prompt[0]}' must be a text. {_what_came(message)}")
         state = None
         if states:
             state = np.asarray(_first(message, self.state), np.float32)
@@ -211,7 +211,7 @@ class Names:
     def _pictures(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
         held = message.get(self.group) if self.group else message
         if not isinstance(held, Mapping):
-            raise MessageError(f"'{self.group}' is to be a mapping of images. {_what_came(message)}")
+            raise MessageError(f"'{self.group}' must be a mapping of images. {_what_came(message)}")
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
             wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])

@@ -193,7 +193,7 @@ def test_pi05_accepts_states_of_any_length(told, tmp_path):
     assert torch.equal(policy.module.network.reader.read(obs).tokens, changed) is not told
 
 
-def test_relative_actions_work_without_a_state_input(tmp_path):
+def test_relative_actions_use_the_state(tmp_path):
     """Else a server would ask for no state, and have nothing to add to."""
     assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.uses_state
 
