@@ -30,7 +30,7 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 from embodyrl.envs.simulators import SimSteps, Simulators
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, RewardSpec, SimulatorSpec
 
 CASES = {
     "CartPole-v1": (8, 256, 64, 10),
@@ -102,9 +102,15 @@ class BatchedFactory(SimFactory[BatchedSettings]):
         self.arrays = arrays
 
     def describe(self, cfg: BatchedSettings, context: EnvContext) -> EnvSpec:
-        space = ActionSpace(kind=ActionKind.discrete, sizes=(2,))
-        many = {"tasks": ("",), "states_per_task": (10**6,), "reports_success": False, "lockstep": True}
-        return EnvSpec(name="poles", action_dim=1, state_dim=4, action_space=space, on_gpu=False, **many)  # type: ignore[arg-type]
+        return EnvSpec(
+            name="poles",
+            action=ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(2,)),
+            tasks=("",),
+            states_per_task=(10**6,),
+            state_dim=4,
+            reward=RewardSpec(reports_success=False),
+            simulator=SimulatorSpec(lockstep=True, on_gpu=False),
+        )
 
     def simulators(self, cfg: BatchedSettings, context: EnvContext) -> Sims:
         return Sims(self.describe(cfg, context), context.num_slots, importlib.import_module(self.arrays))

@@ -39,7 +39,7 @@ from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 from embodyrl.workers.weights import describe_weights, publish, take
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
@@ -52,12 +52,11 @@ LARGE = {
 }
 ENV = EnvSpec(
     name="synthetic",
-    action_dim=7,
+    action=ActionSpec(dim=7),
     tasks=(TASK,),
     states_per_task=(1,),
-    cameras=("agentview",),
-    image_size=(256, 256),
-    unnorm_key="libero_10",
+    cameras=CameraSpec(names=("agentview",), size=(256, 256)),
+    benchmark=BenchmarkSpec(unnorm_key="libero_10"),
 )
 FEW_LAYERS = 2
 GOALS = {"act": 0.4, "latency": 0.3, "train": 0.4, "memory": 1.0, "publish": 0.5}
@@ -294,7 +293,7 @@ def measure(mode: str, limits: Limits, args: argparse.Namespace) -> list[dict]:
     """Rows of a mode, whose policy is gone afterwards."""
     with tempfile.TemporaryDirectory() as name:
         write_folder(Path(name), args.size, args.layers)
-        parameters = FACTORY.spec(settings(Path(name), mode, args), ENV, 0).num_parameters
+        parameters = FACTORY.costs(settings(Path(name), mode, args), ENV, 0).num_parameters
         few = fitting_layers(parameters, limits.memory) if mode == "full" and not args.layers else args.layers
         if few != args.layers:
             print(f"full: {parameters:,} parameters do not fit; {few} layers of the language model instead")

@@ -40,7 +40,17 @@ from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.scheduler.slot import Phase
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import EnvSpec, Episode, EpisodeSpec, FloatArray, Observation, ObservationOut, PolicyOutput
+from embodyrl.types import (
+    ActionSpec,
+    CameraSpec,
+    EnvSpec,
+    Episode,
+    EpisodeSpec,
+    FloatArray,
+    Observation,
+    ObservationOut,
+    PolicyOutput,
+)
 
 SLOTS = 4
 """Slots of a worker."""
@@ -90,8 +100,9 @@ class SleepyEnv:
 
     def spec(self, cfg: SleepySettings, context: EnvContext) -> EnvSpec:
         return EnvSpec(
-            name="sleepy", action_dim=1, tasks=("wait",), states_per_task=(3,), cameras=("front",),
-            image_size=(64, 64), max_episode_steps=10**6,
+            name="sleepy", action=ActionSpec(dim=1), tasks=("wait",), states_per_task=(3,),
+            cameras=CameraSpec(names=("front",), size=(64, 64)),
+            max_episode_steps=10**6,
         )  # fmt: skip
 
     def make(self, cfg: SleepySettings, context: EnvContext) -> ChunkedEnv:
@@ -111,7 +122,7 @@ class SleepyPolicyFactory(UntrainedFactory):
     """Builds `SleepyPolicy`."""
 
     def build(self, cfg: ModelSettings, request: PolicyRequest) -> SleepyPolicy:
-        return SleepyPolicy(self.spec(cfg, request.env, 0), None)
+        return SleepyPolicy(self.spec(cfg, request.env, 0), request.env.action)
 
 
 ENV = SleepyEnv()

@@ -157,7 +157,8 @@ def ours(cfg: Any, seconds: float, chunk_length: int = CHUNK) -> dict[str, float
     env = ENVS.get(cfg.env_type).make(cfg, EnvContext(num_slots=SLOTS))
     spec = env.spec
     out = ObservationOut(
-        images=np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8), state=np.zeros(spec.state_dim, np.float32)
+        images=np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8),
+        state=np.zeros(spec.state_dim, np.float32),
     )
     start = EpisodeStart(reset_id=0, seed=0, max_episode_steps=10**6, ignore_terminations=True)
     rng = np.random.default_rng(0)

@@ -1,53 +1,10 @@
-"""Declarations of environments and policies before any worker starts; joined by `plan/run_plan.py`.
-
-Their sizes (bytes, FLOPs and seconds) are used to plan a run's memory and throughput.
-"""
+"""Declarations of environments and policies, which the run plan joins before any worker starts."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Declared size of a policy; 0: unknown."""
-
-    num_parameters: int = 0
-    num_trained: int | None = None
-    """Trained parameters in addition (adapters); None: all parameters are trained."""
-    activation_bytes: int = 0
-    """Approximate bytes that one sample's forward pass stores for its backward pass."""
-    recomputed_bytes: int = 0
-    """The same with actor.gradient_checkpointing: the inputs of all layers."""
-    largest_layer: tuple[int, int] = (0, 0)
-    """Largest repeated layer: parameters, and bytes stored while it is recomputed for a sample."""
-    outside_layers: int = 0
-    """Parameters outside the repeated layers: embeddings, output matrix, projectors."""
-    scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes for scoring, independent of the number of samples: logits of a whole vocabulary; the same with recomputed
-    layers."""
-    acting_bytes: int = 0
-    """Approximate bytes per sample for inference: the widest layer, or keys and values of replies."""
-    sample_tokens: int = 1
-    """Tokens of the longest sample, as in `Record.cost`."""
-    forward_flops: float = 0.0
-    """FLOPs of one sample's forward pass."""
-    act_passes: int = 1
-    """Forward passes for a batch of chunks, each of which reads all weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnvFootprint:
-    """Declared size of an environment; 0: unknown or negligible."""
-
-    task_bytes: int = 0
-    """Approximate memory of one loaded task, if a worker can hold only some of them; 0: negligible."""
-    gpu_bytes: tuple[int, int] = (0, 0)
-    """Approximate GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
-    chunk_s: float = 0.0
-    """Approximate CPU seconds for a chunk of 8 actions with rendering; 0: unknown or negligible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,95 +40,153 @@ class ActionKind(StrEnum):
     multi_discrete = "multi_discrete"
     """One category id per dimension."""
     text = "text"
-    """Policy-specific token ids (-1: none); their text is stored separately."""
+    """Tokens that only the policy can read (-1: none); the text of the reply is a separate field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ActionSpace:
-    """Action space [A] of an environment. All actions are stored as float32."""
+class ActionSpec:
+    """Actions [A] of an environment. They are passed as float32 whatever their kind."""
 
-    kind: ActionKind
+    dim: int
+    """A: numbers of an action."""
+    kind: ActionKind = ActionKind.box
     sizes: tuple[int, ...] = ()
     """Number of categories of each dimension, ids from 0; empty for `box`."""
     low: tuple[float, ...] = ()
-    """Lower bound of each dimension, possibly -inf; only for `box`."""
+    """`box`: smallest value of each dimension, maybe -inf; empty: -1."""
     high: tuple[float, ...] = ()
-    """Upper bound of each dimension, possibly inf; only for `box`."""
+    """`box`: largest value of each dimension, maybe inf; empty: 1."""
+    gripper: GripperConvention | None = None
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Smallest and largest number of each dimension, for all kinds."""
-        return self.low or (0.0,) * len(self.sizes), self.high or tuple(size - 1.0 for size in self.sizes)
+        """Smallest and largest number of each dimension, whatever their kind."""
+        if self.kind is ActionKind.box:
+            return self.low or (-1.0,) * self.dim, self.high or (1.0,) * self.dim
+        return (0.0,) * len(self.sizes), tuple(size - 1.0 for size in self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EnvSpec(EnvFootprint):
+class CameraSpec:
+    """Camera images of an observation [C, H, W, 3]."""
+
+    names: tuple[str, ...] = ()
+    """In the order of the image axis C."""
+    size: tuple[int, int] = (0, 0)
+    """Height and width, pixels."""
+    grey: bool = False
+    """The three colour channels are equal."""
+    rotation_deg: int = 0
+    """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's public datasets."""
+    needed: bool = False
+    """The state alone does not describe the scene."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoalSpec:
+    """Columns of the state that contain goals, where a `GoalFactory` can compute rewards of other goals."""
+
+    achieved: tuple[int, int]
+    """First column, and one past the last."""
+    desired: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSpec:
+    """Scripted expert of an environment."""
+
+    tasks: tuple[int, ...] = ()
+    """Task ids that it solves."""
+    reacts: bool = True
+    """It acts on the present state; false: it follows a plan, so it cannot label another policy's actions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """Rewards of an environment."""
+
+    components: tuple[str, ...] = ()
+    """Names of the terms that are logged separately."""
+    weights: tuple[float, ...] = ()
+    """Weight of each term in the reward."""
+    cameras: int = 0
+    """Number of cameras, from the first, that the reward reads, whatever the policy reads."""
+    factor: float = 1.0
+    """Factor of every reward for learning; reported returns are divided by it."""
+    reports_success: bool = True
+    """False: no step reports success, so the return is the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSpec:
+    """Instructions and conversations of an environment."""
+
+    instructed: bool = True
+    """False: the environment has no instructions, and `EnvSpec.tasks` are names."""
+    prompt_bytes: int = 0
+    """UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
+    roles: tuple[tuple[str, ...], ...] = ()
+    """Sequences of roles of the conversations of a run."""
+    max_replies: int = 0
+    """Replies (chunks) of the longest conversation; 0: env steps are limited instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatorSpec:
+    """How the simulators of an env worker run."""
+
+    lockstep: bool = False
+    """The slots of a worker are one batched simulator, which steps all of them at once."""
+    on_gpu: bool | None = None
+    """Env workers compute or render on a GPU; None: unknown, so each sees one."""
+    renders: bool = True
+    """Frames for people exist: recordings, `embodyrl play`."""
+    may_truncate: bool = False
+    """It may truncate an episode itself, at any step; false: only the run's time limit does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkSpec:
+    """Properties of a published benchmark."""
+
+    suites: tuple[str, ...] = ()
+    """Suite of each task where evaluations cover several, all with the tasks of the first, the training suite."""
+    held_out: int = 0
+    """Number of initial states, from the last of each task, for evaluation, unless `state_ids` selects others."""
+    unnorm_key: str | None = None
+    """Key of the public statistics (`dataset_statistics.json`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvSpec:
     """Declaration of an environment; joined with a `PolicySpec` before any worker starts."""
 
     name: str
-    action_dim: int
+    action: ActionSpec
     tasks: tuple[str, ...]
     """Language instruction of each task id."""
-    instructed: bool = True
-    """False: the environment has no instructions, and `tasks` are names."""
     states_per_task: tuple[int, ...]
     """Number of fixed initial states of each task; reset ids count through them task by task."""
-    cameras: tuple[str, ...] = ()  # names, in the order of the image axis C
-    image_size: tuple[int, int] = (0, 0)
-    """Height and width of every camera image, pixels."""
-    grey: bool = False  # the three colours of every camera image are equal
-    image_rotation_deg: int = 0
-    """Rotation (0 or 180) that brings a stored frame to the orientation of the public data sets of this benchmark."""
-    state_dim: int = 0
-    gripper: GripperConvention | None = None
-    unnorm_key: str | None = None
-    """Key of the public statistics of this benchmark (`dataset_statistics.json`)."""
-    achieved_goal: tuple[int, int] = (0, 0)  # where in the state it lies: first column, and one past the last
-    desired_goal: tuple[int, int] = (0, 0)
-    """Like `achieved_goal`; (0, 0): rewards of other goals are unknown (`envs.protocol.GoalFactory`)."""
-    max_episode_steps: int = 0  # the benchmark's own horizon, env steps
-    expert_tasks: tuple[int, ...] = ()  # for which a scripted expert exists
-    expert_reacts: bool = True  # reacts to the state, for any earlier actions; False: follows a plan
-    action_space: ActionSpace | None = None  # None: real numbers, by convention within -1..1
-    may_truncate: bool = False
-    """The environment may truncate an episode itself, at any step; false: only the run's own time limit does."""
-    lockstep: bool = False
-    """The slots of a worker are one batched simulator, which steps all slots together."""
-    doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings for the banner, one line each; they may quote observations, so equal specs may differ here."""
-    roles: tuple[tuple[str, ...], ...] = ()  # sequences of roles that the conversations of a run have
-    draws: bool = True  # images for people exist: recordings, `embodyrl play`
-    on_gpu: bool | None = None  # env workers compute or render on a GPU; None: unknown, so each has access to one
-    max_chunks: int = 0
-    """Chunks of the longest episode, if their number is limited instead of that of env steps; 0: it is not."""
-    prompt_bytes: int = 0
-    """UTF-8 bytes of the longest instruction; 0: those of `tasks`."""
+    instructions: tuple[str, ...] = ()
+    """Instruction of each reset id, where initial states of a task have different ones."""
     seeded_tasks: tuple[int, ...] = ()
-    """Tasks whose episodes also depend on their seed; in all others the reset id determines everything."""
-    reports_success: bool = True
-    """False: success is unknown, so the return is the metric."""
-    state_suffices: bool = True
-    """The state contains all relevant information; False: some is visible in images only."""
-    held_out: int = 0  # n last initial states of a task are for evaluation, unless `state_ids` says otherwise
-    components: tuple[str, ...] = ()
-    """Names of the parts of the reward that are logged separately."""
-    component_weights: tuple[float, ...] = ()  # what each part counts in the reward
-    rewarded_cameras: int = 0
-    """The reward uses the first n cameras, independent of the policy."""
-    suites: tuple[str, ...] = ()
-    """Suite of each task, if evaluations cover several; all have the tasks of the first, the only one for training."""
-    instructions: tuple[str, ...] = ()  # of each reset id, if they differ between initial states of a task
-    reward_factor: float = 1.0
-    """Factor that was applied to every reward for training; reported returns exclude it."""
+    """Tasks whose episodes depend on their seed too; of other tasks, the reset id determines the episode."""
+    cameras: CameraSpec = CameraSpec()
+    state_dim: int = 0
+    goal: GoalSpec | None = None
+    expert: ExpertSpec = ExpertSpec()
+    reward: RewardSpec = RewardSpec()
+    text: TextSpec = TextSpec()
+    simulator: SimulatorSpec = SimulatorSpec()
+    benchmark: BenchmarkSpec = BenchmarkSpec()
+    max_episode_steps: int = 0
+    """The benchmark's own horizon, env steps."""
+    doubts: tuple[str, ...] = field(default=(), compare=False)
+    """Warnings of the banner, a line each; they may quote observations, so equal specs may have different ones."""
 
     def suite_of(self, task_id: int) -> str:
-        """Return the suite of a task."""
-        return self.suites[task_id] if self.suites else self.name
-
-    @property
-    def action_kind(self) -> ActionKind:
-        """Kind of the action space."""
-        return self.action_space.kind if self.action_space else ActionKind.box
+        """Return the name of a task's suite."""
+        return self.benchmark.suites[task_id] if self.benchmark.suites else self.name
 
     @property
     def num_reset_ids(self) -> int:
@@ -195,48 +210,107 @@ class EnvSpec(EnvFootprint):
 
 
 def picture_names(count: int) -> tuple[str, ...]:
-    """Return the cameras of an environment whose prompts contain images."""
+    """Return the camera names of an environment whose prompts contain images."""
     return tuple(f"image_{i}" for i in range(count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PolicySpec(Footprint):
-    """Declaration of a policy: inputs, outputs and size."""
+class InputSpec:
+    """Parts of an observation that a policy reads."""
+
+    num_images: int = 0
+    """Camera images, from the first."""
+    state: bool = False
+    instructions: bool = False
+    rotates_images: bool = False
+    """It rotates frames by `CameraSpec.rotation_deg` before it reads them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SteeringSpec:
+    """Training of a small actor that steers frozen weights."""
+
+    key: str
+    """Key and value that freeze the weights."""
+    corrects: bool
+    """The actor corrects actions, which demonstrations contain too; false: it chooses noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySpec:
+    """Declaration of a policy: its inputs, its outputs, and how it can be trained."""
 
     name: str
     num_action_chunks: int
+    """K: actions of a chunk."""
     action_dim: int
+    """A: numbers of an action."""
     tokens_per_chunk: int
-    """L: number of sampled tokens of one chunk (K*A for discrete OpenVLA-OFT)."""
+    """L: sampled tokens of a chunk (K*A for discrete OpenVLA-OFT)."""
+    scored: int = 0
+    """P: log-probabilities of an action, where it has more tokens than these; 0: one of each token."""
     imitated: int = 0
-    """H: actions per imitation target, if more than are executed; 0: K."""
+    """H: actions of a chunk in SFT, where they are more than it executes; 0: K."""
+    reply_bytes: int = 0
+    """UTF-8 bytes that are kept of a chunk's text; 0: it has none."""
     value_dim: int = 0
     """V: 0 without a value head, 1 (chunk level) or K (action level)."""
-    num_images: int = 0
-    uses_state: bool = False
-    turns_images: bool = False
-    """The policy rotates frames by `EnvSpec.image_rotation_deg` before inference."""
-    reads_instructions: bool = False
+    inputs: InputSpec = InputSpec()
     gripper: GripperConvention | None = None
-    untrainable: str = ""
-    """Reason why RL cannot train the policy; empty: it can."""
-    warmup_steps: int = 0
-    """Default warm-up of RL in optimizer steps, without actor.optim.warmup_steps."""
-    scored: int = 0  # log-probabilities per action, if fewer than tokens; 0: one per token
-    takes_noise: bool = True  # sampling differs from greedy actions
-    scripted: bool = False
-    """The environment's scripted expert chooses the actions, step by step; the policy's actions are ignored."""
+
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
-    """Supported kinds of action spaces."""
-    draws_with_gradients: bool = False
+    """Kinds of action spaces that it can act in."""
+    untrainable: str = ""
+    """Why RL cannot train it; empty: it can, for its actions are sampled with probabilities."""
+    scripted: bool = False
+    """The environment's own expert chooses the actions, step by step; the policy only requests that."""
+    takes_noise: bool = True
+    """Sampling differs from acting greedily."""
+    differentiable: bool = False
     """Sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
-    steers: str = ""
-    """Key and value that freeze the model and train an actor on it; empty: no such actor."""
-    corrects: bool = False  # the actor outputs a difference of actions, which demonstrations contain, too
-    steering_features: int = 0  # F: features that are stored per observation for an actor on a frozen model
-    doubts: tuple[str, ...] = ()
-    """Warnings about probably unintended settings, one line each; shown in the banner."""
-    reply_bytes: int = 0
-    """UTF-8 bytes stored of a chunk's text; 0: there is no text."""
+    steering: SteeringSpec | None = None
     rates: bool = False
     """Its value head, trained alone, is a reward model for `reward.path`."""
+    doubts: tuple[str, ...] = ()
+    """Warnings of the banner, a line each: settings that work, but may not be meant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvCosts:
+    """Estimated memory and time of an environment; zeros where unknown or negligible."""
+
+    task_bytes: int = 0
+    """Memory of a loaded task, where a worker can hold only some of them; 0: negligible."""
+    gpu_bytes: tuple[int, int] = (0, 0)
+    """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
+    chunk_s: float = 0.0
+    """Core seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyCosts:
+    """Estimated size, memory and work of a policy; zeros where unknown."""
+
+    num_parameters: int = 0
+    num_trained: int | None = None
+    """Parameters, additional to them, that training changes (adapters); None: it changes all of them."""
+    activation_bytes: int = 0
+    """Bytes that the forward pass of a sample keeps for its backward pass."""
+    recomputed_bytes: int = 0
+    """The same with actor.gradient_checkpointing: the inputs of all layers."""
+    largest_layer: tuple[int, int] = (0, 0)
+    """Largest repeated layer: parameters, and bytes that its recomputation keeps for a sample."""
+    outside_layers: int = 0
+    """Parameters outside the repeated layers: embeddings, output matrix, projectors."""
+    scoring_bytes: tuple[int, int] = (0, 0)
+    """Bytes of log-probabilities, independent of the batch: logits of a vocabulary; the same with recomputed layers."""
+    acting_bytes: int = 0
+    """Bytes of acting per sample of a batch: the widest layer, or keys and values of replies."""
+    sample_tokens: int = 1
+    """Tokens of the longest sample, as `Record.cost` counts them."""
+    forward_flops: float = 0.0
+    """FLOPs of the forward pass of a sample."""
+    act_passes: int = 1
+    """Forward passes, each of which reads all weights, for a batch of chunks."""
+    steering_features: int = 0
+    """F: numbers that the replay buffer keeps of an observation where frozen weights are steered."""

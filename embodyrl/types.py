@@ -14,10 +14,21 @@ import numpy.typing as npt
 
 # Aliases for authors of environments and models.
 from embodyrl.specs import ActionKind as ActionKind
-from embodyrl.specs import ActionSpace as ActionSpace
+from embodyrl.specs import ActionSpec as ActionSpec
+from embodyrl.specs import BenchmarkSpec as BenchmarkSpec
+from embodyrl.specs import CameraSpec as CameraSpec
+from embodyrl.specs import EnvCosts as EnvCosts
 from embodyrl.specs import EnvSpec as EnvSpec
+from embodyrl.specs import ExpertSpec as ExpertSpec
+from embodyrl.specs import GoalSpec as GoalSpec
 from embodyrl.specs import GripperConvention as GripperConvention
+from embodyrl.specs import InputSpec as InputSpec
+from embodyrl.specs import PolicyCosts as PolicyCosts
 from embodyrl.specs import PolicySpec as PolicySpec
+from embodyrl.specs import RewardSpec as RewardSpec
+from embodyrl.specs import SimulatorSpec as SimulatorSpec
+from embodyrl.specs import SteeringSpec as SteeringSpec
+from embodyrl.specs import TextSpec as TextSpec
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray, ObservationOut
+from embodyrl.types import (
+    ActionSpec,
+    ByteArray,
+    CameraSpec,
+    EnvSpec,
+    FloatArray,
+    IntArray,
+    ObservationOut,
+    SimulatorSpec,
+)
 
 
 def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminated: Sequence[int] = ()) -> list[SimStep]:
@@ -31,11 +40,10 @@ class ScriptedSims(PerSlot):
         num_tasks = len(scripts) // states_per_task
         spec = EnvSpec(
             name="scripted",
-            action_dim=action_dim,
+            action=ActionSpec(dim=action_dim),
             tasks=tuple(f"do thing {task}" for task in range(num_tasks)),
             states_per_task=(states_per_task,) * num_tasks,
-            cameras=("front",),
-            image_size=(4, 6),
+            cameras=CameraSpec(names=("front",), size=(4, 6)),
             state_dim=2,
             max_episode_steps=max(len(script) for script in scripts),
         )
@@ -50,7 +58,7 @@ class ScriptedSims(PerSlot):
         self._at[slot] = (reset_id, 0)
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        assert action.shape == (self.spec.action_dim,)
+        assert action.shape == (self.spec.action.dim,)
         self.log.append(("step", slot, float(action[0])))
         reset_id, index = self._at[slot]
         self._at[slot] = (reset_id, index + 1)
@@ -62,7 +70,7 @@ class ScriptedSims(PerSlot):
         out.state[:] = self._at[slot]
 
     def render(self, slot: int) -> ByteArray:
-        return np.full((*self.spec.image_size, 3), self._at[slot][1], np.uint8)
+        return np.full((*self.spec.cameras.size, 3), self._at[slot][1], np.uint8)
 
     def close(self) -> None:
         self.closed = True
@@ -73,7 +81,7 @@ class ScriptedBatch(ScriptedSims):
 
     def __init__(self, scripts: Sequence[Sequence[SimStep]]) -> None:
         super().__init__(scripts)
-        self.spec = replace(self.spec, lockstep=True)
+        self.spec = replace(self.spec, simulator=SimulatorSpec(lockstep=True))
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         starts = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
@@ -82,7 +90,7 @@ class ScriptedBatch(ScriptedSims):
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         every = np.array(sorted(self._at))
-        given = np.zeros((len(every), self.spec.action_dim), np.float32)
+        given = np.zeros((len(every), self.spec.action.dim), np.float32)
         given[np.searchsorted(every, slots)] = actions
         steps = super().step(every, given)
         chosen = np.searchsorted(every, slots)

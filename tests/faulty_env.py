@@ -163,8 +163,8 @@ class FaultyFactory(ToyFactory):
         if cfg.kwargs["plant"] == "one_count_too_many":
             spec = replace(spec, states_per_task=(*spec.states_per_task, 4))
         if cfg.kwargs["plant"] == "gripper_without_place":
-            assert spec.gripper is not None
-            spec = replace(spec, gripper=replace(spec.gripper, index=7))
+            assert spec.action.gripper is not None
+            spec = replace(spec, action=replace(spec.action, gripper=replace(spec.action.gripper, index=7)))
         return spec
 
     def make(self, cfg: ToySettings, context: EnvContext) -> ChunkedEnv:

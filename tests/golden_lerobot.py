@@ -16,7 +16,7 @@ from settings import model_of
 
 from embodyrl.policies.lerobot.config import STATE, read_config
 from embodyrl.policies.protocol import POLICIES, PolicyRequest
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation
 
 GOLDEN = Path(__file__).parent / "golden" / "lerobot"
 ACT, DIFFUSION = ("act/image", "act/state", "act/novae"), ("diffusion/image", "diffusion/state", "diffusion/separate")
@@ -72,11 +72,10 @@ def env_of_config(config: Any, **changes: Any) -> EnvSpec:
     names = tuple(f"{name.rpartition('.')[2]}{t}" for t in range(steps) for name in config.cameras)
     spec = EnvSpec(
         name="toy",
-        action_dim=config.action_dim,
+        action=ActionSpec(dim=config.action_dim),
         tasks=("go",),
         states_per_task=(4,),
-        cameras=names,
-        image_size=config.image_size,
+        cameras=CameraSpec(names=names, size=config.image_size),
         state_dim=steps * (config.state_dim + config.environment_dim),
     )
     return replace(spec, **changes)
@@ -92,6 +91,7 @@ def policy_of(folder: Path, *, value_dim: int = 0, env: EnvSpec | None = None, s
     assert factory.validate(cfg) == []
     request = PolicyRequest(env=env or env_of_config(config), value_dim=value_dim, device="cpu", seed=seed)
     policy = factory.build(cfg, request)
+    policy.costs = factory.costs(cfg, request.env, value_dim)
     return policy
 
 
@@ -131,14 +131,16 @@ def fresh(kind: str, target: Path, **changes: Any) -> Path:
 
 
 def toy_env(state: int = 5, cameras: tuple[str, ...] = (), size: tuple[int, int] = (32, 40)) -> EnvSpec:
-    shown = {"cameras": cameras, "image_size": size} if cameras else {}
-    return EnvSpec(name="toy", action_dim=2, tasks=("go",), states_per_task=(4,), state_dim=state, **shown)
+    shown = CameraSpec(names=cameras, size=size) if cameras else CameraSpec()
+    return EnvSpec(
+        name="toy", action=ActionSpec(dim=2), tasks=("go",), states_per_task=(4,), state_dim=state, cameras=shown
+    )
 
 
 def observe(env: EnvSpec, count: int, seed: int = 0) -> Observation:
     rng = np.random.default_rng(seed)
     return Observation(
-        images=rng.integers(0, 256, (count, len(env.cameras), *env.image_size, 3), np.uint8),
+        images=rng.integers(0, 256, (count, len(env.cameras.names), *env.cameras.size, 3), np.uint8),
         state=rng.normal(size=(count, env.state_dim)).astype(np.float32),
         instructions=("go",) * count,
     )

@@ -45,7 +45,7 @@ class Regression(Learner):
         trainer, arena, policy = self.context.trainer, self.context.arena, self.context.trainer.policy
         records = arena.read(request.tickets)
         obs, actions = read_observation(arena, records), arena[Record.action][records].copy()
-        convert_gripper(actions, self.context.env.gripper, policy.spec.gripper)
+        convert_gripper(actions, self.context.env.action.gripper, policy.spec.gripper)
         weight = arena[Record.advantage][records].max(1)
 
         def imitate(rows: IntArray) -> ImitationScores:

@@ -5,7 +5,7 @@ from pathlib import Path
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, TextSpec
 
 SMALL = (
     "env.train.total_num_envs=8",
@@ -19,11 +19,10 @@ SMALL = (
 )
 ASKING = EnvSpec(
     name="text",
-    action_dim=1,
+    action=ActionSpec(dim=1, kind=ActionKind.text),
     tasks=("text",),
     states_per_task=(1,),
-    action_space=ActionSpace(kind=ActionKind.text),
-    prompt_bytes=64,
+    text=TextSpec(prompt_bytes=64),
 )
 """An environment of short prompts, for policies without workers."""
 

@@ -28,7 +28,19 @@ from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.simulators import PerSlot, SimStep
-from embodyrl.types import ByteArray, EnvSpec, FloatArray, GripperConvention, ObservationOut
+from embodyrl.types import (
+    ActionSpec,
+    BenchmarkSpec,
+    ByteArray,
+    CameraSpec,
+    EnvCosts,
+    EnvSpec,
+    ExpertSpec,
+    FloatArray,
+    GripperConvention,
+    ObservationOut,
+    SimulatorSpec,
+)
 
 
 def wait_at_gate(marker: Path) -> None:
@@ -117,7 +129,7 @@ class ToySims(PerSlot):
         return True
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
-        height, width = self.spec.image_size
+        height, width = self.spec.cameras.size
         out.images[...] = np.uint8(40 * (1 + self._task[slot]))
         fault = self._maybe_misbehave("observe")
         column = int(np.clip((self._position[slot] + 4) / 8, 0, 0.99) * width)
@@ -125,7 +137,7 @@ class ToySims(PerSlot):
         out.state[:] = np.nan if fault == "nonfinite" else self._position[slot]
 
     def render(self, slot: int) -> ByteArray:
-        frame = np.zeros((1, *self.spec.image_size, 3), np.uint8)
+        frame = np.zeros((1, *self.spec.cameras.size, 3), np.uint8)
         self.observe_slot(slot, ObservationOut(images=frame, state=np.zeros(1, np.float32)))
         return frame[0]
 
@@ -151,7 +163,15 @@ class ToyFactory(SimFactory[ToySettings]):
     settings = ToySettings
 
     def describe(self, cfg: ToySettings, context: EnvContext) -> EnvSpec:
-        return replace(toy_spec(int(cfg.kwargs.get("tasks", 1))), lockstep=bool(cfg.kwargs.get("lockstep")))
+        return replace(
+            toy_spec(int(cfg.kwargs.get("tasks", 1))),
+            simulator=SimulatorSpec(
+                lockstep=bool(cfg.kwargs.get("lockstep")), on_gpu=True if "gpu_bytes" in cfg.kwargs else None
+            ),
+        )
+
+    def costs(self, cfg: ToySettings, spec: EnvSpec) -> EnvCosts:
+        return EnvCosts(**{key: cfg.kwargs[key] for key in ("gpu_bytes", "task_bytes") if key in cfg.kwargs})
 
     def simulators(self, cfg: ToySettings, context: EnvContext) -> ToySims:
         return ToySims(self.describe(cfg, context), cfg.kwargs)
@@ -161,16 +181,14 @@ def toy_spec(tasks: int = 1) -> EnvSpec:
     """One task by default; every task has four initial states."""
     spec = EnvSpec(
         name="toy",
-        action_dim=7,
+        action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
         tasks=("go right", "go left", "go left again"),
         states_per_task=(4, 4, 4),
-        cameras=("front",),
-        image_size=(16, 24),
+        cameras=CameraSpec(names=("front",), size=(16, 24)),
         state_dim=1,
-        gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-        unnorm_key="libero_10_no_noops",
+        benchmark=BenchmarkSpec(unnorm_key="libero_10_no_noops"),
         max_episode_steps=32,
-        expert_tasks=tuple(range(tasks)),
+        expert=ExpertSpec(tasks=tuple(range(tasks))),
         seeded_tasks=tuple(range(tasks)),
     )
     return replace(spec, tasks=spec.tasks[:tasks], states_per_task=spec.states_per_task[:tasks])

@@ -143,9 +143,9 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
     `top`: rollout.logprobs.
     """
-    height, width = env.image_size
+    height, width = env.cameras.size
     sizes = {
-        "cameras": len(env.cameras),
+        "cameras": len(env.cameras.names),
         "height": height,
         "width": width,
         "state_dim": env.state_dim,
@@ -156,7 +156,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
         "V": policy.value_dim,
         "reply_bytes": policy.reply_bytes,
         "top_bytes": TOP_BYTES * (top + 1) * policy.num_action_chunks if top else 0,
-        "components": len(env.components),
+        "components": len(env.reward.components),
     }
     columns = [column for column in vars(Record).values() if isinstance(column, Column)]
     return RecordLayout(
@@ -170,7 +170,7 @@ def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = Fa
 
 def _instruction_width(env: EnvSpec) -> int:
     """Return the bytes of the longest instruction of an environment, rounded up to 64."""
-    longest = env.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
+    longest = env.text.prompt_bytes or max((len(t.encode("utf-8")) for t in env.instructions or env.tasks), default=1)
     return -(-max(longest, 1) // 64) * 64
 
 

@@ -243,7 +243,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     """Build the table from episodes; the overall metrics are those of the environment's own suite."""
     ids = sorted({row.task_id for row in rows})
     by_suite = {env.suite_of(task): [row for row in rows if row.suite == env.suite_of(task)] for task in ids}
-    own = next(iter(by_suite.values())) if env.suites else rows
+    own = next(iter(by_suite.values())) if env.benchmark.suites else rows
     tasks = []
     for task in ids:
         played = [row for row in rows if row.task_id == task]
@@ -252,7 +252,9 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
     return EvalResult(
         overall=_summarise_task(-1, "overall", own),
         tasks=tuple(tasks),
-        suites=tuple(_summarise_task(-1, name, part) for name, part in by_suite.items()) if env.suites else (),
+        suites=tuple(_summarise_task(-1, name, part) for name, part in by_suite.items())
+        if env.benchmark.suites
+        else (),
         dropped=collection.dropped,
         folder=folder,
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
@@ -266,13 +268,13 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     """Record of an episode; its return excludes the reward scale of training."""
     number = episode.spec.task_id
     # What is not announced may come all the same: some environments only speak of success at the end.
-    known = env.reports_success or episode.success_once
+    known = env.reward.reports_success or episode.success_once
     said = split_messages(episode.instruction)
     talks = len(said) > 1
     # The instruction of a conversation is all that was said, of a game of several turns what was said last.
-    named = talks or env.max_chunks > 1
-    suite = env.suites[number] if env.suites else ""
-    first = env.reset_ids_of(env.suites.index(suite) if env.suites else 0).start
+    named = talks or env.text.max_replies > 1
+    suite = env.benchmark.suites[number] if env.benchmark.suites else ""
+    first = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start
     return EpisodeRow(
         episode=episode.spec.episode_id,
         task_id=episode.spec.task_id,
@@ -281,7 +283,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
         seed=episode.spec.seed,
         success_once=episode.success_once if known else None,
         success_at_end=episode.success_at_end if known else None,
-        episode_return=episode.episode_return / env.reward_factor,
+        episode_return=episode.episode_return / env.reward.factor,
         steps=episode.length,
         terminated=episode.terminated,
         truncated=episode.truncated,

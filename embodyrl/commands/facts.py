@@ -28,31 +28,32 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     slots = f"{run_plan.num_slots} slots"
     if isinstance(cfg, TrainConfig) and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
         slots = f"{cfg.env.train.total_num_envs} slots (while validating {run_plan.num_slots})"
+    parameters = run_plan.policy_costs.num_parameters
     lines = {
         "env": f"{env.name} ({len(env.tasks)} tasks) · {slots} in {workers} workers · "
         f"{_limit(env, split)} · {_sight(env)}",
-        "policy": f"{policy.name} · {_count(policy.num_parameters)} parameters · {cfg.model.precision_name} · "
+        "policy": f"{policy.name} · {_count(parameters)} parameters · {cfg.model.precision_name} · "
         f"chunk {policy.num_action_chunks} x {policy.action_dim}",
     }
     lines |= dict(precision_facts(cfg))
     doubts = (*env.doubts, *policy.doubts)
-    if policy.reads_instructions and not env.instructed:
+    if policy.inputs.instructions and not env.text.instructed:
         doubts += (
             f"'{policy.name}' reads instructions, and the environment has none, so that its name stands in; fix: "
             "env.instruction=TEXT",
         )
     if doubts:
         lines["warning"] = "; ".join(doubts)
-    if policy.num_images or policy.gripper:
-        cameras = ", ".join(env.cameras[: policy.num_images]) or "none"
-        turned = " · frames turned by 180 degrees" if policy.turns_images and env.image_rotation_deg else ""
+    if policy.inputs.num_images or policy.gripper:
+        cameras = ", ".join(env.cameras.names[: policy.inputs.num_images]) or "none"
+        turned = " · frames turned by 180 degrees" if policy.inputs.rotates_images and env.cameras.rotation_deg else ""
         lines["inputs"] = (
-            f"cameras {cameras}{turned} · {gripper_text(policy.gripper)}, env: {gripper_text(env.gripper)}"
+            f"cameras {cameras}{turned} · {gripper_text(policy.gripper)}, env: {gripper_text(env.action.gripper)}"
         )
-    if env.cameras and not policy.num_images and run_plan.algorithm is not None:
-        lines["not seen"] = f"{', '.join(env.cameras)}: '{policy.name}' reads no images (model=cnn does)"
-    if env.task_bytes:
-        lines["simulators"] = memory_of_tasks(env, split, run_plan.env_workers_per_node)
+    if env.cameras.names and not policy.inputs.num_images and run_plan.algorithm is not None:
+        lines["not seen"] = f"{', '.join(env.cameras.names)}: '{policy.name}' reads no images (model=cnn does)"
+    if task_bytes := run_plan.env_costs.task_bytes:
+        lines["simulators"] = memory_of_tasks(env, task_bytes, split, run_plan.env_workers_per_node)
     if run_plan.algorithm is not None:
         a = run_plan.algorithm.settings
         clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
@@ -88,12 +89,12 @@ def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
     return [("precision", "fp32: this processor has no bf16 instructions and is several times slower in bf16")]
 
 
-def memory_of_tasks(env: EnvSpec, split: EnvSplit, workers: int) -> str:
+def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
     """Return the memory of loaded tasks, and how many each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
-    kept = min(wanted, tasks_in_memory(env.task_bytes, workers))
+    kept = min(wanted, tasks_in_memory(task_bytes, workers))
     return (
-        f"up to {env.task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
+        f"up to {task_bytes / 2**30:.1f} GiB per loaded task, {available_bytes() / 2**30:.1f} GiB free: each of "
         f"{workers} workers keeps {kept} of {wanted} tasks"
     )
 
@@ -142,16 +143,16 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
 
 def _limit(env: EnvSpec, split: EnvSplit) -> str:
     """Return the time limit that ends an episode first."""
-    if env.may_truncate and env.max_episode_steps < split.max_episode_steps:
+    if env.simulator.may_truncate and env.max_episode_steps < split.max_episode_steps:
         return f"{env.max_episode_steps} steps/episode (the environment's own limit)"
     return f"{split.max_episode_steps} steps/episode"
 
 
 def _sight(env: EnvSpec) -> str:
     """What the policy can see."""
-    if not env.cameras:
+    if not env.cameras.names:
         return f"state [{env.state_dim}]" if env.state_dim else "words"
-    return f"{', '.join(env.cameras)} {env.image_size[0]}x{env.image_size[1]}"
+    return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"
 
 
 def _bytes(number: int) -> str:

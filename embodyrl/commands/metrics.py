@@ -45,21 +45,23 @@ def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, r
     if finished:
         metrics |= _episode_metrics(finished, env)
     if collection.greedy:
-        returns = [e.episode_return / env.reward_factor for e in collection.greedy.values()]
+        returns = [e.episode_return / env.reward.factor for e in collection.greedy.values()]
         metrics["train/greedy_return"] = float(np.mean(returns))
-    if finished and env.components:
+    if finished and env.reward.components:
         parts = np.mean([e.whole.components for e in finished], axis=0)
-        metrics |= {f"train/reward_{name}": float(part) for name, part in zip(env.components, parts, strict=True)}
+        metrics |= {
+            f"train/reward_{name}": float(part) for name, part in zip(env.reward.components, parts, strict=True)
+        }
     return metrics
 
 
 def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, float]:
     count, wholes = len(episodes), [e.whole for e in episodes]
     metrics = {
-        "train/return": sum(e.episode_return for e in wholes) / env.reward_factor / count,
+        "train/return": sum(e.episode_return for e in wholes) / env.reward.factor / count,
         "train/episode_len": sum(e.length for e in wholes) / count,
     }
-    if not env.reports_success and not any(e.success_once for e in wholes):
+    if not env.reward.reports_success and not any(e.success_once for e in wholes):
         return metrics
     rate = Rate.of((e.spec.reset_id, e.success_once) for e in wholes)
     metrics |= {

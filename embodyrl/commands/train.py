@@ -273,6 +273,6 @@ class _Training:
                 self.monitor.text(f"return     {before.mean_return:.4g} before, {after.mean_return:.4g} after")
         root, trust = str(self.session.folder.root), trust_words(self.cfg)
         uses = [["report", root, "--open"], ["eval", write_word("ckpt", root), *trust], ["play", root, *trust]]
-        self.session.conclude(checkpoint, *(uses if self.run_plan.env.draws else uses[:2]))
+        self.session.conclude(checkpoint, *(uses if self.run_plan.env.simulator.renders else uses[:2]))
         for path in self.compared[:4] or (self.last.videos[:4] if self.last is not None else ()):
             self.monitor.text(f"video      {path}")

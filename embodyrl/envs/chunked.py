@@ -40,7 +40,7 @@ class ChunkedEnv:
         reward: StepRewardSettings | None = None,
     ) -> None:
         self._own = StepReward(reward) if reward is not None and reward.path is not None else None
-        spec = replace(sims.spec, reward_factor=reward_coef)
+        spec = replace(sims.spec, reward=replace(sims.spec.reward, factor=reward_coef))
         self.spec = self._own.declare(spec) if self._own else spec
         self.task_limit = sims.task_limit
         self._relative, self._coef = use_rel_reward, reward_coef
@@ -109,16 +109,16 @@ class ChunkedEnv:
         """Execute actions of the scripted expert (see `Env.expert_chunk`)."""
         rows = np.array(slots, np.int64)
         for slot in slots:
-            if self._task(slot) not in self.spec.expert_tasks:
+            if self._task(slot) not in self.spec.expert.tasks:
                 raise EnvError(
                     f"{self._where(slot)}: this task has no scripted expert; env '{self.spec.name}' has "
-                    f"one for tasks {list(self.spec.expert_tasks)}. Set env.train.task_ids and env.eval.task_ids."
+                    f"one for tasks {list(self.spec.expert.tasks)}. Set env.train.task_ids and env.eval.task_ids."
                 )
         self._require_running(rows)
         if instead is not None:
             self._check_actions(slots, instead)
-        clean = np.zeros((len(slots), num_actions, self.spec.action_dim), np.float32)
-        bounds = (-1.0, 1.0) if self.spec.action_space is None else self.spec.action_space.bounds
+        clean = np.zeros((len(slots), num_actions, self.spec.action.dim), np.float32)
+        bounds = self.spec.action.bounds
 
         def choose(at: IntArray, k: int, acting: IntArray) -> FloatArray:
             for row, slot in zip(at.tolist(), acting.tolist(), strict=True):
@@ -133,17 +133,17 @@ class ChunkedEnv:
     def _noise(self, slot: int, scale: float) -> DoubleArray:
         """Return Gaussian noise [A] for the expert's action; it depends only on the episode and its step."""
         draw = np.random.default_rng([self._seed[slot], self._steps[slot]])
-        shake = draw.normal(0.0, scale, self.spec.action_dim)
-        if self.spec.gripper is not None:
-            shake[self.spec.gripper.index] = 0.0
+        shake = draw.normal(0.0, scale, self.spec.action.dim)
+        if self.spec.action.gripper is not None:
+            shake[self.spec.action.gripper.index] = 0.0
         return shake
 
     def _run(self, slots: IntArray, num_actions: int, choose: Choice, after_step: AfterStep | None) -> ChunkResult:
-        result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.components))
+        result = ChunkResult.empty(len(slots), num_actions, parts=len(self.spec.reward.components))
         rows = np.arange(len(slots))
         for together in rows[:, None] if self._sims.sequential else (rows,):
             self._run_together(result, together, slots, choose, after_step)
-        if self.spec.lockstep:
+        if self.spec.simulator.lockstep:
             # Episodes that wait for their first action were stepped, too; they restart from the same initial state.
             waiting = (self._phase == _RUNNING) & (self._steps == 0)
             waiting[slots] = False
@@ -173,7 +173,7 @@ class ChunkedEnv:
             if after_step is not None:
                 for row, slot in zip(running.tolist(), acting.tolist(), strict=True):
                     after_step(slot, bool(result.success[row, k]))
-            if self.spec.lockstep:
+            if self.spec.simulator.lockstep:
                 cut = acting[result.truncated[running, k]].tolist()
 
     def _record(
@@ -257,7 +257,7 @@ class ChunkedEnv:
 
     def _look(self, slot: int) -> ObservationOut:
         """Return a slot's observation in new arrays."""
-        images = np.zeros((1, len(self.spec.cameras), *self.spec.image_size, 3), np.uint8)
+        images = np.zeros((1, len(self.spec.cameras.names), *self.spec.cameras.size, 3), np.uint8)
         state = np.zeros((1, self.spec.state_dim), np.float32)
         self._sims.observe(np.array([slot]), images, state, np.array([0]))
         return ObservationOut(images=images[0], state=state[0])
@@ -312,11 +312,11 @@ class ChunkedEnv:
                 raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
-        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action_dim
+        good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action.dim
         if not good or actions.shape[1] == 0:
             raise EnvError(
                 f"env '{self.spec.name}', slots {list(slots)} on tasks {[self._task(s) for s in slots]}: actions have "
-                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action_dim}). "
+                f"shape {tuple(actions.shape)}, expected ({len(slots)}, K >= 1, {self.spec.action.dim}). "
                 "Check model.action_dim and the policy's action head."
             )
         if not np.isfinite(actions).all():

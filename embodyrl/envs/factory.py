@@ -60,7 +60,8 @@ class SimFactory(ABC, Generic[S]):
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
         """Return the description, with the parts of the user's reward."""
         own = context.reward
-        spec = replace(self.describe(cfg, context), reward_factor=getattr(cfg, "reward_coef", 1.0))
+        spec = self.describe(cfg, context)
+        spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
         return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
 
     def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv:

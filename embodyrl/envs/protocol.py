@@ -14,6 +14,7 @@ from embodyrl.types import (
     BoolArray,
     ByteArray,
     ChunkResult,
+    EnvCosts,
     EnvSpec,
     EpisodeStart,
     FloatArray,
@@ -166,6 +167,15 @@ class EnvFactory(Protocol):
         ...
 
 
+@runtime_checkable
+class EstimatesEnvCosts(Protocol):
+    """An `EnvFactory` that estimates memory and time of its environments."""
+
+    def costs(self, cfg: Any, spec: EnvSpec) -> EnvCosts:
+        """Estimate the costs of an environment; imports nothing heavy."""
+        ...
+
+
 class GoalJudge(Protocol):
     """Computes rewards of executed actions for other goals."""
 
@@ -186,7 +196,7 @@ class GoalJudge(Protocol):
 
 
 class GoalFactory(EnvFactory, Protocol):
-    """Factory of environments whose `EnvSpec` has a `desired_goal`."""
+    """Factory of environments whose `EnvSpec` has a `goal`."""
 
     def judge(self, cfg: Any) -> GoalJudge:
         """Build a `GoalJudge` in this process, which is the actor's."""
@@ -199,3 +209,9 @@ ENVS: Registry[EnvFactory] = Registry(
     wants="a factory with settings, validate, spec and make (docs/howto/add_an_env.md)",
     fits=has("settings", "validate", "spec", "make"),
 )
+
+
+def env_costs(cfg: EnvSettings, spec: EnvSpec) -> EnvCosts:
+    """Return the estimated costs of an environment; zeros where its factory estimates none."""
+    factory = ENVS.get(cfg.env_type)
+    return factory.costs(cfg, spec) if isinstance(factory, EstimatesEnvCosts) else EnvCosts()

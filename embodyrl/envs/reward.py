@@ -135,12 +135,13 @@ class StepReward:
             ConfigError: a reward model was trained with other cameras, or in another order.
         """
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
-        if names and spec.cameras[: len(names)] != names:
+        if names and spec.cameras.names[: len(names)] != names:
             raise ConfigError(
                 f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' shows "
-                f"{', '.join(spec.cameras) or 'none'}. Put the former first, in this order."
+                f"{', '.join(spec.cameras.names) or 'none'}. Put the former first, in this order."
             )
-        return replace(spec, components=self.components, component_weights=self.weights, rewarded_cameras=cameras)
+        reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
+        return replace(spec, reward=reward)
 
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
         """Call the function; return the components, and the error if it failed.

@@ -83,7 +83,7 @@ class Simulators(ABC):
         return None
 
     def expert(self, slot: int) -> FloatArray:
-        """Return the scripted expert's next action [A]; called only for tasks in `spec.expert_tasks`."""
+        """Return the scripted expert's next action [A]; called only for tasks in `spec.expert.tasks`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def close(self) -> None:

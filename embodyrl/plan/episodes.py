@@ -63,7 +63,7 @@ class EpisodeList:
 
 def own_tasks(env: EnvSpec) -> range:
     """Tasks of the environment's own suite."""
-    return range(env.suites.count(env.suites[0]) if env.suites else len(env.tasks))
+    return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
@@ -117,8 +117,8 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
     """Return the first and the last initial state of a split where the environment holds some out; None: all."""
     last = env.states_per_task[0] - 1
-    border = last - env.held_out
-    return None if not env.held_out else [0, border] if split == "train" else [border + 1, last]
+    border = last - env.benchmark.held_out
+    return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
 
 
 def groups_per_step(cfg: TrainConfig) -> int:

@@ -15,7 +15,7 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placement, place_rank
 from embodyrl.devices import Devices, Gpus, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
-from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.protocol import EnvContext, env_costs
 from embodyrl.envs.settings import CameraSettings, EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
@@ -26,7 +26,8 @@ from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.resources import Resources, plan_resources
 from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
 from embodyrl.policies import POLICIES, fitting_models
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.policies.protocol import policy_costs
+from embodyrl.types import ActionKind, EnvCosts, EnvSpec, PolicyCosts, PolicySpec
 
 log = logging.getLogger(__name__)
 C = TypeVar("C", bound=ActingConfig)
@@ -98,6 +99,16 @@ class RunPlan:
         return self.algorithm is not None and self.cfg.acting_processes > 0
 
     @property
+    def policy_costs(self) -> PolicyCosts:
+        """Estimated size, memory and work of the policy."""
+        return policy_costs(self.cfg.model, self.env, self.policy.value_dim)
+
+    @property
+    def env_costs(self) -> EnvCosts:
+        """Estimated memory and time of the environment."""
+        return env_costs(self.cfg.env, self.env)
+
+    @property
     def num_slots(self) -> int:
         """Slots of all env workers."""
         return self.env_workers[-1].slots.stop
@@ -119,10 +130,10 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if algorithm:
         algorithm.scored = policy.scored
-    cameras = max(policy.num_images, env.rewarded_cameras)
-    if isinstance(settings, CameraSettings) and policy.num_images and 0 < cameras < len(env.cameras):
+    cameras = max(policy.inputs.num_images, env.reward.cameras)
+    if isinstance(settings, CameraSettings) and policy.inputs.num_images and 0 < cameras < len(env.cameras.names):
         # Every camera costs rendering time and memory in each record; policy and reward look at the first ones.
-        settings = settings.with_cameras(env.cameras[:cameras])
+        settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
     learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
@@ -164,9 +175,9 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What the command asks of environment and policy that they cannot do."""
-    problems = key_problems(cfg, policy) if env.action_kind in policy.action_kinds else []
+    problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env)
-    if env.lockstep and cfg.rollout.pipeline_stage_num > 1:
+    if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
             f"{cfg.rollout.pipeline_stage_num} steps some of them at a time; set it to 1."
@@ -177,8 +188,8 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What learning asks of environment and policy that they cannot do."""
     problems = []
-    seen = policy.num_images or env.action_kind is ActionKind.text
-    if not env.state_suffices and not seen and not policy.untrainable:
+    seen = policy.inputs.num_images or env.action.kind is ActionKind.text
+    if env.cameras.needed and not seen and not policy.untrainable:
         problems.append(
             f"model '{policy.name}' reads no image, and the state of env '{env.name}' says nothing of the scene, so it "
             "could only guess. Choose a model that sees, for example model=openvla_oft_tiny."
@@ -187,8 +198,10 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
-    if "env.train.continue_episodes" in cfg.changed and (env.lockstep or not algorithm.counts_chunk_steps):
-        reason = f"env '{env.name}' steps all slots at once" if env.lockstep else "steps end with their episodes"
+    if "env.train.continue_episodes" in cfg.changed and (env.simulator.lockstep or not algorithm.counts_chunk_steps):
+        reason = (
+            f"env '{env.name}' steps all slots at once" if env.simulator.lockstep else "steps end with their episodes"
+        )
         log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
     if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not algorithm.counts_chunk_steps:
         log.warning(
@@ -236,36 +249,36 @@ def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> li
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Compare what the environment gives with what the policy takes; one line per mismatch."""
     problems = []
-    if env.action_dim != policy.action_dim:
+    if env.action.dim != policy.action_dim:
         problems.append(
-            f"env '{env.name}' takes {env.action_dim}-dimensional actions, model '{policy.name}' gives "
-            f"{policy.action_dim}; set model.action_dim={env.action_dim} or choose another model."
+            f"env '{env.name}' takes {env.action.dim}-dimensional actions, model '{policy.name}' gives "
+            f"{policy.action_dim}; set model.action_dim={env.action.dim} or choose another model."
         )
-    if env.action_kind not in policy.action_kinds:
+    if env.action.kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))
         problems.append(
-            f"env '{env.name}' takes {env.action_kind} actions, model '{policy.name}' gives {can} ones only; choose "
+            f"env '{env.name}' takes {env.action.kind} actions, model '{policy.name}' gives {can} ones only; choose "
             f"another model, for example {fitting_models(env)}."
         )
-    if env.cameras and env.action_kind is ActionKind.text and not policy.num_images:
+    if env.cameras.names and env.action.kind is ActionKind.text and not policy.inputs.num_images:
         problems.append(
             f"the rows of env '{env.name}' show images, model '{policy.name}' reads none; use model=vision_lm with "
             "the folder of a vision-language model, or model=vision_lm_tiny."
         )
-    if policy.num_images > len(env.cameras):
+    if policy.inputs.num_images > len(env.cameras.names):
         problems.append(
-            f"model '{policy.name}' reads {policy.num_images} camera images, env '{env.name}' gives "
-            f"{len(env.cameras)} ({', '.join(env.cameras) or 'none'}); "
-            + ("set model.num_images_in_input or the cameras." if env.cameras else f"try {fitting_models(env)}.")
+            f"model '{policy.name}' reads {policy.inputs.num_images} camera images, env '{env.name}' gives "
+            f"{len(env.cameras.names)} ({', '.join(env.cameras.names) or 'none'}); "
+            + ("set model.num_images_in_input or the cameras." if env.cameras.names else f"try {fitting_models(env)}.")
         )
-    if policy.uses_state and not env.state_dim:
+    if policy.inputs.state and not env.state_dim:
         problems.append(
             f"model '{policy.name}' reads a state vector, env '{env.name}' has none; try {fitting_models(env)}."
         )
-    if policy.scripted and not env.expert_tasks:
+    if policy.scripted and not env.expert.tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")
-    if not policy.scripted and (env.gripper is None) != (policy.gripper is None):
-        has, lacks = ("env", "model") if env.gripper else ("model", "env")
+    if not policy.scripted and (env.action.gripper is None) != (policy.gripper is None):
+        has, lacks = ("env", "model") if env.action.gripper else ("model", "env")
         problems.append(f"the {has} declares a gripper convention, the {lacks} does not; they do not fit together.")
     return problems
 
@@ -345,7 +358,7 @@ def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: 
         return 1
     if cfg.launcher.env_workers != "auto":
         return min(cfg.launcher.env_workers, slots)
-    batched = env.lockstep and env.on_gpu
+    batched = env.simulator.lockstep and env.simulator.on_gpu
     each = len(devices.simulators) if batched else available_cores()
     return max(1, min(each * len(component_nodes(cfg)["env"]), slots))
 
@@ -367,7 +380,7 @@ def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None
     finals = 0
     if algorithm.needs_finals:
         # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
-        shortest = 1 if env.may_truncate or algorithm.needs_all_ends else cfg.env.train.max_episode_steps
+        shortest = 1 if env.simulator.may_truncate or algorithm.needs_all_ends else cfg.env.train.max_episode_steps
         # The shortest episode leaves the most last observations.
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch

@@ -14,17 +14,17 @@ INPUTS_FILE = "embodyrl_inputs.json"
 
 def write_inputs(folder: Path, policy: PolicySpec, env: EnvSpec) -> None:
     """Write the inputs of a policy next to its weights; text policies have no such file."""
-    if env.action_kind is not ActionKind.text:
+    if env.action.kind is not ActionKind.text:
         (folder / INPUTS_FILE).write_text(json.dumps(_inputs_of(policy, env), indent=2) + "\n", encoding="utf-8")
 
 
 def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
     return {
         "environment": env.name,
-        "cameras": list(env.cameras[: policy.num_images]),
+        "cameras": list(env.cameras.names[: policy.inputs.num_images]),
         "gripper": None if policy.gripper is None else asdict(policy.gripper),
         # A policy that rotates the frames always receives upright ones.
-        "image_rotation_deg": 0 if policy.turns_images else env.image_rotation_deg,
+        "image_rotation_deg": 0 if policy.inputs.rotates_images else env.cameras.rotation_deg,
     }
 
 
@@ -40,7 +40,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     Raises:
         CheckpointError: the file is damaged.
     """
-    cameras = list(env.cameras[: policy.num_images])
+    cameras = list(env.cameras.names[: policy.inputs.num_images])
     problems = []
     if renamed is not None and list(renamed) != cameras:
         problems.append(
@@ -78,7 +78,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
 
 
 def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float, int] | None:
-    return None if gripper is None else (gripper.open, gripper.closed, gripper.index % env.action_dim)
+    return None if gripper is None else (gripper.open, gripper.closed, gripper.index % env.action.dim)
 
 
 def gripper_text(gripper: GripperConvention | None) -> str:

@@ -18,6 +18,7 @@ from embodyrl.types import (
     ImitationScores,
     IntArray,
     Observation,
+    PolicyCosts,
     PolicyOutput,
     PolicyScores,
     PolicySpec,
@@ -220,6 +221,15 @@ class ComparesWeights(Protocol):
         ...
 
 
+@runtime_checkable
+class EstimatesCosts(Protocol):
+    """A `PolicyFactory` that estimates size, memory and work of its policies."""
+
+    def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Estimate the costs of the policy that `spec` describes (no torch)."""
+        ...
+
+
 _changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -241,23 +251,29 @@ POLICIES: Registry[PolicyFactory] = Registry(
 )
 
 
+def policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+    """Return the estimated costs of a policy; zeros where its factory estimates none."""
+    factory = POLICIES.get(cfg.model_type)
+    return factory.costs(cfg, env, value_dim) if isinstance(factory, EstimatesCosts) else PolicyCosts()
+
+
 def fitting_models(env: EnvSpec) -> str:
     """Return small models that support an environment, for error messages."""
-    if env.action_kind == ActionKind.text:
-        return "model=vision_lm_tiny" if env.cameras else "model=causal_lm_tiny"
-    return "model=cnn" if env.cameras else "model=mlp"
+    if env.action.kind == ActionKind.text:
+        return "model=vision_lm_tiny" if env.cameras.names else "model=causal_lm_tiny"
+    return "model=cnn" if env.cameras.names else "model=mlp"
 
 
 def seen_problems(who: str, env: EnvSpec) -> list[str]:
     """Return the requirements of an image policy with box actions that an environment does not meet, one line each."""
-    if not env.cameras or env.action_kind != ActionKind.box:
-        has = f"{len(env.cameras)} cameras and {env.action_kind} actions"
+    if not env.cameras.names or env.action.kind != ActionKind.box:
+        has = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [
             f"{who} reads camera images and gives box actions, env '{env.name}' has {has}; choose another model, for "
             f"example {fitting_models(env)}."
         ]
-    if env.image_rotation_deg not in (0, 180):
-        return [f"env '{env.name}' declares image_rotation_deg={env.image_rotation_deg}; only 0 and 180 work."]
+    if env.cameras.rotation_deg not in (0, 180):
+        return [f"env '{env.name}' declares image_rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]
     return []
 
 

@@ -26,6 +26,11 @@ class ModelSettings(Settings):
         return getattr(self, "path", None)
 
     @property
+    def warmup_steps(self) -> int:
+        """Optimizer steps of warm-up in reinforcement learning where actor.optim.warmup_steps is not set."""
+        return 0
+
+    @property
     def half(self) -> bool:
         """True if the policy computes in bfloat16."""
         return getattr(self, "precision", Precision.fp32) is Precision.bf16

@@ -10,7 +10,15 @@ from embodyrl.config.settings import Weight
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    EnvSpec,
+    FloatArray,
+    Observation,
+    PolicyOutput,
+    PolicySpec,
+)
 
 
 class OnlyActs:
@@ -64,11 +72,9 @@ class UntrainedPolicy(OnlyActs):
     Greedy or scripted: the middle of the range.
     """
 
-    def __init__(self, spec: PolicySpec, space: ActionSpace | None) -> None:
+    def __init__(self, spec: PolicySpec, space: ActionSpec) -> None:
         super().__init__(spec)
-        self._space = space or ActionSpace(
-            kind=ActionKind.box, low=(-1.0,) * spec.action_dim, high=(1.0,) * spec.action_dim
-        )
+        self._space = space
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Return a chunk for each observation (see `Policy.act`)."""
@@ -82,7 +88,7 @@ class UntrainedPolicy(OnlyActs):
             sizes = np.asarray(self._space.sizes)
             # The product may round up to the size itself.
             return np.minimum(np.floor(uniform * sizes), sizes - 1).astype(np.float32)
-        low, high = (np.asarray(bound) for bound in (self._space.low, self._space.high))
+        low, high = (np.asarray(bound) for bound in self._space.bounds)
         bounded = np.isfinite(low) & np.isfinite(high)
         low, high = np.where(bounded, low, -1.0), np.where(bounded, high, 1.0)
         return (low + uniform * (high - low)).astype(np.float32)
@@ -112,9 +118,9 @@ class UntrainedFactory:
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
-            action_dim=env.action_dim,
-            tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
-            gripper=env.gripper,
+            action_dim=env.action.dim,
+            tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
+            gripper=env.action.gripper,
             scripted=self.scripted,
             takes_noise=not self.scripted or (isinstance(cfg, ScriptedSettings) and cfg.expert_noise > 0),
             untrainable="it has no weights",
@@ -127,7 +133,7 @@ class UntrainedFactory:
         Raises:
             ConfigError: training was requested.
         """
-        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action_space)
+        policy = UntrainedPolicy(self.spec(cfg, request.env, request.value_dim), request.env.action)
         if request.trainable:
             policy.refuse()
         return policy

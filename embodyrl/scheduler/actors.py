@@ -73,7 +73,7 @@ class StepRollouts:
                 plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
                 # A batched simulator steps the waiting slots, too.
                 goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
-                goes_on &= not self._run_plan.env.lockstep
+                goes_on &= not self._run_plan.env.simulator.lockstep
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
 
@@ -109,7 +109,7 @@ class Actors:
         self._loop = workers.scheduler
         self._arena = workers.arena
         self._algorithm = algorithm
-        self._part_weights = run_plan.env.component_weights
+        self._part_weights = run_plan.env.reward.weights
         # A process that acts and trains runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 

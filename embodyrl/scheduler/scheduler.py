@@ -52,7 +52,7 @@ class RolloutScheduler(EventLoop):
         self._needs_finals = algorithm is not None and algorithm.needs_finals
         self._needs_all_ends = algorithm is not None and algorithm.needs_all_ends
         self._value_dim = run_plan.policy.value_dim
-        self._lockstep = run_plan.env.lockstep
+        self._lockstep = run_plan.env.simulator.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
         self._padded_size = run_plan.num_slots if cfg.runner.deterministic else 0
         self._slots = Slots(run_plan.num_slots, arena)

@@ -292,5 +292,5 @@ def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
         init=init,
         environ=_ONE_THREAD,
         component="env",
-        gpu=run_plan.devices.of_env_worker(number, on_gpu=run_plan.env.on_gpu),
+        gpu=run_plan.devices.of_env_worker(number, on_gpu=run_plan.env.simulator.on_gpu),
     )

@@ -55,7 +55,7 @@ def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
 
     Models with adapters or steering store them in half precision already; trained weights stay in float32.
     """
-    return init.model.half and not init.model.adapted and not policy.spec.steers
+    return init.model.half and not init.model.adapted and not policy.spec.steering
 
 
 def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:

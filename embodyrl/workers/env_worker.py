@@ -166,7 +166,7 @@ class EnvWorker:
                 instruction=self._env.instruction(request.slot),
                 info=video.info_on_video,
                 horizon=request.start.max_episode_steps,
-                judged=self._env.spec.reports_success,
+                judged=self._env.spec.reward.reports_success,
             )
         except (EmbodyError, OSError) as error:
             self._problems.append(Recording(slot=request.slot, path=None, problem=str(error)))

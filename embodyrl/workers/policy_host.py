@@ -59,7 +59,7 @@ class PolicyHost:
         self._bucket_arena = None if init.bucket_arena is None else Arena.attach(init.bucket_arena)
         self.policy = build_policy(init)
         self._rollout = RolloutWorker(
-            self.policy, self._arena, init.request.env.gripper, init.rank_info, single_step=init.single_step
+            self.policy, self._arena, init.request.env.action.gripper, init.rank_info, single_step=init.single_step
         )
         self._ranks: Ranks = OneRank(init.rank_info)
         self._trainer: Trainer | None = None
@@ -77,7 +77,7 @@ class PolicyHost:
                 skips_nonfinite=init.skips_nonfinite,
                 total_steps=init.total_steps,
                 ranks=self._ranks,
-                warmup=0 if algorithm is None else self.policy.spec.warmup_steps,
+                warmup=0 if algorithm is None else init.model.warmup_steps,
                 value_rate=algorithm is not None,
             )
             self._learner = build_learner(init, self._trainer, self._arena, algorithm)

@@ -12,7 +12,7 @@ from toy_env import toy_spec
 from embodyrl.commands.eval_result import EvalResult, changes, episode_row, summarise
 from embodyrl.monitor.history import EpisodeRow
 from embodyrl.scheduler.rollout import RolloutResult, Tally
-from embodyrl.types import EnvSpec, Episode, EpisodeSpec
+from embodyrl.types import BenchmarkSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
 
 def row(
@@ -53,8 +53,8 @@ ROWS = [
 
 def test_what_was_given_up_is_a_share_of_all_suites():
     """Fails where episodes of all suites are held against those of the first alone."""
-    spec = replace(toy_spec(2), suites=("base", "swap"))
-    rows = [row(number, number % 2, number, won=True, suite=spec.suites[number % 2]) for number in range(6)]
+    spec = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("base", "swap")))
+    rows = [row(number, number % 2, number, won=True, suite=spec.benchmark.suites[number % 2]) for number in range(6)]
     assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
 
 
@@ -140,7 +140,7 @@ def test_nothing_is_said_of_a_success_that_nobody_reports():
 
 
 def test_figures_of_all_tasks_are_those_of_the_own_suite():
-    env = replace(toy_spec(2), suites=("own", "other"))
+    env = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("own", "other")))
     rows = [replace(one, suite="own" if one.task_id == 0 else "other") for one in ROWS]
     result = table(rows, env)
     assert (result.overall.episodes, result.overall.success_once) == (3, pytest.approx(2 / 3))
@@ -181,11 +181,11 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
         instruction="go left",
         duration_s=1.23456,
     )
-    kept = episode_row(episode, replace(toy_spec(2), reward_factor=2.0))
+    kept = episode_row(episode, replace(toy_spec(2), reward=RewardSpec(factor=2.0)))
     assert (kept.episode, kept.task_id, kept.task, kept.reset_id, kept.seed) == (5, 1, "go left", 9, 31)
     assert (kept.success_once, kept.success_at_end, kept.episode_return, kept.steps) == (True, False, 3.0, 3)
     assert (kept.terminated, kept.truncated, kept.seconds) == (False, True, 1.235)
-    silent = replace(toy_spec(2), reports_success=False)
+    silent = replace(toy_spec(2), reward=RewardSpec(reports_success=False))
     unknown = episode_row(replace(episode, success=np.zeros_like(won)), silent)
     assert (unknown.success_once, unknown.success_at_end) == (None, None)
 
@@ -194,7 +194,10 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
 def test_states_are_numbered_within_their_suite(task, reset_id, suite, state):
     """So that runs that evaluate other suites can be paired; a reset id counts through all suites."""
     env = replace(
-        toy_spec(3), tasks=("a", "b", "c", "d"), states_per_task=(4,) * 4, suites=("own",) * 2 + ("other",) * 2
+        toy_spec(3),
+        tasks=("a", "b", "c", "d"),
+        states_per_task=(4,) * 4,
+        benchmark=BenchmarkSpec(suites=("own",) * 2 + ("other",) * 2),
     )
     column = np.zeros((1, 1), np.float32)
     episode = Episode(

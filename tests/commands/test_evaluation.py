@@ -28,7 +28,7 @@ from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.protocols import departures
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import EnvSpec, Episode, EpisodeSpec
+from embodyrl.types import ActionSpec, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
 WORDS = (
     "env.kwargs.tasks=2",
@@ -231,7 +231,7 @@ def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):
         evaluate(load_config("eval", other))
 
 
-GO = EnvSpec(name="toy", action_dim=7, tasks=("go",), states_per_task=(4,))
+GO = EnvSpec(name="toy", action=ActionSpec(dim=7), tasks=("go",), states_per_task=(4,))
 
 
 def played(*success: bool) -> Episode:
@@ -260,7 +260,7 @@ def test_success_at_the_end_is_the_last_step_s() -> None:
 
 
 def rows_of(*known: bool) -> list[EpisodeRow]:
-    return [episode_row(played(False, False), replace(GO, reports_success=k)) for k in known]
+    return [episode_row(played(False, False), replace(GO, reward=RewardSpec(reports_success=k))) for k in known]
 
 
 def test_without_a_success_signal_there_is_no_success() -> None:
@@ -272,7 +272,7 @@ def test_without_a_success_signal_there_is_no_success() -> None:
     said = table_of(result)
     assert said[0].split() == ["task", "return,", "95", "%", "interval", "steps"]
     assert said[1].split()[:2] == ["go", "5"]
-    late = [*rows_of(False), episode_row(played(False, True), replace(GO, reports_success=False))]
+    late = [*rows_of(False), episode_row(played(False, True), replace(GO, reward=RewardSpec(reports_success=False)))]
     assert summarise(late, RolloutResult(), GO, Path()).overall.success_once == 0.5, "some only speak at the end"
 
 

@@ -11,9 +11,9 @@ from toy_runs import rows, train_toy
 
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.scheduler.rollout import RolloutResult, Tally
-from embodyrl.types import EarlierPart, EnvSpec, Episode, EpisodeSpec
+from embodyrl.types import ActionSpec, EarlierPart, EnvSpec, Episode, EpisodeSpec, RewardSpec
 
-ENV = EnvSpec(name="toy", action_dim=1, tasks=("reach", "lift"), states_per_task=(5, 5))
+ENV = EnvSpec(name="toy", action=ActionSpec(dim=1), tasks=("reach", "lift"), states_per_task=(5, 5))
 
 EVERY_ROW = {
     *("train/success_once", "train/return", "train/episode_len", "train/groups_without_signal"),
@@ -156,7 +156,7 @@ def test_every_figure_of_a_step_by_hand():
         tally=tally,
     )
     metrics = rollout_metrics(
-        result, replace(ENV, components=("reach", "lift"), reward_factor=4.0), num_workers=2, restarts=3
+        result, replace(ENV, reward=RewardSpec(components=("reach", "lift"), factor=4.0)), num_workers=2, restarts=3
     )
     assert metrics == pytest.approx(
         {
@@ -195,7 +195,7 @@ def test_a_success_that_was_lost_again_is_no_success_at_the_end():
 
 def test_without_a_success_signal_nothing_is_said_of_success():
     failed = RolloutResult(episodes=[episode(steps=3, success=False)])
-    metrics = rollout_metrics(failed, replace(ENV, reports_success=False), num_workers=1, restarts=0)
+    metrics = rollout_metrics(failed, replace(ENV, reward=RewardSpec(reports_success=False)), num_workers=1, restarts=0)
     assert not [name for name in metrics if "success" in name]
 
 
@@ -219,6 +219,8 @@ def test_parts_of_the_reward_are_those_of_the_whole_episode_too():
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
     last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)
     collection = RolloutResult(episodes=[last], continues=True)
-    metrics = rollout_metrics(collection, replace(ENV, components=("near", "errors")), num_workers=1, restarts=0)
+    metrics = rollout_metrics(
+        collection, replace(ENV, reward=RewardSpec(components=("near", "errors"))), num_workers=1, restarts=0
+    )
     assert (metrics["train/reward_near"], metrics["train/reward_errors"]) == (7.0, 0.5)
     assert metrics["train/return"] == first.episode_return + last.episode_return

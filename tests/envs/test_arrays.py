@@ -19,17 +19,16 @@ from embodyrl.errors import EnvError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.scheduler.rollout import Rollout
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, EpisodeStart, FloatArray, IntArray
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, EpisodeStart, FloatArray, IntArray, RewardSpec
 
 SPEC = EnvSpec(
     name="cartpoles",
-    action_dim=1,
+    action=ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(2,)),
     tasks=("left start", "right start"),
     states_per_task=(100, 50),
     state_dim=4,
     max_episode_steps=500,
-    action_space=ActionSpace(kind=ActionKind.discrete, sizes=(2,)),
-    reports_success=False,
+    reward=RewardSpec(reports_success=False),
 )
 
 

@@ -7,7 +7,7 @@ from doubles import ScriptedBatch, ScriptedSims, steps_of
 
 from embodyrl.envs.chunked import ChunkedEnv
 from embodyrl.errors import EnvError
-from embodyrl.types import EpisodeStart, ObservationOut
+from embodyrl.types import EpisodeStart, ExpertSpec, ObservationOut
 
 
 def make(*scripts, slots=1, relative=True, coef=1.0, **kwargs):
@@ -221,7 +221,7 @@ class Still(ScriptedSims):
 def test_expert_noise_depends_on_episode_and_step():
     """Fails where all steps of an episode are shaken alike, or where slots and chunks decide."""
     sims = Still([steps_of([0.0] * 9)] * 2)
-    sims.spec = replace(sims.spec, expert_tasks=(0, 1))
+    sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0, 1)))
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)
 
     def shaken(slot, seed, chunks):
@@ -239,7 +239,7 @@ def test_expert_noise_depends_on_episode_and_step():
 
 def test_expert_labels_without_acting():
     sims = Still([steps_of([0.0] * 9)])
-    sims.spec = replace(sims.spec, expert_tasks=(0,))
+    sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
     env = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)
     env.reset([0], [start()])
     clean, _ = env.expert_chunk([0], 3, noise=0.5, instead=chunk(1, 3, first=4.0))

@@ -110,7 +110,7 @@ def begin(cfg: EnvSettings, slots: int = 1, *, limit: int = 100):
 
 def look(env: Any, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
     spec: EnvSpec = env.spec
-    images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
+    images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     state = np.full(spec.state_dim, np.nan, np.float32)
     env.observe([slot], images[None], state[None])
     return images, state
@@ -119,7 +119,7 @@ def look(env: Any, slot: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def test_dict_observations_become_cameras_and_one_state_vector():
     env = begin(config(COUNTER, kwargs={"action": "multi"}))
     spec = env.spec
-    assert (spec.cameras, spec.image_size, spec.state_dim) == (("picture",), (4, 5), 4 + 3 + 2 + (2 + 3))
+    assert (spec.cameras.names, spec.cameras.size, spec.state_dim) == (("picture",), (4, 5), 4 + 3 + 2 + (2 + 3))
     env.step_chunk([0], np.zeros((1, 2, 2), np.float32))
     images, state = look(env)
     assert (images == 12).all()
@@ -165,7 +165,7 @@ def knowing(action: str, right: Any) -> EnvSettings:
 )
 def test_wrapper_with_expert_action_is_the_expert(action, right, flat):
     env = begin(knowing(action, right))
-    assert env.spec.expert_tasks == (0,)
+    assert env.spec.expert.tasks == (0,)
     clean, _ = env.expert_chunk([0], 1, noise=1e-6)
     np.testing.assert_array_equal(clean[0, 0], np.float32(flat))
     (seen,) = env._sims._envs[0].unwrapped.seen
@@ -204,8 +204,8 @@ def test_cartpole_matches_gymnasium():
     expected, _ = theirs.reset(seed=7)
     env = begin(config("CartPole-v1"))
     assert env.spec.max_episode_steps == 500
-    assert env.spec.action_space is not None
-    assert env.spec.action_space.sizes == (2,)
+    assert env.spec.action is not None
+    assert env.spec.action.sizes == (2,)
     for step in range(30):
         np.testing.assert_array_equal(look(env)[1], expected)
         action = step % 3 % 2
@@ -230,7 +230,7 @@ def test_slots_are_separate_and_reset_ids_are_seeds():
 def test_wrappers_are_applied_in_order():
     cfg = config(COUNTER, wrappers=["test_gym:double_reward", "gymnasium.wrappers:FlattenObservation"])
     env = begin(cfg)
-    assert env.spec.cameras == ()
+    assert env.spec.cameras.names == ()
     assert env.spec.state_dim == 4 * 5 * 3 + 4 + 3 + 2 + 5
     assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).reward[0, 0] == 4.0
 
@@ -300,16 +300,16 @@ def test_images_of_different_sizes_are_refused():
 def test_image_observation_replaces_a_missing_render_mode():
     env = begin(config(COUNTER))
     np.testing.assert_array_equal(env.render(0), np.full((4, 5, 3), 10, np.uint8))
-    assert env.spec.draws
+    assert env.spec.simulator.renders
 
 
 def test_video_without_images_is_refused():
     env = begin(config(COUNTER, wrappers=["gymnasium.wrappers:FlattenObservation"]))
     with pytest.raises(EnvError, match="no image to record"):
         env.render(0)
-    assert not env.spec.draws
+    assert not env.spec.simulator.renders
     # Also where nobody draws, as in a training without recordings.
-    assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).draws
+    assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).simulator.renders
 
 
 def test_time_limit_defaults_to_the_runs():
@@ -323,7 +323,7 @@ def test_time_limit_defaults_to_the_runs():
 
 @pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])
 def test_success_reports_are_detected(env_id, known):
-    assert ENVS.get("gym").spec(config(env_id), EnvContext()).reports_success == known
+    assert ENVS.get("gym").spec(config(env_id), EnvContext()).reward.reports_success == known
 
 
 @pytest.mark.needs("check_env")

@@ -38,14 +38,14 @@ def described(name: str, **values: Any) -> EnvSpec:
 def test_text_observation_is_the_instruction(name, values, said):
     env = begin(config(place(name), **values), slots=2)
     assert (env.instruction(0), env.instruction(1)) == (said, said)
-    assert env.spec.instructed
+    assert env.spec.text.instructed
     assert env.spec.state_dim == 2
 
 
 def test_missing_instruction_key_error_lists_keys():
     with pytest.raises(EnvError, match=r"instruction_key=say does not exist.*goal"):
         described("InfoWords", instruction_key="say")
-    assert not described("InfoWords").instructed
+    assert not described("InfoWords").text.instructed
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_missing_instruction_key_error_lists_keys():
 )
 def test_success_keys_are_found_in_whole_episodes(name, values, reports, doubt):
     spec = described(name, **values)
-    assert spec.reports_success == reports
+    assert spec.reward.reports_success == reports
     assert doubt in " ".join(spec.doubts)
     assert bool(doubt) == bool(spec.doubts)
 

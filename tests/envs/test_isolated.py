@@ -119,7 +119,7 @@ def test_gymnasium_environments_are_described_outside_of_the_driver(tmp_path, mo
     assert "thread endless did not end" in described(tmp_path, "Threads", monkeypatch).doubts[-1]
     assert {*threading.enumerate()} <= threads
 
-    assert found.action_space.high == (1.0, float("inf"))
+    assert found.action.high == (1.0, float("inf"))
 
 
 def test_imported_environment_is_described_in_process(tmp_path, monkeypatch):

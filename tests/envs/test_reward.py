@@ -95,8 +95,8 @@ def test_reward_mode_replaces_or_adds():
     assert replaced.reward[0, :3] == pytest.approx(2 * (1 + 0.5 * effort))
     assert replaced.components[0] == pytest.approx([3, effort.sum(), 0])
     env, _, added = run(own("parts", mode=RewardMode.add, weights={"simulator": 10.0, "effort": 0.0}))
-    assert env.spec.components == ("near", "effort", "simulator", "errors")
-    assert env.spec.component_weights == (1.0, 0.0, 10.0, 0.0)
+    assert env.spec.reward.components == ("near", "effort", "simulator", "errors")
+    assert env.spec.reward.weights == (1.0, 0.0, 10.0, 0.0)
     assert added.reward.tolist() == [[1, 21, 31, 0]]  # 1, and 10 times the change of the simulator's reward
     assert added.components[0] == pytest.approx([3, effort.sum(), 5, 0])
 
@@ -137,7 +137,7 @@ def test_reward_gets_gymnasium_info(env_id):
     single = ":" not in env_id
     cfg = env_of(env_type="gym", id=env_id, wrappers=["gymnasium.wrappers:RecordEpisodeStatistics"] * single)
     factory, context = ENVS.get("gym"), EnvContext(num_slots=2, reward=own("watched"))
-    assert factory.spec(cfg, context).components == ("watched", "errors")
+    assert factory.spec(cfg, context).reward.components == ("watched", "errors")
     SEEN.clear()
     env = factory.make(cfg, context)
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=50) for i in range(2)])

@@ -247,7 +247,7 @@ def run(job: Job, folder: Path) -> Result:
         Gpus.free = H100
     result.planned["share"] = int(memory.engine_share(run_plan, plan) * H100) if plan.engine else 0
     try:
-        prompt = run_plan.policy.sample_tokens - run_plan.policy.num_action_chunks
+        prompt = run_plan.policy_costs.sample_tokens - run_plan.policy.num_action_chunks
         with one_of(run_plan.ranks), fake_text(job, prompt):
             _live(job, run_plan, arena, init, result, folder)
     finally:

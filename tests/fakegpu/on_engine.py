@@ -25,7 +25,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.engine import VllmEngine
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation
 
 pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
 
@@ -69,7 +69,9 @@ class Llm:
         return [SimpleNamespace(outputs=[said]) for _ in asked]
 
 
-ENV = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
+ENV = EnvSpec(
+    name="t", action=ActionSpec(dim=1), tasks=("a",), states_per_task=(1,), cameras=CameraSpec(names=(), size=(0, 0))
+)
 
 
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:

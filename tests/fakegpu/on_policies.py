@@ -21,7 +21,7 @@ from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import ActionKind, ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
 pytestmark = pytest.mark.filterwarnings("error:CUDA reports that you have")  # fork_rng over all devices
 TASKS = ("pick up the milk", "open the middle drawer of the cabinet")
@@ -91,13 +91,11 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
     asked = {key: words.pop(key) for key in ("value_dim", "trainable", "gradient_checkpointing") if key in words}
     env = EnvSpec(
         name="e",
-        action_dim=7,
+        action=ActionSpec(dim=7),
         tasks=TASKS,
         states_per_task=(1, 1),
-        cameras=("a", "b"),
-        image_size=(64, 64),
-        image_rotation_deg=180 if case == "official" else 0,
-        unnorm_key="libero_10",
+        cameras=CameraSpec(names=("a", "b"), size=(64, 64), rotation_deg=180 if case == "official" else 0),
+        benchmark=BenchmarkSpec(unnorm_key="libero_10"),
         state_dim=8,
     )
     model = {"path": str(folder), "precision": precision, "is_lora": case == "lora", **words}
@@ -128,18 +126,16 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
 @pytest.mark.parametrize("pixels", [False, True], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("sizes", [(), (3, 2)], ids=["numbers", "categories"])
 def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> None:
-    space = ActionSpace(kind=ActionKind.box, low=(-1.0, -1.0), high=(1.0, 1.0))
+    space = ActionSpec(dim=2, kind=ActionKind.box, low=(-1.0, -1.0), high=(1.0, 1.0))
     if sizes:
-        space = ActionSpace(kind=ActionKind.multi_discrete, sizes=sizes)
+        space = ActionSpec(dim=2, kind=ActionKind.multi_discrete, sizes=sizes)
     env = EnvSpec(
         name="e",
-        action_dim=2,
+        action=space,
         tasks=TASKS[:1],
         states_per_task=(1,),
-        cameras=("a",) if pixels else (),
-        image_size=(64, 64) if pixels else (0, 0),
+        cameras=CameraSpec(names=("a",) if pixels else (), size=(64, 64) if pixels else (0, 0)),
         state_dim=5,
-        action_space=space,
     )
     model = {"precision": Precision.fp32, "num_action_chunks": 2}
     policy = build("cnn" if pixels else "mlp", model, env, value_dim=1)
@@ -159,7 +155,13 @@ def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> Non
     indirect=["deterministic"],
 )
 def test_text(lora: bool, precision: Precision, gpu: FakeGpu) -> None:
-    env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
+    env = EnvSpec(
+        name="t",
+        action=ActionSpec(dim=1),
+        tasks=("a",),
+        states_per_task=(1,),
+        cameras=CameraSpec(names=(), size=(0, 0)),
+    )
     sampling = SamplingSettings(top_k=5, top_p=0.9, repetition_penalty=1.1)
     model = {"precision": precision, "num_action_chunks": 4, "is_lora": lora, "lora": {"r": 4, "lora_alpha": 4}}
     policy = build("causal_lm_tiny", model, env, value_dim=4, sampling=sampling, gradient_checkpointing=not lora)

@@ -29,7 +29,8 @@ WORDS = ["env=maniskill", "env.id=PushCube-v1", "env.sim_backend=gpu", "rollout.
 def look(env, slot):
     spec = env.spec
     out = ObservationOut(
-        images=np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8), state=np.zeros(spec.state_dim, np.float32)
+        images=np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8),
+        state=np.zeros(spec.state_dim, np.float32),
     )
     env.observe([slot], out.images[None], out.state[None])
     return out.images, out.state

@@ -16,7 +16,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.model import ModelInputs
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
 pytestmark = [
     pytest.mark.needs("openvla_oft"),
@@ -27,8 +27,9 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "openvla_oft"
 TASKS = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
 ENV = EnvSpec(
-    name="e", action_dim=7, tasks=TASKS, states_per_task=(1, 1), cameras=("a",), image_size=(64, 64),
-    unnorm_key="libero_10",
+    name="e", action=ActionSpec(dim=7), tasks=TASKS, states_per_task=(1, 1),
+    cameras=CameraSpec(names=("a",), size=(64, 64)),
+    benchmark=BenchmarkSpec(unnorm_key="libero_10"),
 )  # fmt: skip
 
 

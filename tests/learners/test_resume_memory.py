@@ -20,7 +20,7 @@ from embodyrl.learners.settings import FsdpSettings
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import rendezvous
-from embodyrl.types import EnvSpec
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec
 
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
@@ -63,7 +63,13 @@ def resume_text(rank_info: RankInfo, folder: Path) -> None:
     from embodyrl.extensions.sharded.ranks import ShardedRanks
 
     torch.set_num_threads(1)
-    env = EnvSpec(name="t", action_dim=1, tasks=("a",), states_per_task=(1,), cameras=(), image_size=(0, 0))
+    env = EnvSpec(
+        name="t",
+        action=ActionSpec(dim=1),
+        tasks=("a",),
+        states_per_task=(1,),
+        cameras=CameraSpec(names=(), size=(0, 0)),
+    )
     cfg = model_of(model_type="causal_lm_tiny", num_action_chunks=4)
 
     def build(seed: int):

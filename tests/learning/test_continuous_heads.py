@@ -17,7 +17,7 @@ from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import Precision
 from embodyrl.policies.vla.records import Stochastic
-from embodyrl.types import EnvSpec, GripperConvention, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
 pytestmark = [pytest.mark.needs("openvla_oft"), pytest.mark.integration]
 L1 = ("model.action_head=l1", "model.action_std=0.2")
@@ -103,13 +103,11 @@ def test_continuous_head_learns_a_bandit(head: str, sign: float, request: pytest
     tasks = ("reach the left", "reach the right")
     env = EnvSpec(
         name="bandit",
-        action_dim=7,
+        action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0)),
         tasks=tasks,
         states_per_task=(1, 1),
-        cameras=("front",),
-        image_size=(64, 64),
-        gripper=GripperConvention(open=-1.0, closed=1.0),
-        unnorm_key="libero_10",
+        cameras=CameraSpec(names=("front",), size=(64, 64)),
+        benchmark=BenchmarkSpec(unnorm_key="libero_10"),
     )
     cfg = OftSettings(model_type="openvla_oft", path="assets/openvla_oft_tiny", precision=Precision.fp32)
     keys = {"num_action_chunks": 1, "action_head": ActionHead.l1 if head == "l1" else ActionHead.diffusion}

@@ -17,6 +17,7 @@ from embodyrl.cluster.local import LocalLauncher
 from embodyrl.devices import Gpus, deal_devices, visible_gpus
 from embodyrl.plan.run_plan import build_run_plan, count_env_workers
 from embodyrl.scheduler.start import env_spec, plan_hosts
+from embodyrl.types import SimulatorSpec
 
 APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1", "launcher.env_workers=2")
 
@@ -132,7 +133,7 @@ def test_each_process_sees_the_gpu_of_its_plan(tmp_path, monkeypatch):
     run_plan = build_run_plan(toy_config(tmp_path, *APART, "actor.fsdp.size=2"), training=True)
     seen = seen_by_processes(tmp_path, run_plan)
     assert seen == {"policy": "3", "policy_1": "5", "rollout_0": "6", "env_0": "7", "env_1": "7"}
-    blind = replace(run_plan, env=replace(run_plan.env, on_gpu=False))
+    blind = replace(run_plan, env=replace(run_plan.env, simulator=SimulatorSpec(on_gpu=False)))
     assert seen_by_processes(tmp_path, blind) == seen | {"env_0": "", "env_1": ""}
 
 
@@ -146,7 +147,7 @@ def test_one_gpu_is_shared_and_none_is_hidden_on_a_host_without(tmp_path, monkey
 def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("embodyrl.plan.run_plan.available_cores", lambda: 16)
     cfg, env = toy_config(tmp_path, "launcher=local"), build_run_plan(toy_config(tmp_path), training=True).env
-    batched = replace(env, lockstep=True, on_gpu=True)
+    batched = replace(env, simulator=SimulatorSpec(lockstep=True, on_gpu=True))
     workers = [count_env_workers(cfg, batched, deal_devices("0123"[:gpus], 1), 64) for gpus in (0, 1, 2, 4)]
     assert workers == [1, 1, 1, 3], "GPUs without a policy process come first"
     assert count_env_workers(cfg, batched, deal_devices("01", 2), 64) == 2

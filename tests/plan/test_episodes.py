@@ -25,7 +25,7 @@ from embodyrl.plan.episodes import (
 )
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.policies import POLICIES
-from embodyrl.types import EnvSpec, EpisodeSpec, PolicySpec
+from embodyrl.types import BenchmarkSpec, EnvSpec, EpisodeSpec, PolicySpec
 
 ENV = toy_spec(3)  # reset ids 0..11, four per task
 POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_chunk=28)
@@ -233,7 +233,9 @@ def test_which_policies_take_noise():
 
 def suites_env() -> EnvSpec:
     """Two tasks, each in the own suite and on two axes."""
-    return replace(toy_spec(3), tasks=tuple("abcdef"), states_per_task=(4,) * 6, suites=tuple("xxyyzz"))
+    return replace(
+        toy_spec(3), tasks=tuple("abcdef"), states_per_task=(4,) * 6, benchmark=BenchmarkSpec(suites=tuple("xxyyzz"))
+    )
 
 
 def test_training_stays_in_the_own_suite_and_evaluation_covers_all(config):

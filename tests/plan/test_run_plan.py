@@ -15,15 +15,15 @@ def run_plan(*overrides, training=False):
 def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
     one = run_plan(*both)
-    assert one.env.cameras == ("front",)
+    assert one.env.cameras.names == ("front",)
     assert one.env_settings.init_params.camera_names == ["front"]
     assert one.cfg.env.init_params.camera_names == ["front", "wrist"]
     two = run_plan(*both, "model.num_images_in_input=2")
-    assert two.env.cameras == ("front", "wrist")
+    assert two.env.cameras.names == ("front", "wrist")
     images = [next(f.shape for f in plan.layout.fields if f.name == "images") for plan in (one, two)]
     assert images == [(1, 56, 56, 3), (2, 56, 56, 3)]
     # An expert reads none; what it collects shows all of them.
-    assert run_plan("model=scripted").env.cameras == ("front", "wrist")
+    assert run_plan("model=scripted").env.cameras.names == ("front", "wrist")
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")

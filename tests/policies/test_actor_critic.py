@@ -17,28 +17,25 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
 from embodyrl.policies.actor_critic.heads import GaussianHead, SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
-from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.policies.protocol import LearnsStatistics, Policy, PolicyRequest, policy_costs
+from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation
 
 SPACES = {
-    "discrete": ActionSpace(kind=ActionKind.discrete, sizes=(3,)),
-    "multi": ActionSpace(kind=ActionKind.multi_discrete, sizes=(2, 4, 3)),
-    "box": ActionSpace(kind=ActionKind.box, low=(-2.0, 0.0), high=(2.0, 10.0)),
-    "open": ActionSpace(kind=ActionKind.box, low=(-math.inf, -1.0), high=(math.inf, math.inf)),
+    "discrete": ActionSpec(dim=1, kind=ActionKind.discrete, sizes=(3,)),
+    "multi": ActionSpec(dim=3, kind=ActionKind.multi_discrete, sizes=(2, 4, 3)),
+    "box": ActionSpec(dim=2, kind=ActionKind.box, low=(-2.0, 0.0), high=(2.0, 10.0)),
+    "open": ActionSpec(dim=2, kind=ActionKind.box, low=(-math.inf, -1.0), high=(math.inf, math.inf)),
 }
 
 
 def env_spec(space: str, *, cameras: int = 0, state_dim: int = 5) -> EnvSpec:
-    chosen = SPACES[space]
     return EnvSpec(
         name="probe",
-        action_dim=len(chosen.sizes or chosen.low),
+        action=SPACES[space],
         tasks=("",),
         states_per_task=(10,),
-        cameras=tuple(f"camera {i}" for i in range(cameras)),
-        image_size=(9, 12) if cameras else (0, 0),
+        cameras=CameraSpec(names=tuple(f"camera {i}" for i in range(cameras)), size=(9, 12) if cameras else (0, 0)),
         state_dim=state_dim,
-        action_space=chosen,
     )
 
 
@@ -55,13 +52,17 @@ def build(name: str = "mlp", space: str = "discrete", **request: Any) -> Policy:
         noise_correlation=request.pop("noise_correlation", 0.0),
     )
     defaults: dict[str, Any] = {"value_dim": 1, "temperature": 1.0, "device": "cpu", "seed": 3}
-    return POLICIES.get(name).build(cfg, PolicyRequest(env=env, **(defaults | request)))
+    policy = POLICIES.get(name).build(cfg, PolicyRequest(env=env, **(defaults | request)))
+    policy.costs = policy_costs(cfg, env, (defaults | request)["value_dim"])
+    return policy
 
 
 def observe(policy_env: EnvSpec, count: int, seed: int = 0) -> Observation:
     rng = np.random.default_rng(seed)
     return Observation(
-        images=rng.integers(0, 256, (count, len(policy_env.cameras), *policy_env.image_size, 3), dtype=np.uint8),
+        images=rng.integers(
+            0, 256, (count, len(policy_env.cameras.names), *policy_env.cameras.size, 3), dtype=np.uint8
+        ),
         state=rng.normal(size=(count, policy_env.state_dim)).astype(np.float32),
         instructions=("",) * count,
     )
@@ -88,7 +89,7 @@ def test_scores_match_samples_exactly(name, cameras, space, temperature):
     policy = shake(build(name, env=env, chunk=3, temperature=temperature))
     obs = observe(env, 7)
     out = policy.act(obs, noise=uniforms(7, policy))
-    assert out.actions.shape == (7, 3, env.action_dim)
+    assert out.actions.shape == (7, 3, env.action.dim)
     assert out.tokens.dtype == np.int64
     scores = policy.score(obs, out.tokens)
     np.testing.assert_array_equal(scores.logprob.detach().numpy(), out.logprob)
@@ -111,7 +112,7 @@ def test_every_parameter_is_trained(space):
 
 def test_policy_uses_its_own_number_of_cameras():
     spec = env_spec("box", cameras=2)
-    policy = shake(build("cnn", env=replace(spec, cameras=spec.cameras[:1])))
+    policy = shake(build("cnn", env=replace(spec, cameras=replace(spec.cameras, names=spec.cameras.names[:1]))))
     obs = observe(spec, 4)
     alone = replace(obs, images=np.ascontiguousarray(obs.images[:, :1]))
     both, first = (policy.act(seen, noise=None).actions for seen in (obs, alone))
@@ -122,14 +123,14 @@ def test_policy_uses_its_own_number_of_cameras():
 
 def test_grey_images_use_one_channel(tmp_path):
     coloured = env_spec("discrete", cameras=2, state_dim=0)
-    grey = replace(coloured, grey=True)
+    grey = replace(coloured, cameras=replace(coloured.cameras, grey=True))
     policy = shake(build("cnn", env=grey), 0.05)
     obs = observe(coloured, 3)
     same = replace(obs, images=np.repeat(obs.images[..., :1], 3, -1))
     np.testing.assert_array_equal(policy.values(obs), policy.values(same))
     weights = policy.module.state_dict()
     assert weights["encoder.0.weight"].shape[1] == 2
-    assert policy.spec.num_parameters == sum(weight.numel() for weight in weights.values())
+    assert policy.costs.num_parameters == sum(weight.numel() for weight in weights.values())
     old = build("cnn", env=coloured)
     old.save(tmp_path)
     shape = json.loads((tmp_path / "config.json").read_text())
@@ -238,7 +239,7 @@ def test_extreme_noise_gives_finite_actions(space, noise):
 @pytest.mark.parametrize("space", SPACES)
 def test_parameter_count_needs_no_torch(name, cameras, value_dim, space):
     policy = build(name, env=env_spec(space, cameras=cameras), value_dim=value_dim)
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+    assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())
     assert [n for n, _ in policy.module.named_parameters() if n.startswith("value_head")] != [] or value_dim == 0
 
 

@@ -11,9 +11,9 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.actor_critic.heads import SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, EnvSpec, Observation
 
-ENV = EnvSpec(name="e", action_dim=2, tasks=("t",), states_per_task=(1,), state_dim=3)
+ENV = EnvSpec(name="e", action=ActionSpec(dim=2), tasks=("t",), states_per_task=(1,), state_dim=3)
 
 
 def test_normalised_states_are_clipped() -> None:

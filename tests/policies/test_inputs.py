@@ -10,35 +10,66 @@ import pytest
 
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.inputs import INPUTS_FILE, input_problems, write_inputs
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention, PolicySpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    CameraSpec,
+    EnvSpec,
+    GripperConvention,
+    InputSpec,
+    PolicySpec,
+)
 
 ENDS = GripperConvention(open=-1.0, closed=1.0)
 ENV = EnvSpec(
-    name="shop", action_dim=7, tasks=("a",), states_per_task=(1,), cameras=("front", "wrist", "top"), gripper=ENDS
+    name="shop",
+    action=ActionSpec(dim=7, gripper=ENDS),
+    tasks=("a",),
+    states_per_task=(1,),
+    cameras=CameraSpec(names=("front", "wrist", "top")),
 )
 POLICY = PolicySpec(
-    name="p", num_action_chunks=1, action_dim=7, tokens_per_chunk=7, num_images=2, gripper=ENDS, turns_images=False
+    name="p",
+    num_action_chunks=1,
+    action_dim=7,
+    tokens_per_chunk=7,
+    inputs=InputSpec(num_images=2, rotates_images=False),
+    gripper=ENDS,
 )
 
 
 def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed: list[str] | None = None) -> list[str]:
     write_inputs(tmp_path, POLICY, ENV)
-    return input_problems(tmp_path, replace(POLICY, **policy), replace(ENV, **env), renamed)
+    shown = replace(POLICY, inputs=replace(POLICY.inputs, **policy.pop("inputs", {})), **policy)
+    cameras, action = (
+        replace(part, **env.pop(name, {})) for name, part in (("cameras", ENV.cameras), ("action", ENV.action))
+    )
+    return input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
 
 
 @pytest.mark.parametrize(
     ("policy", "env", "renamed", "said"),
     [
         ({}, {}, None, None),
-        ({}, {"cameras": ("front", "wrist")}, None, None),
+        ({}, {"cameras": {"names": ("front", "wrist")}}, None, None),
         ({}, {"name": "other"}, None, None),
-        ({}, {"cameras": ("wrist", "front")}, None, r"trained on the cameras \[front,wrist\].*has \[wrist,front\]"),
-        ({}, {"cameras": ("wrist", "front")}, ["wrist", "front"], None),
-        ({}, {"cameras": ("wrist", "front")}, ["front", "wrist"], r"has \[wrist,front\]; select those cameras"),
-        ({"num_images": 1}, {}, None, r"has \[front\]"),
-        ({}, {"image_rotation_deg": 180}, None, "image_rotation_deg=0, but env 'shop' has frames with 180"),
-        ({"turns_images": True}, {"image_rotation_deg": 180}, None, None),
-        ({"gripper": None}, {"gripper": None}, None, "needs no gripper convention"),
+        (
+            {},
+            {"cameras": {"names": ("wrist", "front")}},
+            None,
+            r"trained on the cameras \[front,wrist\].*has \[wrist,front\]",
+        ),
+        ({}, {"cameras": {"names": ("wrist", "front")}}, ["wrist", "front"], None),
+        (
+            {},
+            {"cameras": {"names": ("wrist", "front")}},
+            ["front", "wrist"],
+            r"has \[wrist,front\]; select those cameras",
+        ),
+        ({"inputs": {"num_images": 1}}, {}, None, r"has \[front\]"),
+        ({}, {"cameras": {"rotation_deg": 180}}, None, "image_rotation_deg=0, but env 'shop' has frames with 180"),
+        ({"inputs": {"rotates_images": True}}, {"cameras": {"rotation_deg": 180}}, None, None),
+        ({"gripper": None}, {"action": {"gripper": None}}, None, "needs no gripper convention"),
         ({"gripper": GripperConvention(open=1.0, closed=0.0)}, {}, None, "a gripper that opens at 1 and closes at 0"),
         ({"gripper": replace(ENDS, index=6, binary=True)}, {}, None, None),
         ({"gripper": replace(ENDS, index=0)}, {}, None, "data.gripper"),
@@ -56,7 +87,7 @@ def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) ->
     assert input_problems(tmp_path, POLICY, ENV, None) == []
     assert input_problems(tmp_path, POLICY, ENV, ["front", "wrist"]) == []
     assert len(input_problems(tmp_path, POLICY, ENV, ["top", "wrist"])) == 1
-    write_inputs(tmp_path, POLICY, replace(ENV, action_space=ActionSpace(kind=ActionKind.text)))
+    write_inputs(tmp_path, POLICY, replace(ENV, action=replace(ENV.action, kind=ActionKind.text)))
     assert not (tmp_path / INPUTS_FILE).exists()
 
 

@@ -10,14 +10,15 @@ from settings import model_of
 
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, Observation
 
-DIALS = ActionSpace(kind=ActionKind.multi_discrete, sizes=(2, 3))
-BOX = ActionSpace(kind=ActionKind.box, low=(-2.0, -math.inf), high=(6.0, 5.0))
+DIALS = ActionSpec(dim=2, kind=ActionKind.multi_discrete, sizes=(2, 3))
+PLAIN = ActionSpec(dim=2)
+BOX = ActionSpec(dim=2, kind=ActionKind.box, low=(-2.0, -math.inf), high=(6.0, 5.0))
 
 
-def act(space: ActionSpace | None, noise: np.ndarray | None, count: int = 4) -> np.ndarray:
-    env = EnvSpec(name="probe", action_dim=2, tasks=("",), states_per_task=(1,), action_space=space)
+def act(space: ActionSpec, noise: np.ndarray | None, count: int = 4) -> np.ndarray:
+    env = EnvSpec(name="probe", action=space, tasks=("",), states_per_task=(1,))
     request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=False)
     policy = POLICIES.get("random").build(model_of(model_type="random", num_action_chunks=2), request)
     images, state = np.zeros((count, 0, 0, 0, 3), np.uint8), np.zeros((count, 0), np.float32)
@@ -34,7 +35,7 @@ LAST = float(np.nextafter(np.float32(1), np.float32(0)))
 
 @pytest.mark.parametrize(
     ("space", "first", "middle", "last"),
-    [(None, (-1, -1), (0, 0), (1, 1)), (DIALS, (0, 0), (1, 1), (1, 2)), (BOX, (-2, -1), (2, 0), (6, 1))],
+    [(PLAIN, (-1, -1), (0, 0), (1, 1)), (DIALS, (0, 0), (1, 1), (1, 2)), (BOX, (-2, -1), (2, 0), (6, 1))],
     ids=["undeclared", "categories", "half bounded"],
 )
 def test_random_actions_span_the_range(space, first, middle, last):

@@ -20,6 +20,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.actors import StepRollouts, gather_scores
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.slot import Phase
+from embodyrl.types import RewardSpec
 
 
 def sampler_of(stage: Stage) -> StepRollouts:
@@ -187,7 +188,7 @@ def test_cut_episode_continues_in_the_next_step(tmp_path, ahead):
             [(90, 180, True)] * 2,
             [(20, 200, False)] * 2 + [(70, 70, True)] * 2,
         ]
-        env = replace(stage.run_plan.env, reports_success=False, reward_factor=2.0)
+        env = replace(stage.run_plan.env, reward=RewardSpec(reports_success=False, factor=2.0))
         metrics = rollout_metrics(rollout, env, num_workers=1, restarts=0)
         assert metrics["train/episodes"] == 2
         assert metrics["train/episode_len"] == 200

@@ -16,7 +16,7 @@ from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import EnvError
 from embodyrl.leftovers import left_after
-from embodyrl.types import EnvSpec
+from embodyrl.types import CameraSpec, EnvSpec, ExpertSpec, GoalSpec, RewardSpec, SimulatorSpec, TextSpec
 
 if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
@@ -123,29 +123,30 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
     env_id = cfg.id
     assert env_id is not None, "validate first"
     observations = ObservationWriter(env_id, found.observation_space)
-    actions = action_space(env_id, found.action_space)
     fixed = cfg.instruction is not None or found.instruction is None
     return EnvSpec(
         name=env_id,
-        action_dim=len(actions.sizes or actions.low),
+        action=action_space(env_id, found.action_space),
         tasks=(found.instruction or env_id,),
-        instructed=found.instruction is not None,
+        text=TextSpec(
+            instructed=found.instruction is not None,
+            prompt_bytes=0
+            if fixed
+            else max(observations.text_bytes, LONGEST_TEXT, len(str(found.instruction).encode())),
+        ),
         # Each episode may have another instruction.
-        prompt_bytes=0 if fixed else max(observations.text_bytes, LONGEST_TEXT, len(str(found.instruction).encode())),
         states_per_task=(SEEDS,),
-        cameras=observations.cameras,
-        image_size=observations.image_size,
-        grey=observations.grey,
+        cameras=CameraSpec(names=observations.cameras, size=observations.image_size, grey=observations.grey),
         state_dim=observations.state_dim,
         max_episode_steps=found.max_episode_steps or cfg.longest_episode,
-        action_space=actions,
-        achieved_goal=observations.columns(ACHIEVED) if found.goals else (0, 0),
-        desired_goal=observations.columns(DESIRED) if found.goals else (0, 0),
-        may_truncate=True,
-        reports_success=found.reports_success,
-        expert_tasks=(0,) if found.expert else (),
-        lockstep=found.vector,
-        draws=found.draws or bool(observations.cameras),
+        goal=GoalSpec(achieved=observations.columns(ACHIEVED), desired=observations.columns(DESIRED))
+        if found.goals
+        else None,
+        simulator=SimulatorSpec(
+            may_truncate=True, lockstep=found.vector, renders=found.draws or bool(observations.cameras)
+        ),
+        reward=RewardSpec(reports_success=found.reports_success),
+        expert=ExpertSpec(tasks=(0,) if found.expert else ()),
         doubts=found.doubts,
     )
 

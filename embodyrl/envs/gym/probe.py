@@ -111,10 +111,10 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
     """Return what `_try_out` found when the environment was described."""
     return {
-        "reports_success": spec.reports_success,
+        "reports_success": spec.reward.reports_success,
         "doubts": (),
-        "goals": spec.desired_goal != (0, 0),
-        "instruction": spec.tasks[0] if spec.instructed else None,
+        "goals": spec.goal is not None,
+        "instruction": spec.tasks[0] if spec.text.instructed else None,
     }
 
 

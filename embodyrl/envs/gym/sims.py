@@ -48,7 +48,7 @@ class _Slots(Simulators):
             if not re.search(r"OpenGL|gl\w*Context|GLFW|DISPLAY|EGL|OSMesa", f"{type(error)} {error}"):
                 raise
             raise EnvError(f"env '{self.spec.name}' cannot render on this machine: {line(error)}. {GL_FIX}") from error
-        if frame is None and not self.spec.cameras:
+        if frame is None and not self.spec.cameras.names:
             raise EnvError(
                 f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
                 "Give it one to watch it, or set video=none."
@@ -60,14 +60,14 @@ class _Slots(Simulators):
         return self._instructions.get(slot)
 
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
-        if not self.spec.prompt_bytes:
+        if not self.spec.text.prompt_bytes:
             return
         text = instruction_of(self._cfg, self._writer.texts, self._observations[slot], info, env)
-        if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.prompt_bytes:
+        if text is not None and len(text.encode("utf-8", errors="replace")) > self.spec.text.prompt_bytes:
             raise EnvError(
-                f"env '{self.spec.name}': the instruction {text!r:.60} is longer than {self.spec.prompt_bytes} bytes, "
-                f"the limit of its space or the length in the first episode. Fix: use a longer Text space, or set "
-                f"env.instruction."
+                f"env '{self.spec.name}': the instruction {text!r:.60} is longer than "
+                f"{self.spec.text.prompt_bytes} bytes, the limit of its space or the length in the first episode. "
+                "Fix: use a longer Text space, or set env.instruction."
             )
         self._instructions[slot] = text
 
@@ -162,7 +162,7 @@ class VectorSims(_Slots):
         self._batch_info: dict[str, Any] = {}
         self._over: set[int] = set()
         """Slots whose episodes ended in the last step."""
-        self._actions = [self._native(np.zeros(spec.action_dim, np.float32))] * num_slots
+        self._actions = [self._native(np.zeros(spec.action.dim, np.float32))] * num_slots
         # All slots: slots without an episode are stepped with the others.
         self._keep(self._vector.reset(seed=[0] * num_slots)[0], range(num_slots))
 

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from embodyrl.errors import ConfigError, EnvError
-from embodyrl.types import ActionKind, ActionSpace, FloatArray, ObservationOut
+from embodyrl.types import ActionKind, ActionSpec, FloatArray, ObservationOut
 
 Path = tuple[str | int, ...]
 _Frames = tuple[int, int, int, int]
@@ -153,7 +153,7 @@ def _categories(space: Space[Any]) -> tuple[np.ndarray, Any] | None:
     return None
 
 
-def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
+def action_space(env_id: str, space: Space[Any]) -> ActionSpec:
     """Describe an action space as data.
 
     Raises:
@@ -161,10 +161,11 @@ def action_space(env_id: str, space: Space[Any]) -> ActionSpace:
     """
     if (categories := _categories(space)) is not None:
         kind = ActionKind.discrete if isinstance(space, spaces.Discrete) else ActionKind.multi_discrete
-        return ActionSpace(kind=kind, sizes=tuple(map(int, categories[0])))
+        sizes = tuple(map(int, categories[0]))
+        return ActionSpec(dim=len(sizes), kind=kind, sizes=sizes)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         low, high = (bound.astype(np.float64).reshape(-1).tolist() for bound in (space.low, space.high))
-        return ActionSpace(kind=ActionKind.box, low=tuple(low), high=tuple(high))
+        return ActionSpec(dim=len(low), low=tuple(low), high=tuple(high))
     raise ConfigError(
         f"env.id={env_id}: actions of {space} are not supported; Discrete, MultiDiscrete, MultiBinary and Box "
         f"(floats, or integers with up to {_MOST} values) are. Convert it to one of them with a wrapper in "

@@ -2,28 +2,31 @@
 
 from dataclasses import replace
 
-from embodyrl.types import ActionSpace, EnvSpec
+from embodyrl.types import EnvSpec, ExpertSpec, GoalSpec
 
 
 def with_history(env: EnvSpec, steps: int) -> EnvSpec:
     """Return the spec with states and cameras of several steps, oldest first; `front_1` is `front` one step before."""
     if steps == 1:
         return env
-    cameras = (*(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in env.cameras), *env.cameras)
+    shown = env.cameras.names
+    earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in shown)
     offset = (steps - 1) * env.state_dim
-    goals = {
-        name: (columns[0] + offset, columns[1] + offset)
-        for name in ("achieved_goal", "desired_goal")
-        if any(columns := getattr(env, name))
-    }
-    return replace(env, cameras=cameras, state_dim=steps * env.state_dim, **goals)
+    goal = env.goal
+    if goal is not None:
+        goal = GoalSpec(achieved=_later(goal.achieved, offset), desired=_later(goal.desired, offset))
+    cameras = replace(env.cameras, names=(*earlier, *shown))
+    return replace(env, cameras=cameras, state_dim=steps * env.state_dim, goal=goal)
+
+
+def _later(columns: tuple[int, int], offset: int) -> tuple[int, int]:
+    return columns[0] + offset, columns[1] + offset
 
 
 def flattened(env: EnvSpec, chunk: int) -> EnvSpec:
     """Return the spec with chunks of actions as one action; no expert gives these."""
-    space = env.action_space
-    if space is not None:
-        space = ActionSpace(kind=space.kind, low=space.low * chunk, high=space.high * chunk)
+    action, gripper = env.action, env.action.gripper
     # The environment itself snaps the gripper of what is executed.
-    gripper = None if env.gripper is None else replace(env.gripper, binary=False)
-    return replace(env, action_dim=chunk * env.action_dim, action_space=space, gripper=gripper, expert_tasks=())
+    gripper = None if gripper is None else replace(gripper, binary=False)
+    chunked = replace(action, dim=chunk * action.dim, low=action.low * chunk, high=action.high * chunk, gripper=gripper)
+    return replace(env, action=chunked, expert=ExpertSpec())

@@ -82,7 +82,7 @@ class HistorySims(Simulators):
         if self._history == 1:
             return
         spec = self._inner.spec
-        images = np.zeros((len(slots), len(spec.cameras), *spec.image_size, 3), np.uint8)
+        images = np.zeros((len(slots), len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
         state = np.zeros((len(slots), spec.state_dim), np.float32)
         self._inner.observe(slots, images, state, np.arange(len(slots)))
         for slot, seen, numbers in zip(slots.tolist(), images, state, strict=True):

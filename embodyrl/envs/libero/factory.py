@@ -15,7 +15,16 @@ from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 from embodyrl.envs.simulators import Simulators
 from embodyrl.registry import closest
-from embodyrl.types import EnvSpec, GripperConvention
+from embodyrl.types import (
+    ActionSpec,
+    BenchmarkSpec,
+    CameraSpec,
+    EnvCosts,
+    EnvSpec,
+    ExpertSpec,
+    GripperConvention,
+    SimulatorSpec,
+)
 
 SUITE_TASKS = {"libero_spatial": 10, "libero_object": 10, "libero_goal": 10, "libero_10": 10, "libero_90": 90}
 
@@ -180,25 +189,35 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         count = install.STATES_PER_TASK + cfg.sampled_states
         return EnvSpec(
             name=suite,
-            action_dim=7,
+            action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
             tasks=tuple(told),
             instructions=_varied(tasks, told, count),
-            suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (),
+            benchmark=BenchmarkSpec(
+                suites=tuple(name for name, _ in tasks) if len(suites) > 1 else (), unnorm_key=f"{base}_no_noops"
+            ),
             states_per_task=(count,) * len(tasks),
-            cameras=tuple(cfg.init_params.camera_names),
-            image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
-            image_rotation_deg=180,
+            cameras=CameraSpec(
+                names=tuple(cfg.init_params.camera_names),
+                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
+                rotation_deg=180,
+            ),
             state_dim=STATE_DIM,
-            gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-            unnorm_key=f"{base}_no_noops",
             max_episode_steps=HORIZONS[base],
-            expert_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
-            expert_reacts=False,
+            expert=ExpertSpec(
+                tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
+                reacts=False,
+            ),
+            simulator=SimulatorSpec(on_gpu=on_gpu),
+            seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
+        )
+
+    def costs(self, cfg: LiberoSettings, spec: EnvSpec) -> EnvCosts:
+        """Estimate memory and time from measurements of the renderer and the physics."""
+        on_gpu = bool(spec.simulator.on_gpu)
+        return EnvCosts(
             task_bytes=TASK_BYTES[cfg.render_profile],
-            on_gpu=on_gpu,
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
             chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_DRAW_S if on_gpu else DRAW_S[cfg.render_profile]),
-            seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:
@@ -208,9 +227,9 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         from embodyrl.envs.libero.sims import LiberoSims
 
         lean = cfg.render_profile is RenderProfile.lean
-        held = tasks_in_memory(spec.task_bytes, context.num_workers)
+        held = tasks_in_memory(TASK_BYTES[cfg.render_profile], context.num_workers)
         # Unused models would only fill the GPU.
-        kept = min(held, context.num_slots) if spec.on_gpu else held
+        kept = min(held, context.num_slots) if spec.simulator.on_gpu else held
         sims = LiberoSims(
             spec,
             max_models=kept,

@@ -158,13 +158,13 @@ class LiberoSims(PerSlot):
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""
-        self.pool.use(slot).observe(self.spec.cameras, out.images, out.state)
+        self.pool.use(slot).observe(self.spec.cameras.names, out.images, out.state)
 
     def render(self, slot: int) -> ByteArray:
         """Return an upright frame of the front camera, next to those of further cameras of the policy."""
-        cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras if name != FRONT_CAMERA)]
+        cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras.names if name != FRONT_CAMERA)]
         simulator = self.pool.use(slot)
-        return np.concatenate([simulator.frame(name, *self.spec.image_size) for name in cameras], axis=1)
+        return np.concatenate([simulator.frame(name, *self.spec.cameras.size) for name in cameras], axis=1)
 
     def close(self) -> None:
         """Free the models; idempotent."""

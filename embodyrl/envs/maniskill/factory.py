@@ -18,7 +18,17 @@ from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import ConfigError
 from embodyrl.registry import closest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    BenchmarkSpec,
+    CameraSpec,
+    EnvCosts,
+    EnvSpec,
+    ExpertSpec,
+    GripperConvention,
+    SimulatorSpec,
+)
 
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """GPU memory, estimated: buffers of PhysX and the renderer, state of a slot, layers of a camera image per pixel."""
@@ -56,13 +66,20 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
         """
         return _spec(cfg, describe_apart(cfg))
 
+    def costs(self, cfg: ManiSkillSettings, spec: EnvSpec) -> EnvCosts:
+        """Estimate the memory of a batch on a GPU."""
+        if not spec.simulator.on_gpu:
+            return EnvCosts()
+        pixels = len(spec.cameras.names) * spec.cameras.size[0] * spec.cameras.size[1]
+        return EnvCosts(gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + _PIXEL_BYTES * pixels))
+
     def simulators(self, cfg: ManiSkillSettings, context: EnvContext) -> Simulators:
         """Build the simulators, each at its first reset, or one for all slots."""
         from embodyrl.envs.maniskill.sims import BatchSims, ManiSkillSims
         from embodyrl.envs.maniskill.simulator import describe
 
         spec = _spec(cfg, describe(cfg))
-        return BatchSims(spec, cfg, context.num_slots) if spec.lockstep else ManiSkillSims(spec, cfg)
+        return BatchSims(spec, cfg, context.num_slots) if spec.simulator.lockstep else ManiSkillSims(spec, cfg)
 
 
 def _sizes(sensors: object, where: str) -> list[str]:
@@ -92,20 +109,21 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     bridge, batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
         name=name,
-        action_dim=len(found.action_low),
+        action=ActionSpec(
+            dim=len(found.action_low),
+            gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
+            kind=ActionKind.box,
+            low=found.action_low,
+            high=found.action_high,
+        ),
         tasks=(instruction(name),),
         states_per_task=(BRIDGE_EPISODES.get(name, SEEDS),),
-        cameras=cameras,
-        image_size=(height, width) if cameras else (0, 0),
+        cameras=CameraSpec(names=cameras, size=(height, width) if cameras else (0, 0)),
         state_dim=found.state_dim,
-        gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
-        unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None,
+        benchmark=BenchmarkSpec(unnorm_key="bridge_orig" if bridge else "maniskill" if poses else None),
         max_episode_steps=found.max_episode_steps or cfg.longest_episode,
-        expert_tasks=(0,) if poses and not batched and name in DEMONSTRATED else (),
-        lockstep=batched,
-        on_gpu=batched,
-        gpu_bytes=(_BATCH_BYTES, _SLOT_BYTES + len(cameras) * _PIXEL_BYTES * height * width) if batched else (0, 0),
-        action_space=ActionSpace(kind=ActionKind.box, low=found.action_low, high=found.action_high),
+        expert=ExpertSpec(tasks=(0,) if poses and not batched and name in DEMONSTRATED else ()),
+        simulator=SimulatorSpec(lockstep=batched, on_gpu=batched),
     )
 
 

@@ -145,8 +145,8 @@ class _Slots(Simulators):
 
     def _read(self, env: Any, info: dict[str, Any]) -> list[np.ndarray]:
         """Return states [N, S] and images [N, H, W, 3] of the spec's cameras."""
-        pictures = env._get_obs_sensor_data() if self.spec.cameras else {}
-        seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras)]
+        pictures = env._get_obs_sensor_data() if self.spec.cameras.names else {}
+        seen = [state(env, self._cfg.obs_mode, info), *(pictures[camera]["rgb"] for camera in self.spec.cameras.names)]
         return [part.cpu().numpy() for part in seen]
 
 
@@ -163,7 +163,7 @@ class ManiSkillSims(_Slots, PerSlot):
         """Start the episode of the reset id, which determines all randomness."""
         if slot not in self._envs:
             self._envs[slot] = build(self._cfg, self._cfg.obs_mode)
-        self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras)
+        self._infos[slot] = restart(self._cfg, self._envs[slot], reset_id, self.spec.cameras.names)
         self.note_start(slot, solved=bool(_row(self._infos[slot], 0).get("success", False)))
         self._experts.pop(slot, None)
 
@@ -206,14 +206,14 @@ class BatchSims(_Slots):
     def __init__(self, spec: EnvSpec, cfg: ManiSkillSettings, num_slots: int) -> None:
         super().__init__(spec, cfg)
         self._env: Any = build(cfg, cfg.obs_mode, num_slots)
-        self._actions = np.zeros((num_slots, spec.action_dim), np.float32)
+        self._actions = np.zeros((num_slots, spec.action.dim), np.float32)
         self._info: dict[str, Any] = {}
         self._seen: list[np.ndarray] = []
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
         """Start the episodes of the reset ids, which determine all randomness."""
         chosen = dict(zip(slots.tolist(), reset_ids.tolist(), strict=True))
-        self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras)
+        self._info = restart_rows(self._cfg, self._env, chosen, self.spec.cameras.names)
         for slot in chosen:
             self.note_start(slot, solved=bool(_row(self._info, slot).get("success", False)))
         self._seen = []

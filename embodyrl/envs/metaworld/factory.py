@@ -11,7 +11,7 @@ from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
 from embodyrl.registry import closest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
+from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention
 
 SEEDS = 100_000
 """Number of initial states of each task; a state's number is the seed of its goal and objects."""
@@ -45,18 +45,24 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         which = len(names) if len(names) > 1 else 0
         return EnvSpec(
             name=f"metaworld {cfg.id}",
-            action_dim=4,
+            action=ActionSpec(
+                dim=4,
+                gripper=GripperConvention(open=-1.0, closed=1.0),
+                kind=ActionKind.box,
+                low=(-1.0,) * 4,
+                high=(1.0,) * 4,
+            ),
             tasks=tuple(TASKS[name] for name in names),
             states_per_task=(SEEDS,) * len(names),
-            cameras=tuple(params.camera_names) if cfg.pixels else (),
-            image_size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
-            image_rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
+            cameras=CameraSpec(
+                names=tuple(params.camera_names) if cfg.pixels else (),
+                size=(params.camera_heights, params.camera_widths) if cfg.pixels else (0, 0),
+                rotation_deg=180 if cfg.pixels else 0,  # its cameras are mounted upside down
+                needed=cfg.pixels,
+            ),
             state_dim=PROPRIOCEPTION if cfg.pixels else STATE + which,
-            gripper=GripperConvention(open=-1.0, closed=1.0),
             max_episode_steps=500,
-            expert_tasks=tuple(range(len(names))),
-            action_space=ActionSpace(kind=ActionKind.box, low=(-1.0,) * 4, high=(1.0,) * 4),
-            state_suffices=not cfg.pixels,
+            expert=ExpertSpec(tasks=tuple(range(len(names)))),
         )
 
     def simulators(self, cfg: MetaWorldSettings, context: EnvContext) -> Simulators:

@@ -63,7 +63,7 @@ class MetaWorldSims(PerSlot):
         seen = self._seen[slot]
         if self._cfg.pixels:
             out.state[:] = seen[:PROPRIOCEPTION]
-            for place, camera in enumerate(self.spec.cameras):
+            for place, camera in enumerate(self.spec.cameras.names):
                 out.images[place] = self._draw(slot, camera)
             return
         out.state[:] = 0.0
@@ -75,7 +75,7 @@ class MetaWorldSims(PerSlot):
 
     def render(self, slot: int) -> ByteArray:
         """Return the image of the first camera, upright."""
-        return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras, "corner2")[0])[::-1, ::-1])
+        return np.ascontiguousarray(self._draw(slot, (*self.spec.cameras.names, "corner2")[0])[::-1, ::-1])
 
     def expert(self, slot: int) -> FloatArray:
         """Return the action of the package's scripted policy, which uses the goal."""
@@ -91,7 +91,7 @@ class MetaWorldSims(PerSlot):
 
     def _build(self, task: int) -> Any:
         params = self._cfg.init_params
-        draws = bool(self.spec.cameras) or self._pictures
+        draws = bool(self.spec.cameras.names) or self._pictures
         env: Any = ALL_V3_ENVIRONMENTS[self._cfg.names[task]](
             render_mode="rgb_array" if draws else None,
             camera_name="corner2",

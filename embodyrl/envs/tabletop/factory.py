@@ -10,7 +10,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
 from embodyrl.envs.tabletop.sims import CAMERAS, STATE_DIM, TabletopSims, suite_name
 from embodyrl.envs.tabletop.views import MAX_SIZE
 from embodyrl.envs.tabletop.world import TASKS, Axis
-from embodyrl.types import EnvSpec, GripperConvention
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention, SimulatorSpec
 
 STATES_PER_TASK = 4000
 
@@ -67,20 +67,22 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         axes = (cfg.axis, *map(Axis, context.suites))
         tasks = [(axis, task) for axis in axes for task in TASKS]
         return EnvSpec(
-            on_gpu=False,
+            simulator=SimulatorSpec(on_gpu=False),
             name=suite_name(cfg.axis),
-            action_dim=7,
+            action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
             tasks=tuple(t.other_words if axis is Axis.phrasings else t.instruction for axis, t in tasks),
-            suites=tuple(suite_name(axis) for axis, _ in tasks) if context.suites else (),
+            benchmark=BenchmarkSpec(
+                suites=tuple(suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"
+            ),
             states_per_task=(STATES_PER_TASK,) * len(tasks),
-            cameras=tuple(cfg.init_params.camera_names),
-            image_size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
+            cameras=CameraSpec(
+                names=tuple(cfg.init_params.camera_names),
+                size=(cfg.init_params.camera_heights, cfg.init_params.camera_widths),
+                needed=True,
+            ),
             state_dim=STATE_DIM,
-            state_suffices=False,
-            gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-            unnorm_key="tabletop",
             max_episode_steps=HORIZON,
-            expert_tasks=tuple(range(len(tasks))),
+            expert=ExpertSpec(tasks=tuple(range(len(tasks)))),
         )
 
     def simulators(self, cfg: TabletopSettings, context: EnvContext) -> TabletopSims:

@@ -142,7 +142,7 @@ class TabletopSims(PerSlot):
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec and write proprioception [4] into the views."""
         world = self._worlds[slot]
-        for view, camera in zip(out.images, self.spec.cameras, strict=True):
+        for view, camera in zip(out.images, self.spec.cameras.names, strict=True):
             view[...] = (draw_front if camera == FRONT else draw_wrist)(world, len(view))
         out.state[:] = world.x, world.y, world.z, float(not world.closed)
 

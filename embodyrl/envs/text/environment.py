@@ -130,7 +130,7 @@ class ConversationEnv:
 
         The reward is that of the last token of the last reply.
         """
-        result, last = begin_replies(actions, parts=len(self.spec.components))
+        result, last = begin_replies(actions, parts=len(self.spec.reward.components))
         assert result.components is not None
         conversations = [self._conversation(slot) for slot in slots]
         over = [i for i, conversation in enumerate(conversations) if not self._use_tool(conversation)]
@@ -158,13 +158,13 @@ class ConversationEnv:
     def _use_tool(self, conversation: _Conversation) -> bool:
         """Answer the tool call of a reply, if there is one and a further reply can follow."""
         conversation.turns += 1
-        call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.max_chunks else None
+        call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if call is None:
             return False
         said = Message(role="assistant", content=conversation.reply)
         heard = Message(role=self._tool_role, content=clip(answer(call, self._tools), ANSWER_BYTES))
         longer = [*conversation.messages, said, heard]
-        if len(join_messages(longer).encode()) > self.spec.prompt_bytes - LAST_BYTES:
+        if len(join_messages(longer).encode()) > self.spec.text.prompt_bytes - LAST_BYTES:
             return False
         conversation.messages = longer
         return True

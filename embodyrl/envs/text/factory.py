@@ -8,7 +8,16 @@ from embodyrl.envs.text.protocol import Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.extensions.text.plan import give_task, text_problems
 from embodyrl.specs import picture_names
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    BenchmarkSpec,
+    CameraSpec,
+    EnvSpec,
+    RewardSpec,
+    SimulatorSpec,
+    TextSpec,
+)
 
 _TURNS = 4
 """Turns after which the sequence of roles repeats."""
@@ -50,20 +59,18 @@ class TextFactory:
         return EnvSpec(
             name=f"text/{rows.name}",
             doubts=(*((known,) if rows.repeated else ()), *rows.doubts),
-            roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
-            action_dim=1,
+            text=TextSpec(
+                roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
+                max_replies=cfg.max_turns,
+                prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
+            ),
+            action=ActionSpec(dim=1, kind=ActionKind.text),
             tasks=(rows.name,),
             states_per_task=(len(rows),),
-            action_space=ActionSpace(kind=ActionKind.text),
-            max_chunks=cfg.max_turns,
-            prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
-            held_out=rows.held_out,
-            cameras=picture_names(rows.pictures),
-            image_size=rows.image_size,
-            state_suffices=not rows.pictures,
-            components=judge.components,
-            component_weights=judge.weights,
-            draws=False,
+            benchmark=BenchmarkSpec(held_out=rows.held_out),
+            cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=bool(rows.pictures)),
+            reward=RewardSpec(components=judge.components, weights=judge.weights),
+            simulator=SimulatorSpec(renders=False),
         )
 
     def make(self, cfg: TextSettings, context: EnvContext) -> ConversationEnv:

@@ -17,7 +17,17 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 from embodyrl.envs.text.environment import begin_replies, clip
 from embodyrl.errors import ConfigError, EnvError, MissingDependencyError, one_line
 from embodyrl.registry import Registry, takes
-from embodyrl.types import ActionKind, ActionSpace, BoolArray, ChunkResult, EnvSpec, EpisodeStart, FloatArray
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    BoolArray,
+    ChunkResult,
+    EnvSpec,
+    EpisodeStart,
+    FloatArray,
+    SimulatorSpec,
+    TextSpec,
+)
 
 SUFFIXES = (".z8", ".ulx")
 """File names written by `tw-make`."""
@@ -189,7 +199,7 @@ class GameEnv:
             game.steps += 1
             result.reward[at] = self._cfg.reward_coef * earned
             result.terminated[at], result.success[at] = terminated, success
-            result.truncated[at] = not terminated and (truncated or game.steps >= self.spec.max_chunks)
+            result.truncated[at] = not terminated and (truncated or game.steps >= self.spec.text.max_replies)
         return result
 
     def _play(self, game: _Game) -> tuple[float, bool, bool, bool]:
@@ -311,18 +321,18 @@ class GameFactory:
         room = len(cfg.prompt.encode()) + (SEEN_BYTES + REPLY_BYTES + 64) * (cfg.history + 1)
         return EnvSpec(
             name=f"text/{cfg.id}",
-            action_dim=1,
+            action=ActionSpec(dim=1, kind=ActionKind.text),
             tasks=(str(cfg.id),),
             states_per_task=(SEEDS,),
-            action_space=ActionSpace(kind=ActionKind.text),
-            max_chunks=cfg.max_turns,
-            roles=tuple(
-                (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
-                for turns in range(min(cfg.history, 2) + 1)
+            text=TextSpec(
+                max_replies=cfg.max_turns,
+                roles=tuple(
+                    (*(("system",) if cfg.prompt else ()), *("user", "assistant") * turns, "user")
+                    for turns in range(min(cfg.history, 2) + 1)
+                ),
+                prompt_bytes=room,
             ),
-            prompt_bytes=room,
-            may_truncate=True,
-            draws=False,
+            simulator=SimulatorSpec(may_truncate=True, renders=False),
         )
 
     def make(self, cfg: GameSettings, context: EnvContext) -> GameEnv:

@@ -4,6 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
+from operator import attrgetter
 
 from embodyrl.extensions.check_env.harness import CONTEXT, Harness, check
 from embodyrl.types import EnvSpec
@@ -59,13 +60,13 @@ def spec(h: Harness) -> None:
     _numbers(h, spec)
     for doubt in spec.doubts:
         h.prefer(False, "spec", "what it declares to be what it does", doubt)
-    if (grip := spec.gripper) is not None:
-        inside = -spec.action_dim <= grip.index < spec.action_dim
-        h.expect(inside, "spec.gripper.index", f"below {spec.action_dim}", grip.index)
-        h.expect(grip.open != grip.closed, "spec.gripper", "open and closed to differ", f"{grip.open} twice")
+    if (grip := spec.action.gripper) is not None:
+        inside = -spec.action.dim <= grip.index < spec.action.dim
+        h.expect(inside, "spec.action.gripper.index", f"below {spec.action.dim}", grip.index)
+        h.expect(grip.open != grip.closed, "spec.action.gripper", "open and closed to differ", f"{grip.open} twice")
     h.note = (
-        f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras)} cameras of "
-        f"{spec.image_size[0]}x{spec.image_size[1]}, state {spec.state_dim}, actions {spec.action_dim}"
+        f"{spec.name}: {len(spec.tasks)} tasks, {spec.num_reset_ids} reset ids, {len(spec.cameras.names)} cameras of "
+        f"{spec.cameras.size[0]}x{spec.cameras.size[1]}, state {spec.state_dim}, actions {spec.action.dim}"
     )
 
 
@@ -76,18 +77,23 @@ def _tasks(h: Harness, spec: EnvSpec) -> None:
     h.expect(len(states) == tasks, "spec.states_per_task", f"{tasks} numbers, one per task", len(states))
     least = min(states, default=1)
     h.expect(least >= 1, "spec.states_per_task", "at least 1 for each task", least)
-    wrong = [task for task in spec.expert_tasks if not 0 <= task < tasks]
-    h.expect(not wrong, "spec.expert_tasks", f"tasks in 0..{tasks - 1}", wrong)
+    wrong = [task for task in spec.expert.tasks if not 0 <= task < tasks]
+    h.expect(not wrong, "spec.expert.tasks", f"tasks in 0..{tasks - 1}", wrong)
 
 
 def _numbers(h: Harness, spec: EnvSpec) -> None:
-    for name, least in {"action_dim": 1, "max_episode_steps": 1, "state_dim": 0}.items():
-        value = getattr(spec, name)
+    for name, least in {"action.dim": 1, "max_episode_steps": 1, "state_dim": 0}.items():
+        value = attrgetter(name)(spec)
         fine = isinstance(value, int) and value >= least
         h.expect(fine, f"spec.{name}", f"an integer of at least {least}", repr(value))
     h.expect(bool(spec.name.strip()), "spec.name", "a name", repr(spec.name))
-    h.expect(len({*spec.cameras}) == len(spec.cameras), "spec.cameras", "different names", [*spec.cameras])
-    sized = not spec.cameras or min(spec.image_size) >= 1
-    h.expect(sized, "spec.image_size", "positive height and width", spec.image_size)
-    rotation = spec.image_rotation_deg
-    h.expect(rotation in (0, 180), "spec.image_rotation_deg", "0 or 180", rotation)
+    h.expect(
+        len({*spec.cameras.names}) == len(spec.cameras.names),
+        "spec.cameras.names",
+        "different names",
+        [*spec.cameras.names],
+    )
+    sized = not spec.cameras.names or min(spec.cameras.size) >= 1
+    h.expect(sized, "spec.cameras.size", "positive height and width", spec.cameras.size)
+    rotation = spec.cameras.rotation_deg
+    h.expect(rotation in (0, 180), "spec.cameras.rotation_deg", "0 or 180", rotation)

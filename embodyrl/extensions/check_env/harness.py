@@ -175,25 +175,22 @@ class Harness:
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
         """Smallest and largest action [A]; -1 and 1 without declared bounds."""
-        space = self.spec.action_space
-        if space is None:
-            return -np.ones(self.spec.action_dim, np.float32), np.ones(self.spec.action_dim, np.float32)
         # An endless box has no largest action; try what a policy would start with, or what is near its only bound.
-        low, high = (np.asarray(bound, np.float32) for bound in space.bounds)
+        low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
         return low, np.where(np.isfinite(high), high, low + 2)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
         """Sample actions [count, A] within the bounds, equal for equal streams."""
         draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
-        if self.spec.action_space is not None and self.spec.action_space.sizes:
+        if self.spec.action.sizes:
             return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
         return draw.uniform(low, high, (count, len(high))).astype(np.float32)
 
     def observe(self, slot: int, fill: int = 0) -> Seen:
         """Observe into views that hold `fill` (images) and NaN (state) before."""
         spec = self.spec
-        images = np.full((len(spec.cameras), *spec.image_size, 3), fill, np.uint8)
+        images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
         self.env.observe([slot], images[None], state[None])
         self.brightest = max(self.brightest, int(images.max(initial=0)))

@@ -58,7 +58,7 @@ def observe(h: Harness) -> None:
     # Twice, over black and over white: a pixel that nobody writes keeps one of each.
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
     untouched = (dark.images == 0) & (bright.images == 255)
-    for camera, name in enumerate(h.spec.cameras):
+    for camera, name in enumerate(h.spec.cameras.names):
         kept = int(untouched[camera].any(axis=-1).sum())
         rule = "every pixel written, in place (out.images[...] = ...)"
         h.expect(not kept, f"observe: image of camera '{name}'", rule, f"{kept} pixels keep what was there before")
@@ -73,16 +73,16 @@ def instruction(h: Harness) -> None:
         first = h.start(h.reset_ids(task)[0])
         h.env.reset([0], [first])
         text, expected = h.env.instruction(0), instruction_for(h.spec, first.reset_id)
-        if not h.spec.prompt_bytes:
+        if not h.spec.text.prompt_bytes:
             h.expect(text == expected, "instruction", f"spec.tasks[{task}], {expected!r}", repr(text))
             continue
         size = len(text.encode("utf-8", errors="replace"))
         h.expect(bool(text.strip()), "instruction", "a text", repr(text))
-        h.expect(size <= h.spec.prompt_bytes, "instruction", f"at most {h.spec.prompt_bytes} bytes", size)
+        h.expect(size <= h.spec.text.prompt_bytes, "instruction", f"at most {h.spec.text.prompt_bytes} bytes", size)
         h.play(0, first, h.actions(CHUNK))
         later = h.env.instruction(0)
         h.expect(later == text, "instruction", f"the same through an episode, {text!r}", repr(later))
-    h.note = repr(h.env.instruction(0)) if h.spec.instructed else "none: its name stands in for one"
+    h.note = repr(h.env.instruction(0)) if h.spec.text.instructed else "none: its name stands in for one"
 
 
 @check("observe")
@@ -132,8 +132,8 @@ def reset_repeats(h: Harness) -> None:
 
 @check("step")
 def expert(h: Harness) -> None:
-    """Check that tasks in `spec.expert_tasks` have a successful expert and others raise."""
-    declared = [task for task in h.tasks() if task in h.spec.expert_tasks]
+    """Check that tasks in `spec.expert.tasks` have a successful expert and others raise."""
+    declared = [task for task in h.tasks() if task in h.spec.expert.tasks]
     successes = 0
     for task in declared:
         demo = _play_expert(h, h.start(h.reset_ids(task)[0], limit=h.horizon))
@@ -144,10 +144,10 @@ def expert(h: Harness) -> None:
         if demo.any("terminated"):
             h.ending = h.ending or demo
     found = f"none within {h.horizon} steps"
-    wanted = bool(declared) and h.spec.reports_success
+    wanted = bool(declared) and h.spec.reward.reports_success
     h.expect(not wanted or successes > 0, "expert_chunk", f"a success in tasks {declared}", found)
     h.note = f"{successes} of {len(declared)} episodes succeed" if declared else "none declared"
-    for task in [t for t in h.tasks() if t not in h.spec.expert_tasks][:1]:
+    for task in [t for t in h.tasks() if t not in h.spec.expert.tasks][:1]:
         h.env.reset([0], [h.start(h.reset_ids(task)[0])])
         h.expect_refusal(
             f"expert_chunk, task {task}",
@@ -159,14 +159,13 @@ def expert(h: Harness) -> None:
 
 def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
     """Let the expert act to the end, or to the first violation."""
-    trace = Trace(start=start, actions=np.zeros((0, h.spec.action_dim), np.float32))
-    space = h.spec.action_space
-    low, high = h.bounds() if space is None else (np.asarray(bound, np.float32) for bound in space.bounds)
+    trace = Trace(start=start, actions=np.zeros((0, h.spec.action.dim), np.float32))
+    low, high = (np.asarray(bound, np.float32) for bound in h.spec.action.bounds)
     h.env.reset([0], [start])
     trace.seen.append(h.observe(0))
     while not trace.any("done") and len(trace.results) * CHUNK < start.max_episode_steps:
         actions, result = h.env.expert_chunk([0], CHUNK, noise=0.0)
-        if not h.expect_array("expert_chunk: actions", actions, (1, CHUNK, h.spec.action_dim), np.float32):
+        if not h.expect_array("expert_chunk: actions", actions, (1, CHUNK, h.spec.action.dim), np.float32):
             return trace
         outside = actions[~((low <= actions) & (actions <= high))].tolist()
         expected = f"numbers in {low.min():g}..{high.max():g}"
@@ -224,7 +223,7 @@ def time_limit(h: Harness) -> None:
     trace = h.play(0, start, h.actions(3 * SHORT), chunk=SHORT_CHUNK)
     truncated = trace.any("truncated")
     # Where the simulator may end the episode before, only the bound itself can be asked for.
-    strict = start.ignore_terminations and not h.spec.may_truncate
+    strict = start.ignore_terminations and not h.spec.simulator.may_truncate
     fits = trace.any("done") and trace.length <= SHORT and (not strict or (truncated and trace.length == SHORT))
     found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
     h.expect(fits, f"episode with max_episode_steps={SHORT}", f"{SHORT} steps, truncated", found)
@@ -310,7 +309,7 @@ def slots(h: Harness) -> None:
         if h.env.step_chunk([0], h.actions(2, stream=2)[None]).done.any():
             h.env.reset([0], [other])
 
-    moved = h.play(1, start, actions, between=None if h.spec.lockstep else keep_busy)
+    moved = h.play(1, start, actions, between=None if h.spec.simulator.lockstep else keep_busy)
     for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
         h.expect_repeat(first, trace, f"episode {where}", "the one of slot 0 alone")
 
@@ -329,14 +328,14 @@ def expert_replays(h: Harness) -> None:
 def goals(h: Harness) -> None:
     """Check that `compute_reward` for the pursued goal returns the rewards of the steps."""
     spec = h.spec
-    if not spec.desired_goal[1] or getattr(h.cfg, "use_rel_reward", False):
+    if spec.goal is None or getattr(h.cfg, "use_rel_reward", False):
         h.note = "none declared"
         return
     trace = h.play(0, h.first_start(), h.actions(LIMIT), chunk=1)
     seen = np.stack([seen.state for seen in trace.seen[1:]])
     judge = cast(GoalFactory, h.factory).judge(h.cfg)
     try:
-        said = judge(seen[:, slice(*spec.achieved_goal)], seen[:, slice(*spec.desired_goal)])[0] * spec.reward_factor
+        said = judge(seen[:, slice(*spec.goal.achieved)], seen[:, slice(*spec.goal.desired)])[0] * spec.reward.factor
     finally:
         judge.close()
     earned = np.concatenate([result.reward[0] for result in trace.results])

@@ -17,7 +17,7 @@ CLOSE_SECONDS = 1.0
 def image_range(h: Harness) -> None:
     """Check that pixels use the range 0..255."""
     found = f"nothing above {h.brightest}; floats in 0..1 that were cut to integers?"
-    h.expect(not h.spec.cameras or h.brightest > 1, "observe: images", "uint8 in 0..255", found)
+    h.expect(not h.spec.cameras.names or h.brightest > 1, "observe: images", "uint8 in 0..255", found)
 
 
 @check("step")
@@ -28,7 +28,7 @@ def render(h: Harness) -> None:
     try:
         frame = h.env.render(0)
     except EnvError as error:
-        if h.spec.cameras:
+        if h.spec.cameras.names:
             raise
         h.note = str(error)  # without cameras there may be nothing to show
         return
@@ -38,10 +38,10 @@ def render(h: Harness) -> None:
     if not h.expect(drawn, "render", "uint8 (H, W, 3)", found):
         return
     h.expect_equal(seen_difference(before, h.observe(0)), "render", "no change of the observation")
-    for camera, image in zip(h.spec.cameras, before.images, strict=True):
-        upside_down = image if h.spec.image_rotation_deg == 180 else image[::-1]
+    for camera, image in zip(h.spec.cameras.names, before.images, strict=True):
+        upside_down = image if h.spec.cameras.rotation_deg == 180 else image[::-1]
         wrong = np.array_equal(frame, upside_down) and not np.array_equal(frame, upside_down[::-1])
-        expected = f"upright (spec.image_rotation_deg={h.spec.image_rotation_deg})"
+        expected = f"upright (spec.cameras.rotation_deg={h.spec.cameras.rotation_deg})"
         h.expect(not wrong, "render", expected, f"the image of camera '{camera}' upside down")
     h.note = f"{frame.shape[0]}x{frame.shape[1]}"
 

@@ -26,7 +26,7 @@ from embodyrl.extensions.demonstrations.layout import (
     image_key,
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.types import EnvSpec, GripperConvention
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
@@ -157,18 +157,15 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
     tasks = read_tasks(root)
     env = EnvSpec(
         name=info.get("robot_type") or root.name,
-        action_dim=_vector_size(root, reading.action, features[reading.action]),
+        action=ActionSpec(dim=_vector_size(root, reading.action, features[reading.action]), gripper=reading.gripper),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),
-        cameras=tuple(columns),
-        image_size=(height, width),
-        image_rotation_deg=reading.image_rotation_deg,
+        cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=reading.image_rotation_deg),
         state_dim=_vector_size(root, reading.state, features[reading.state]) if reading.state in features else 0,
-        gripper=reading.gripper,
     )
-    if reading.gripper is not None and not -env.action_dim <= reading.gripper.index < env.action_dim:
+    if reading.gripper is not None and not -env.action.dim <= reading.gripper.index < env.action.dim:
         raise ConfigError(
-            f"data.gripper_index={reading.gripper.index}: the actions of {root} have {env.action_dim} numbers."
+            f"data.gripper_index={reading.gripper.index}: the actions of {root} have {env.action.dim} numbers."
         )
     fps = float(info["fps"])
     if not 0 < fps < math.inf:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from embodyrl.extensions.demonstrations.rows import Rows, find_rows
 from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
 from embodyrl.types import EnvSpec
 
-_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+_SHAPE = {
+    "cameras": "cameras.names",
+    "image_size": "cameras.size",
+    "image_rotation_deg": "cameras.rotation_deg",
+    "state_dim": "state_dim",
+    "action_dim": "action.dim",
+    "gripper": "action.gripper",
+}
+"""Names of `meta/embodyrl.json`, and the attributes of the declaration."""
 _TOLERANCE_S = 1e-4
 """Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
 
@@ -56,8 +65,8 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
     """Describe in which fields two environments of demonstrations differ; `alike`: further ones to compare."""
-    names = [name for name in (*alike, *_SHAPE) if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name} ({getattr(one, name)} and {getattr(other, name)})" for name in names)
+    read = {name: attrgetter(path) for name, path in ({name: name for name in alike} | _SHAPE).items()}
+    return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
 
 
 def _task_names(rows: _Episodes) -> list[str]:

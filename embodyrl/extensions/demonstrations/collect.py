@@ -88,12 +88,12 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
     base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
     labelled = cfg.collect.labels is Labels.expert or isinstance(cfg, DaggerConfig)
-    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert_tasks]):
-        known = ",".join(map(str, base.env.expert_tasks))
+    if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
+        known = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(
             f"env '{base.env.name}' has no scripted expert for tasks {unknown}; set env.train.task_ids=[{known}]."
         )
-    if labelled and not base.policy.scripted and not base.env.expert_reacts:
+    if labelled and not base.policy.scripted and not base.env.expert.reacts:
         raise ConfigError(
             f"env '{base.env.name}': its expert follows a plan, so it cannot label the actions of another "
             "policy. Collect its own episodes: embodyrl collect model=scripted (model.expert_noise "
@@ -145,7 +145,7 @@ def card_of(run_plan: RunPlan) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
     cfg = run_plan.config(CollectConfig)
     return Card(
-        env=replace(run_plan.env, on_gpu=None, gpu_bytes=(0, 0), draws=True),  # of the machine, not of the data
+        env=run_plan.env,
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
         collected={

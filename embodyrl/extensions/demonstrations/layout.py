@@ -16,7 +16,17 @@ import pyarrow as pa
 
 from embodyrl.errors import EmbodyError
 from embodyrl.files import write_atomically
-from embodyrl.types import ActionKind, ActionSpace, BoolArray, ByteArray, EnvSpec, FloatArray, GripperConvention
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    BenchmarkSpec,
+    BoolArray,
+    ByteArray,
+    CameraSpec,
+    EnvSpec,
+    FloatArray,
+    GripperConvention,
+)
 
 CODEBASE_VERSION = "v3.0"
 CHUNKS_SIZE = 1000
@@ -60,7 +70,7 @@ class Card:
 
     def to_json(self) -> str:
         """Return the text of `meta/embodyrl.json`."""
-        return json.dumps(asdict(self), indent=2) + "\n"
+        return json.dumps({**asdict(self), "env": _env_to_json(self.env)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Card:
@@ -70,14 +80,49 @@ class Card:
             ValueError, TypeError, KeyError: something else.
         """
         raw = json.loads(text)
-        env: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in raw.pop("env").items()
-        }
-        gripper, space = env.pop("gripper"), env.get("action_space")
-        if space is not None:  # older cards say nothing of it
-            lists = {key: tuple(space[key]) for key in ("sizes", "low", "high")}
-            env["action_space"] = ActionSpace(kind=ActionKind(space["kind"]), **lists)
-        return cls(env=EnvSpec(**env, gripper=GripperConvention(**gripper) if gripper else None), **raw)
+        return cls(env=_env_from_json(raw.pop("env")), **raw)
+
+
+def _env_to_json(env: EnvSpec) -> dict[str, Any]:
+    """Return the part of a declaration that describes the data."""
+    space = {"kind": env.action.kind, "sizes": env.action.sizes, "low": env.action.low, "high": env.action.high}
+    return {
+        "name": env.name,
+        "action_dim": env.action.dim,
+        "action_space": space,
+        "gripper": asdict(env.action.gripper) if env.action.gripper else None,
+        "tasks": env.tasks,
+        "states_per_task": env.states_per_task,
+        "instructions": env.instructions,
+        "cameras": env.cameras.names,
+        "image_size": env.cameras.size,
+        "grey": env.cameras.grey,
+        "image_rotation_deg": env.cameras.rotation_deg,
+        "state_dim": env.state_dim,
+        "unnorm_key": env.benchmark.unnorm_key,
+    }
+
+
+def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
+    space = raw.get("action_space") or {"kind": ActionKind.box, "sizes": (), "low": (), "high": ()}
+    lists = {key: tuple(space[key]) for key in ("sizes", "low", "high")}
+    gripper = GripperConvention(**raw["gripper"]) if raw["gripper"] else None
+    height, width = raw["image_size"]
+    return EnvSpec(
+        name=raw["name"],
+        action=ActionSpec(dim=raw["action_dim"], kind=ActionKind(space["kind"]), gripper=gripper, **lists),
+        tasks=tuple(raw["tasks"]),
+        states_per_task=tuple(raw["states_per_task"]),
+        instructions=tuple(raw.get("instructions", ())),
+        cameras=CameraSpec(
+            names=tuple(raw["cameras"]),
+            size=(height, width),
+            grey=raw.get("grey", False),
+            rotation_deg=raw["image_rotation_deg"],
+        ),
+        state_dim=raw["state_dim"],
+        benchmark=BenchmarkSpec(unnorm_key=raw.get("unnorm_key")),
+    )
 
 
 def is_ours(root: Path) -> bool:
@@ -93,16 +138,16 @@ def image_key(camera: str) -> str:
 def features_of(card: Card) -> dict[str, dict[str, Any]]:
     """Return the `features` of `meta/info.json`: dtype, shape and names of every column."""
     env = card.env
-    height, width = env.image_size
+    height, width = env.cameras.size
     image: dict[str, Any] = {"dtype": "image", "shape": [height, width, 3], "names": ["height", "width", "channels"]}
     if card.video:
         codec = {"video.codec": "h264", "video.pix_fmt": "yuv420p", "video.is_depth_map": False, "has_audio": False}
         size = {"video.height": height, "video.width": width, "video.channels": 3, "video.fps": card.fps}
         image |= {"dtype": "video", "info": {**size, **codec}}
-    features: dict[str, dict[str, Any]] = {image_key(camera): dict(image) for camera in env.cameras}
+    features: dict[str, dict[str, Any]] = {image_key(camera): dict(image) for camera in env.cameras.names}
     if env.state_dim:
         features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": None}
-    features[ACTION] = {"dtype": "float32", "shape": [env.action_dim], "names": None}
+    features[ACTION] = {"dtype": "float32", "shape": [env.action.dim], "names": None}
     scalars = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in _SCALARS.items()}
     return features | scalars
 

@@ -118,7 +118,7 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     if not episodes:
         raise EmbodyError(f"{root} holds no episodes. Go on collecting into it.")
     rows, env = find_rows(root, episodes), card.env
-    action, state = read_vectors(rows, reading.action, env.action_dim), read_vectors(rows, reading.state, env.state_dim)
+    action, state = read_vectors(rows, reading.action, env.action.dim), read_vectors(rows, reading.state, env.state_dim)
     numbers = {reading.action: action, reading.state: state}
     if ours:
         numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
@@ -169,7 +169,7 @@ def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
     Raises:
         ConfigError: an action of a data set of another program lies outside of the convention.
     """
-    gripper = card.env.gripper
+    gripper = card.env.action.gripper
     if gripper is None or layout.is_ours(root):
         return
     values = action[:, gripper.index]
@@ -189,11 +189,11 @@ def _read_frames(
     root: Path, card: Card, reading: Reading, rows: Rows, episodes: _Episodes, keep: IntArray
 ) -> ByteArray:
     """Decode the frames of the rows in `keep`, in that order."""
-    shape = (len(keep), len(card.env.cameras), *card.env.image_size, 3)
+    shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decoded into their place: a list of frames that is stacked later takes the memory twice.
     images = np.empty(shape, np.uint8)
-    columns = [reading.column(camera) for camera in card.env.cameras]
+    columns = [reading.column(camera) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
             _read_videos(root, card, rows, episodes, column, images[:, camera])
@@ -242,7 +242,7 @@ def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column
     for (chunk, file), parts in wanted.items():
         path = root / layout.VIDEO_PATH.format(video_key=column, chunk_index=chunk, file_index=file)
         where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-        numbers = np.rint(times * frame_rate(path, card.fps, card.env.image_size)).astype(np.int64)
+        numbers = np.rint(times * frame_rate(path, card.fps, card.env.cameras.size)).astype(np.int64)
         order = np.argsort(numbers, kind="stable")
         decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=layout.is_ours(root))
 

@@ -34,7 +34,7 @@ from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.vla.folder import check_statistics
 from embodyrl.specs import convert_gripper, picture_names
-from embodyrl.types import ActionKind, ByteArray, EnvSpec, FloatArray, PolicySpec
+from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
 STATISTICS_FILE = "dataset_statistics.json"
 """File of the normalization statistics in the public layout of VLA models."""
@@ -67,7 +67,7 @@ class Material:
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
         replies = {text for part in parts for text in part.replies}
-        env = replace(self.env, prompt_bytes=max(len(text.encode()) for text in prompts))
+        env = replace(self.env, text=TextSpec(prompt_bytes=max(len(text.encode()) for text in prompts)))
         policy = replace(
             self.policy,
             num_action_chunks=self.train.actions.shape[1],
@@ -88,8 +88,9 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
             f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
             "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
         )
-    if material.policy.steers:
-        raise ConfigError(f"{material.policy.steers} trains nothing that could follow a demonstration; leave it out.")
+    if material.policy.steering:
+        key = material.policy.steering.key
+        raise ConfigError(f"{key} trains no weights that demonstrations could train; leave it out.")
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
@@ -107,20 +108,21 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     # A random start wants no statistics, and of a policy and its reference, which are one model, actions keep their
     # meaning.
     measured = model.weights is not None and not ranked
-    source, key = resolve_asset(model.weights or ""), getattr(model, "unnorm_key", None) or env.unnorm_key or env.name
+    source = resolve_asset(model.weights or "")
+    key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
     if measured:
         # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
         # statistics will do.
-        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action_dim, env.state_dim))
+        action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
         model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
     spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
-    if model.weights is None and not spec.num_parameters:
+    if model.weights is None and spec.untrainable:
         raise ConfigError(
             f"model_type '{model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
             "example model=openvla_oft_tiny."
         )
     if problems := mismatches(env, spec):
-        if spec.gripper is not None and env.gripper is None:
+        if spec.gripper is not None and env.action.gripper is None:
             problems.append("data.gripper=[open,closed] states what the gripper's actions in the data mean.")
         raise ConfigError(problems)
     train, validation = load_samples(cfg, env, spec)
@@ -187,7 +189,7 @@ def _samples(
     found, valid = demos.window(steps, length + history - 1, before=history - 1)
     actions = demos.action[found]
     # Once for all samples: what the policy imitates is in its own convention, as when it acts.
-    convert_gripper(actions, env.gripper, policy.gripper)
+    convert_gripper(actions, env.action.gripper, policy.gripper)
     return Samples(
         demos=demos,
         steps=steps,
@@ -209,9 +211,9 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
         episodes: number of demonstrations.
     """
     mask = np.ones(actions.shape[-1], np.bool_)
-    if env.gripper is not None:
+    if env.action.gripper is not None:
         # Not scaled, as in the public statistics: it is a choice and no amount.
-        mask[env.gripper.index] = False
+        mask[env.action.gripper.index] = False
     entry: dict[str, Any] = {"action": {**_describe(actions), "mask": mask.tolist()}}
     if states.shape[-1]:
         entry["proprio"] = _describe(states)
@@ -279,12 +281,12 @@ def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
     problems = check_layout(root, reading_of(cfg.data))
     if problems:
         raise ConfigError(problems)
-    height, width = card.env.image_size
-    cameras = f"{', '.join(card.env.cameras)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
+    height, width = card.env.cameras.size
+    cameras = f"{', '.join(card.env.cameras.names)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
     return [
         *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
-        ("frames", cameras if card.env.cameras else f"{card.env.state_dim} numbers of state, no images"),
-        ("as stored", f"{gripper_text(card.env.gripper)} · image_rotation_deg {card.env.image_rotation_deg}"),
+        ("frames", cameras if card.env.cameras.names else f"{card.env.state_dim} numbers of state, no images"),
+        ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
         training,
@@ -312,9 +314,9 @@ def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
             "or a folder that `embodyrl collect` wrote."
         )
     rows = checked_rows(cfg, cfg.data)
-    env = replace(ANY_TEXT, roles=rows.roles)
+    env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
     if rows.pictures:
-        env = replace(env, cameras=picture_names(rows.pictures), image_size=rows.image_size, state_suffices=False)
+        env = replace(env, cameras=CameraSpec(names=picture_names(rows.pictures), size=rows.image_size, needed=True))
     policy = factory.spec(cfg.model, env, values)
     if problems := mismatches(env, policy) if rows.pictures else []:
         raise ConfigError(problems)

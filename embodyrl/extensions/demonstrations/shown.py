@@ -18,7 +18,7 @@ def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
     found = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in found])
     actions = demos.action.copy()
-    convert_gripper(actions, read_card(found[0]).env.gripper, policy.gripper)
+    convert_gripper(actions, read_card(found[0]).env.action.gripper, policy.gripper)
     return replace(demos, action=actions)
 
 

@@ -155,7 +155,7 @@ class DatasetWriter:
         layout.write_file(self.root / name, buffer.getvalue())
 
     def _write_videos(self, batch: Sequence[Demonstration], place: dict[str, int]) -> None:
-        for c, camera in enumerate(self.card.env.cameras):
+        for c, camera in enumerate(self.card.env.cameras.names):
             path = self.root / layout.VIDEO_PATH.format(video_key=image_key(camera), **place)
             path.parent.mkdir(parents=True, exist_ok=True)
             encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
@@ -176,9 +176,9 @@ class DatasetWriter:
         if not self._episodes:
             return {}, {}
         rows = find_rows(self.root, self._episodes)
-        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action_dim, layout.REWARD: 1}
+        widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim, layout.REWARD: 1}
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
-        if self.card.env.cameras and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
+        if self.card.env.cameras.names and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
             raise EmbodyError(
                 f"{self.root} was collected by an older version, whose statistics of images cannot be continued. "
                 "Choose another collect.out; `embodyrl sft data.more` learns from both."
@@ -196,7 +196,7 @@ class DatasetWriter:
         d = demonstration
         images: dict[str, list[bytes]] = {}
         pixels: dict[str, IntArray] = {}
-        for c, camera in enumerate(self.card.env.cameras):
+        for c, camera in enumerate(self.card.env.cameras.names):
             key = image_key(camera)
             if not self.card.video:
                 images[key] = [encode_png(frame) for frame in d.images[:, c]]
@@ -241,7 +241,7 @@ class DatasetWriter:
         # By these columns readers of the layout find an episode without opening the data.
         row |= {f"data/{name}": value for name, value in place.items()}
         row |= {"dataset_from_index": start, "dataset_to_index": start + len(d)}
-        for camera in self.card.env.cameras if self.card.video else ():
+        for camera in self.card.env.cameras.names if self.card.video else ():
             prefix = f"videos/{image_key(camera)}"
             row |= {f"{prefix}/{name}": value for name, value in place.items()}
             row[f"{prefix}/from_timestamp"] = elapsed
@@ -277,7 +277,7 @@ def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
     """Return the files that hold an episode's data, relative to the folder."""
     place = {name: row[f"data/{name}"] for name in ("chunk_index", "file_index")}
     paths = [layout.DATA_PATH.format(**place)]
-    for camera in card.env.cameras if card.video else ():
+    for camera in card.env.cameras.names if card.video else ():
         key = image_key(camera)
         video = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
         paths.append(layout.VIDEO_PATH.format(video_key=key, **video))

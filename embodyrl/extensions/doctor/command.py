@@ -10,6 +10,7 @@ from pathlib import Path
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.settings import changed_settings
+from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
 from embodyrl.findings import Finding
@@ -92,7 +93,7 @@ def _probe_config(cfg: TrainConfig) -> list[Finding]:
         fix = "what that line says, or another choice: embodyrl list envs, embodyrl list models"
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
     findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
-    if spec.task_bytes:
+    if task_bytes := env_costs(cfg.env, spec).task_bytes:
         workers = count_env_workers(cfg, spec, plan_devices(cfg, training=True), cfg.env.train.total_num_envs)
-        findings.append(Finding("simulators", "ok", memory_of_tasks(spec, cfg.env.train, workers)))
+        findings.append(Finding("simulators", "ok", memory_of_tasks(spec, task_bytes, cfg.env.train, workers)))
     return findings

@@ -33,7 +33,7 @@ class FilteredLearner(Learner):
         assert isinstance(rules, FilteredSettings)
         self._trainer, self._policy, self._arena = context.trainer, context.trainer.policy, context.arena
         self._rules, self._batch_size, self._seed = rules, context.actor.global_batch_size, context.seed
-        self._gripper = context.env.gripper
+        self._gripper = context.env.action.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
         # Each chunk stands for itself, so nothing is discounted and nothing follows.

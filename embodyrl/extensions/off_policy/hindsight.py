@@ -21,12 +21,12 @@ class Hindsight:
     """Gives drawn transitions other goals; the environment itself says what they would have earned."""
 
     def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
-        assert env.desired_goal[1], "the plan lets no other environment pass"
+        assert env.goal is not None, "the plan lets no other environment pass"
         self._judge = cast(GoalFactory, ENVS.get(cfg.env_type)).judge(cfg)
         self._share = rules.hindsight_goals / (rules.hindsight_goals + 1)
         self._gamma, self._n_step = rules.gamma, rules.n_step
-        self._factor = rules.reward_scale * env.reward_factor
-        self._achieved, self.desired = slice(*env.achieved_goal), slice(*env.desired_goal)
+        self._factor = rules.reward_scale * env.reward.factor
+        self._achieved, self.desired = slice(*env.goal.achieved), slice(*env.goal.desired)
 
     def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
         """Give `hindsight_goals` of each `hindsight_goals` + 1 transitions a goal that their episode reached later.

@@ -27,22 +27,22 @@ log = logging.getLogger(__name__)
 def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """What learning from a buffer asks for."""
     problems = []
-    if isinstance(cfg.algorithm, ReplaySettings) and not policy.draws_with_gradients:
+    if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
             "model.likelihood=dsrl or residual; for others algorithm=ppo."
         )
-    if cfg.algorithm.imitates and policy.steers:
+    if cfg.algorithm.imitates and policy.steering:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steers} freezes it. Leave out "
+            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steering.key} freezes it. Leave out "
             "model.likelihood, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
-    if rules and folders and policy.steers and not policy.corrects:
-        problems.append(f"algorithm.demonstrations hold actions, {policy.steers} chooses noise; leave them out.")
+    if rules and folders and policy.steering and not policy.steering.corrects:
+        problems.append(f"algorithm.demonstrations hold actions, {policy.steering.key} chooses noise; leave them out.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
     for key, reason in _unread(policy) if rules else ():
@@ -54,15 +54,15 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
 def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
     """Yield keys that learning with critics does not read, and why."""
     yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
-    if policy.steers:
-        yield "algorithm.image_shift", f"{policy.steers} freezes the model, whose features are stored"
-    elif not policy.num_images:
+    if policy.steering:
+        yield "algorithm.image_shift", f"{policy.steering.key} freezes the model, whose features are stored"
+    elif not policy.inputs.num_images:
         yield "algorithm.image_shift", f"model '{policy.name}' reads no images"
 
 
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
     """Why frames, or transitions, of a data set are not those of this environment."""
-    if env.action_kind is ActionKind.text:
+    if env.action.kind is ActionKind.text:
         yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
         return
     if not resolve_asset(folder).is_dir():
@@ -73,13 +73,14 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
     shown = card.env
     if not cfg.algorithm.imitates:
         yield from _transition_problems(folder, card, cfg, env)
-    if (shown.action_dim, shown.state_dim, shown.cameras, shown.image_size) != (
-        *(env.action_dim, env.state_dim, env.cameras, env.image_size),
+    if (shown.action.dim, shown.state_dim, shown.cameras.names, shown.cameras.size) != (
+        *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
     ):
         yield (
-            f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action_dim} numbers an action, "
-            f"{shown.state_dim} of state, cameras {list(shown.cameras)} of {shown.image_size}; this run "
-            f"has {env.action_dim}, {env.state_dim}, {list(env.cameras)} of {env.image_size}. Collect them alike."
+            f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action.dim} numbers an action, "
+            f"{shown.state_dim} of state, cameras {list(shown.cameras.names)} of {shown.cameras.size}; this "
+            f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect them "
+            "alike."
         )
     elif not {*shown.tasks} & {*env.tasks}:
         yield (
@@ -121,14 +122,14 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
 def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
     """Why nobody can tell what transitions had earned with another goal."""
     key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
-    if not env.desired_goal[1]:
+    if env.goal is None:
         yield (
             f"{key}: env '{env.name}' says nothing of other goals. That takes observations with achieved_goal and "
             "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
             "empty info, the rewards of its steps; wrappers keep the observation a dictionary, and vector environments "
             "have no such method. Fix: such an environment, or leave it out."
         )
-    if policy.steers or not policy.uses_state:
+    if policy.steering or not policy.inputs.state:
         yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not learn from; use model=mlp."
     if policy.num_action_chunks > 1:
         yield (

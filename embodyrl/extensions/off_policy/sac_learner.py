@@ -183,7 +183,7 @@ class SacLearner(Learner):
         if self._hindsight is not None and len(drawn.moved):
             seen.state[drawn.moved, self._hindsight.desired] = drawn.goal
         pixels, (count, cameras) = self._rules.image_shift, seen.images.shape[:2]
-        if not (pixels and seen.images.size and self._policy.spec.num_images):
+        if not (pixels and seen.images.size and self._policy.spec.inputs.num_images):
             return seen
         down, right = torch.rand(2, count).repeat_interleave(cameras, dim=1)
         moved = shift(torch.from_numpy(seen.images).flatten(0, 1), down, right, pixels)

@@ -34,7 +34,7 @@ class LoadedPolicy:
 
     def __repr__(self) -> str:
         spec = self.policy.spec
-        return f"LoadedPolicy({spec.name}, chunks of {spec.num_action_chunks} x {spec.action_dim}, {self.env_name})"
+        return f"LoadedPolicy({spec.name}, chunks of {spec.num_action_chunks} x {spec.action.dim}, {self.env_name})"
 
     @property
     def env_name(self) -> str:
@@ -71,9 +71,9 @@ class LoadedPolicy:
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
         """Put observations of single environments together as the policy wants them."""
         env, reads = self.run_plan.env, self.policy.spec
-        shape = (len(env.cameras), *env.image_size, 3)
-        images = [self._part(one, "images", shape, reads.num_images > 0)[: shape[0]] for one in seen]
-        state = [self._part(one, "state", (env.state_dim,), reads.uses_state) for one in seen]
+        shape = (len(env.cameras.names), *env.cameras.size, 3)
+        images = [self._part(one, "images", shape, reads.inputs.num_images > 0)[: shape[0]] for one in seen]
+        state = [self._part(one, "state", (env.state_dim,), reads.inputs.state) for one in seen]
         words = tuple(instruction or self._instruction(one) for one in seen)
         return Observation(
             images=np.stack(images).astype(np.uint8, copy=False),
@@ -109,7 +109,7 @@ class LoadedPolicy:
         out = self.policy.act(obs, noise=noise)
         # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
         actions = np.array(out.actions)
-        convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.gripper)
+        convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.action.gripper)
         return replace(out, actions=actions)
 
 

@@ -40,7 +40,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Tasks, cameras, sizes, gripper."""
         self._split = cfg.env.eval
         self._ids = list(selected_reset_ids(self.layout, self._split))
-        self._kind = self.layout.action_kind
+        self._kind = self.layout.action.kind
         self.action_space = _actions(self.layout)
         self.observation_space = _observations(self.layout)
 
@@ -93,7 +93,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
     def _look(self) -> dict[str, Any]:
         spec = self.layout
-        images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
+        images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
         state = np.zeros(spec.state_dim, np.float32)
         self.env.observe([0], images[None], state[None])
         seen: dict[str, Any] = {"instruction": self.env.instruction(0)}
@@ -139,13 +139,11 @@ def _single(cfg: EvalConfig, settings: EnvSettings | None = None) -> SingleEnv:
 
 
 def _actions(spec: EnvSpec) -> spaces.Space[Any]:
-    space = spec.action_space
-    if space is not None and space.kind is ActionKind.discrete:
-        return spaces.Discrete(space.sizes[0])
-    if space is not None and space.kind is ActionKind.multi_discrete:
-        return spaces.MultiDiscrete(np.asarray(space.sizes))
-    low = np.asarray(space.low if space and space.low else (-1.0,) * spec.action_dim, np.float32)
-    high = np.asarray(space.high if space and space.high else (1.0,) * spec.action_dim, np.float32)
+    if spec.action.kind is ActionKind.discrete:
+        return spaces.Discrete(spec.action.sizes[0])
+    if spec.action.kind is ActionKind.multi_discrete:
+        return spaces.MultiDiscrete(np.asarray(spec.action.sizes))
+    low, high = (np.asarray(bound, np.float32) for bound in spec.action.bounds)
     return spaces.Box(low, high, dtype=np.float32)
 
 
@@ -154,8 +152,8 @@ def _observations(spec: EnvSpec) -> spaces.Dict:
     letters = frozenset("".join(texts)) or frozenset(" ")
     longest = max(map(len, texts), default=1)
     parts: dict[str, spaces.Space[Any]] = {"instruction": spaces.Text(max(1, longest), min_length=0, charset=letters)}
-    if spec.cameras:
-        parts["images"] = spaces.Box(0, 255, (len(spec.cameras), *spec.image_size, 3), np.uint8)
+    if spec.cameras.names:
+        parts["images"] = spaces.Box(0, 255, (len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     if spec.state_dim:
         parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32)
     return spaces.Dict(parts)

@@ -13,8 +13,8 @@ from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.files import available_bytes
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.policies import POLICIES
-from embodyrl.types import ROWS_AT_A_TIME, PolicySpec
+from embodyrl.policies.protocol import policy_costs
+from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 290 * MIB
@@ -122,7 +122,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     # Asked only where it decides something, for it starts a program.
     asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
     gpu = run_plan.gpus.free if asked else 0
-    cache = run_plan.policy.acting_bytes * run_plan.num_slots if may_sleep else 0
+    cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
     if not gpu or fullest_gpu(run_plan, roomy) + cache <= gpu:
         return roomy
     tight = "micro_batch" if sync == "auto" and run_plan.ranks > 1 else roomy.gradient_sync
@@ -130,10 +130,10 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
 
 
 def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
-    cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
-    fsdp, total, on_gpu = cfg.actor.fsdp, policy.num_parameters, bool(visible_gpus())
-    half, adapters, apart = cfg.model.half, policy.num_trained is not None, run_plan.is_disaggregated
-    trained = total if policy.num_trained is None else policy.num_trained
+    cfg, costs, env = run_plan.config(TrainConfig), run_plan.policy_costs, run_plan.env_costs
+    fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
+    half, adapters, apart = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
+    trained = total if costs.num_trained is None else costs.num_trained
     if critic := _beside(run_plan, cfg.critic.path):  # all of it is trained
         trained += critic.num_parameters
     whole = total * (2 if half else 4)
@@ -144,31 +144,29 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     shards = (run_plan.ranks if fsdp.shard_size == -1 else fsdp.shard_size) if sharded else 1
     single = sharded and _micro_batches(run_plan) == 1
     whole_gradients = not sharded or (gradient_sync == "step" and not single)
-    activations = _activations(
-        cfg, policy, trained, copies=half and not adapters and not sharded, whole=whole_gradients
-    )
+    activations = _activations(cfg, costs, trained, copies=half and not adapters and not sharded, whole=whole_gradients)
     if critic:
         alone = replace(critic, scoring_bytes=(0, 0))  # it has no probabilities
         activations += _activations(cfg, alone, critic.num_parameters, copies=half, whole=True)
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single:  # shards appear as kept activations go
-        gradients = max(0, gradients - (activations - _whole_at_a_time(policy)))
+        gradients = max(0, gradients - (activations - _whole_at_a_time(costs)))
     offloaded = fsdp.cpu_offload and on_gpu
     aside = 4 * trained if getattr(cfg.algorithm, "average", 0.0) else 0
     vllm = cfg.rollout.backend == "vllm"
     replay, loading = _replay(run_plan, cfg)
     process = _CUDA if on_gpu else _PROCESS + (_ADAPTERS if adapters else 0)
-    acting_batch = _acting_batch(run_plan, cfg, policy) if on_gpu else 0
+    acting_batch = _acting_batch(run_plan, cfg, costs) if on_gpu else 0
     engine = 2 * total + _ENGINE if vllm and on_gpu else 0
-    tasks = len(cfg.env.train.task_ids or env.tasks) if env.task_bytes else len(run_plan.env_workers[0].slots)
+    tasks = len(cfg.env.train.task_ids or run_plan.env.tasks) if env.task_bytes else len(run_plan.env_workers[0].slots)
     return MemoryPlan(
         weights=0 if offloaded else (kept + aside) // shards,
-        gathered=whole + (2 * policy.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
-        reference=_reference(run_plan, cfg, kept if adapters else whole + (policy.outside_layers if half else 0)),
+        gathered=whole + (2 * costs.outside_layers if half and not adapters else 0) if sharded and not apart else 0,
+        reference=_reference(run_plan, cfg, kept if adapters else whole + (costs.outside_layers if half else 0)),
         gradients=gradients,
         optimizer=0 if offloaded else 8 * trained // shards,
         activations=activations,
-        in_use=_gathered_at_a_time(policy, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
+        in_use=_gathered_at_a_time(costs, total, half=half, adapters=adapters) if sharded and on_gpu else 0,
         acting_batch=0 if apart else acting_batch,
         keeps_acting=cfg.model.recorded and on_gpu,
         building=kept + loading if adapters or not on_gpu else 4 * trained,
@@ -186,32 +184,32 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
         + aside
-        + (whole if policy.steers else 0)  # frozen weights are saved beside what steers them
+        + (whole if run_plan.policy.steering else 0)  # frozen weights are saved beside what steers them
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
 
 
-def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, policy: PolicySpec) -> int:
+def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, costs: PolicyCosts) -> int:
     """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
     slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
-        copied = policy.num_trained
+        copied = costs.num_trained
         if copied is None:
             alone = run_plan.ranks == 1 and not cfg.actor.fsdp.cpu_offload
-            copied = policy.num_parameters - policy.outside_layers if alone else 0
-        return policy.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
-    if policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
-        return policy.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + policy.scoring_bytes[0]
+            copied = costs.num_parameters - costs.outside_layers if alone else 0
+        return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
+    if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
+        return costs.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + costs.scoring_bytes[0]
     return 0
 
 
-def _beside(run_plan: RunPlan, path: str | None) -> PolicySpec | None:
+def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
     """A second model of the policy's kind: a teacher, or a critic apart. It has no adapters."""
     if path is None:
         return None
     model = run_plan.cfg.model
-    return POLICIES.get(model.model_type).spec(model.whole(path), run_plan.env, 0)
+    return policy_costs(model.whole(path), run_plan.env, 0)
 
 
 def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
@@ -232,8 +230,9 @@ def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
         return 0, 0
     policy, size = run_plan.policy, {f.name: f.record_bytes for f in run_plan.layout.fields}
     kept = whole = sum(size[name] for name in (*OBSERVATION, Record.action))
-    if policy.steers:  # noise: two numbers to a token
-        kept = 4 * policy.steering_features + size[Record.action if policy.corrects else Record.tokens]
+    if policy.steering:  # noise: two numbers to a token
+        chosen = size[Record.action if policy.steering.corrects else Record.tokens]
+        kept = 4 * run_plan.policy_costs.steering_features + chosen
     shown = [json.loads((resolve_asset(str(f)) / INFO_PATH).read_text("utf-8")) for f in cfg.algorithm.demonstrations]
     frames, length = sum(info["total_frames"] for info in shown), policy.num_action_chunks
     chunks = frames // length + (sum(info["total_episodes"] for info in shown) if length > 1 else 0)  # at most
@@ -252,11 +251,11 @@ def _micro_batches(run_plan: RunPlan) -> int:
     steps = max(1, run_plan.optimizer_steps_per_step // cfg.algorithm.update_epoch)
     samples = -(-run_plan.max_samples // (steps * run_plan.ranks))
     budget = cfg.actor.max_tokens_per_mbs
-    size = max(1, budget // run_plan.policy.sample_tokens) if budget else cfg.actor.micro_batch_size
+    size = max(1, budget // run_plan.policy_costs.sample_tokens) if budget else cfg.actor.micro_batch_size
     return -(-samples // size)
 
 
-def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: bool, whole: bool) -> int:
+def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
     """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
 
     `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
@@ -265,29 +264,29 @@ def _activations(cfg: TrainConfig, policy: PolicySpec, trained: int, *, copies: 
     replays = cfg.algorithm.transitions
     samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
-        samples = max(1.0, budget / policy.sample_tokens)
-    apart = 0 if whole else _whole_at_a_time(policy)
-    scoring, again = policy.scoring_bytes
+        samples = max(1.0, budget / costs.sample_tokens)
+    apart = 0 if whole else _whole_at_a_time(costs)
+    scoring, again = costs.scoring_bytes
     if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
-        return int(samples * policy.recomputed_bytes) + max(int(samples * policy.largest_layer[1]) + apart, again)
+        return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
     return (
-        int(samples * policy.activation_bytes)
+        int(samples * costs.activation_bytes)
         + max(scoring, apart)
-        + (2 * (trained - policy.outside_layers) if copies else 0)
+        + (2 * (trained - costs.outside_layers) if copies else 0)
     )
 
 
-def _whole_at_a_time(policy: PolicySpec) -> int:
+def _whole_at_a_time(costs: PolicyCosts) -> int:
     """Gradients of one layer and of the output matrix, before they are cut up; of adapters next to nothing."""
-    return 0 if policy.num_trained is not None else 4 * (policy.outside_layers // 2 + policy.largest_layer[0])
+    return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
 
 
-def _gathered_at_a_time(policy: PolicySpec, total: int, *, half: bool, adapters: bool) -> int:
+def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
     """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
     # It says nothing of its layers, so a quarter of all weights is a guess.
-    if not policy.largest_layer[0]:
+    if not costs.largest_layer[0]:
         return total // 4
-    return (2 if half else 4) * 2 * policy.largest_layer[0] + (2 if half and adapters else 4) * policy.outside_layers
+    return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers
 
 
 def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
@@ -305,9 +304,9 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
             beside = replace(beside, gradients=0, activations=0, in_use=0)
         left = gpu - (plan.acting if run_plan.is_disaggregated else fullest_gpu(run_plan, beside))
         if run_plan.is_disaggregated:
-            left += 2 * run_plan.policy.num_parameters + _ENGINE
+            left += 2 * run_plan.policy_costs.num_parameters + _ENGINE
     else:
-        left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy.num_parameters - _CUDA
+        left = gpu - (2 if run_plan.cfg.model.half else 4) * run_plan.policy_costs.num_parameters - _CUDA
     # vLLM takes its share of the whole memory, also where another process has a part of it.
     return max(0.05, int(100 * (left / (run_plan.gpus.total or gpu) - _RESERVE)) / 100)
 
@@ -342,7 +341,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
     """Name the keys that are not at their smallest."""
     cfg, workers = run_plan.config(TrainConfig), len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
-    if drawn and not run_plan.env.lockstep:
+    if drawn and not run_plan.env.simulator.lockstep:
         keys.append(f"MUJOCO_GL=osmesa, which draws on the CPU and frees {drawn / GIB:.1f} GiB")
     if drawn and workers > 1:
         keys.append(f"launcher.env_workers below {workers}")
@@ -350,7 +349,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
         keys.append("actor.gradient_checkpointing=true")
     if getattr(cfg.actor, "micro_batch_size", 1) > 1:
         keys.append("a smaller actor.micro_batch_size")
-    if run_plan.policy.num_trained is None:
+    if run_plan.policy_costs.num_trained is None:
         keys.append("model.is_lora=true")
     return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
 

@@ -43,7 +43,7 @@ UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
 """Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""
 CHUNK = 8
-"""Actions of the chunk that `EnvSpec.chunk_s` is about."""
+"""Actions of the chunk that `EnvCosts.chunk_s` is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +83,8 @@ class Rates:
 
 def predict(run_plan: RunPlan) -> Rates | None:
     """Return the rates of a training run; None without GPUs or without FLOPs of the policy."""
-    cfg, policy, env = run_plan.config(TrainConfig), run_plan.policy, run_plan.env
-    if not visible_gpus() or not policy.forward_flops:
+    cfg, costs, env = run_plan.config(TrainConfig), run_plan.policy_costs, run_plan.env_costs
+    if not visible_gpus() or not costs.forward_flops:
         return None
     found = _speed(run_plan.gpus)
     speed = found or UNKNOWN
@@ -92,16 +92,16 @@ def predict(run_plan: RunPlan) -> Rates | None:
     acting = cfg.acting_processes or run_plan.ranks
     batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # Acting is bound by reading all weights once a pass as long as its batch is small.
-    reading = policy.act_passes * item * policy.num_parameters / speed.bandwidth
-    act = acting * batch / (OVERHEAD * max(batch * policy.forward_flops / flops, reading))
+    reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth
+    act = acting * batch / (OVERHEAD * max(batch * costs.forward_flops / flops, reading))
     # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
-    passes = (2 if policy.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
-    once = OVERHEAD * policy.forward_flops / flops / run_plan.ranks
+    passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
+    once = OVERHEAD * costs.forward_flops / flops / run_plan.ranks
     assert run_plan.algorithm is not None
     rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
     train = 1.0 / (once * passes)
     workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
-    simulators = workers / (env.chunk_s * policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
+    simulators = workers / (env.chunk_s * run_plan.policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
     samples = run_plan.max_samples
     parts = {
         "simulators": samples / simulators if simulators else 0.0,

@@ -88,7 +88,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> Env
         return None
     if cfg.data.val_path or cfg.data.val_split or not isinstance(share, float):
         return env
-    return replace(env, held_out=round(share * env.states_per_task[0]))
+    return replace(env, benchmark=replace(env.benchmark, held_out=round(share * env.states_per_task[0])))
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:

@@ -62,12 +62,15 @@ def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     # Its cameras are another program's: the policy's are the first ones of its environment.
-    env = replace(env, cameras=env.cameras[: spec.num_images] if spec.num_images else env.cameras)
+    if seen := spec.inputs.num_images:
+        env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:seen]))
     problems = mismatches(env, spec)
     if spec.scripted:
         problems.append(f"model '{spec.name}' reads the simulator's own state, which no client has; it is not served.")
-    if (named := cfg.serve.image_names) is not None and len(named) < spec.num_images:
-        problems.append(f"serve.image_names={named}: model '{spec.name}' reads {spec.num_images} images; name as many.")
+    if (named := cfg.serve.image_names) is not None and len(named) < spec.inputs.num_images:
+        problems.append(
+            f"serve.image_names={named}: model '{spec.name}' reads {spec.inputs.num_images} images; name as many."
+        )
     if problems:
         raise ConfigError(problems)
     return env, spec
@@ -83,13 +86,13 @@ def server_facts(cfg: ServeConfig) -> list[tuple[str, str]]:
 def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     names = names_of(cfg.serve)
-    parts = [*names.images[: spec.num_images], *names.state[: 1 if spec.uses_state else 0], names.prompt[0]]
+    parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_facts(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: its actions and its gripper go out, upright images come in"),
-        ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.uses_state else "")),
+        ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
     if cfg.serve.host not in _HERE:

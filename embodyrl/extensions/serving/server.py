@@ -39,17 +39,19 @@ class Answering:
             NonFiniteError: the policy says something that is no number.
         """
         spec, env = self._policy.spec, self._env
-        seen = self._names.read(message, images=spec.num_images, states=env.state_dim if spec.uses_state else 0)
-        height, width = seen.images[0].shape[:2] if seen.images else env.image_size
+        seen = self._names.read(
+            message, images=spec.inputs.num_images, states=env.state_dim if spec.inputs.state else 0
+        )
+        height, width = seen.images[0].shape[:2] if seen.images else env.cameras.size
         images = np.zeros((1, len(seen.images), height, width, 3), np.uint8)
         for place, image in enumerate(seen.images):
-            images[0, place] = upright(image, env.image_rotation_deg)
+            images[0, place] = upright(image, env.cameras.rotation_deg)
         state = np.zeros((1, env.state_dim), np.float32) if seen.state is None else seen.state[None]
         obs = Observation(images=images, state=state, instructions=(seen.prompt,))
         actions = np.array(self._policy.act(obs, noise=None).actions[0])
         if not np.isfinite(actions).all():
             raise NonFiniteError("The policy produced a non-finite action; its weights or statistics are broken.")
-        convert_gripper(actions, spec.gripper, env.gripper)
+        convert_gripper(actions, spec.gripper, env.action.gripper)
         return actions
 
     def describe(self) -> dict[str, Any]:
@@ -60,8 +62,8 @@ class Answering:
             "env": env.name,
             "action_horizon": spec.num_action_chunks,
             "action_dim": spec.action_dim,
-            "images": list(self._names.images[: spec.num_images]),
-            "state_dim": env.state_dim if spec.uses_state else 0,
+            "images": list(self._names.images[: spec.inputs.num_images]),
+            "state_dim": env.state_dim if spec.inputs.state else 0,
         }
 
 

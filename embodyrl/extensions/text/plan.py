@@ -12,11 +12,9 @@ from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.roots import ActingConfig, RunConfig, TrainConfig
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
 
-ANY_TEXT = EnvSpec(
-    name="text", action_dim=1, tasks=("text",), states_per_task=(1,), action_space=ActionSpace(kind=ActionKind.text)
-)
+ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("text",), states_per_task=(1,))
 """Environment of a language model that is trained or exported without a text task."""
 
 
@@ -46,7 +44,7 @@ def tokenizer_folder(cfg: RunConfig) -> Path | None:
 
 def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     """Return keys that a language model cannot follow, one line each."""
-    if policy.num_images and cfg.rollout.backend != "hf":
+    if policy.inputs.num_images and cfg.rollout.backend != "hf":
         return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
 
@@ -54,7 +52,7 @@ def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
 def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
         return []
-    if policy.num_images:
+    if policy.inputs.num_images:
         return ["algorithm.reference_url: a server is not shown images here; use algorithm.reference_path."]
     if cfg.algorithm.sampling_params.temperature != 1.0:
         return [

@@ -38,19 +38,19 @@ class ActFactory(LeRobotFactory):
         if not cfg.temporal_ensemble:
             return super().plan(cfg, env)
         rows = read_config(self.folder(cfg), KIND, ActConfig)[0].chunk_size
-        if env.action_dim % rows or cfg.num_action_chunks != 1:
+        if env.action.dim % rows or cfg.num_action_chunks != 1:
             raise ConfigError(
                 f"model.temporal_ensemble=true: set env.env_type=NAME_history env.ensemble_chunk={rows} and "
                 "model.num_action_chunks=1."
             )
-        return super().plan(cfg, replace(env, action_dim=env.action_dim // rows))
+        return super().plan(cfg, replace(env, action=replace(env.action, dim=env.action.dim // rows)))
 
     def spec(self, cfg: ActSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
         """Describe the policy (see `LeRobotFactory.spec`)."""
         spec, (config, _) = super().spec(cfg, env, value_dim), self.plan(cfg, env)
         if cfg.temporal_ensemble:
             averaged = "its chunks are averaged (model.temporal_ensemble)"
-            return replace(spec, action_dim=env.action_dim, takes_noise=False, untrainable=averaged)
+            return replace(spec, action_dim=env.action.dim, takes_noise=False, untrainable=averaged)
         if (coeff := config.temporal_ensemble_coeff) is None:
             return spec
         doubt = (

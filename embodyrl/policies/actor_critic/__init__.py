@@ -9,7 +9,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import NetShape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,23 @@ class ActorCriticFactory:
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
-            action_dim=env.action_dim,
-            tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
+            action_dim=env.action.dim,
+            tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
             value_dim=value_dim,
-            # At least one, so that an environment without images is rejected with the other mismatches.
-            num_images=max(1, len(env.cameras)) if self.reads_images else 0,
-            uses_state=env.state_dim > 0 or not self.reads_images,
-            gripper=env.gripper,
-            num_parameters=shape.num_parameters,
+            # At least one, so that an environment without images is refused with the other mismatches.
+            inputs=InputSpec(
+                num_images=max(1, len(env.cameras.names)) if self.reads_images else 0,
+                state=env.state_dim > 0 or not self.reads_images,
+            ),
+            gripper=env.action.gripper,
             action_kinds=frozenset(ActionKind) - {ActionKind.text},
-            draws_with_gradients=shape.squashed,
+            differentiable=shape.squashed,
             rates=True,
         )
+
+    def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Count parameters."""
+        return PolicyCosts(num_parameters=self._shape(cfg, env, value_dim).num_parameters)
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
         """Compare the shapes of weights in a folder (see `ComparesWeights`)."""
@@ -62,17 +67,17 @@ class ActorCriticFactory:
         return ActorCriticPolicy(spec, shape, request, cfg)
 
     def _shape(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> NetShape:
-        low, high = (-1.0,) * env.action_dim, (1.0,) * env.action_dim
-        space = env.action_space or ActionSpace(kind=ActionKind.box, low=low, high=high)
-        real, sees = space.kind is ActionKind.box, self.reads_images
+        action, sees = env.action, self.reads_images
+        real = action.kind is ActionKind.box
+        low, high = action.bounds if real else ((), ())
         return NetShape(
             state_dim=env.state_dim,
-            num_images=len(env.cameras) if sees else 0,
-            image_size=env.image_size if sees else (0, 0),
-            action_kind=space.kind,
-            sizes=space.sizes,
-            low=tuple(bound if math.isfinite(bound) else None for bound in space.low),
-            high=tuple(bound if math.isfinite(bound) else None for bound in space.high),
+            num_images=len(env.cameras.names) if sees else 0,
+            image_size=env.cameras.size if sees else (0, 0),
+            action_kind=action.kind,
+            sizes=action.sizes,
+            low=tuple(bound if math.isfinite(bound) else None for bound in low),
+            high=tuple(bound if math.isfinite(bound) else None for bound in high),
             num_actions=cfg.num_action_chunks,
             hidden=tuple(cfg.hidden_sizes),
             value_dim=value_dim,
@@ -80,8 +85,8 @@ class ActorCriticFactory:
             # Continuous actions mostly come with many state dimensions; discrete ones with small, bounded environments.
             normalized=bool(env.state_dim) and (real if cfg.normalize_state is None else cfg.normalize_state),
             squashed=cfg.squashed and real,
-            cameras=env.cameras if sees else (),
-            grey=env.grey and sees,
+            cameras=env.cameras.names if sees else (),
+            grey=env.cameras.grey and sees,
         )
 
 

@@ -16,7 +16,7 @@ from embodyrl.extensions.text.plan import sampling_problems
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.sizes import TextSizes, read_picture_sizes, read_sizes
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 BYTES_PER_TOKEN = 32
 """Maximum bytes per token of a reply, far above the average of any language; longer replies are truncated."""
@@ -65,32 +65,41 @@ class CausalLMFactory:
         folder = self._folder(cfg)
         template = None if cfg.chat is False else ChatTemplate.read(folder)
         if template is not None:
-            found = (roles_problem(template, roles, parts=self.sees) for roles in env.roles)
+            found = (roles_problem(template, roles, parts=self.sees) for roles in env.text.roles)
             if problems := [f"model.path={cfg.path}: {problem}" for problem in found if problem]:
                 raise ConfigError(problems[0])
         ending = None if template is None else unnamed_end(template, folder, parts=self.sees)
-        size, shown = read_sizes(folder), len(env.cameras) if self.sees else 0
-        tokens = cfg.num_action_chunks + -(-env.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
-        per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
-        total = self.start_parameters if cfg.path is None else _count(folder)
-        adapters, tower = size.adapter_parameters(cfg.lora.r), 0
-        if self.sees:
-            seen = read_picture_sizes(folder, *env.image_size)
-            tokens += shown * seen.tokens
-            tower = shown * seen.patches * seen.tower.layers * seen.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
-            adapters += seen.tower.adapter_parameters(cfg.lora.r)
-        stream = 4 if not (cfg.half and cfg.is_lora) else 2
+        shown = len(env.cameras.names) if self.sees else 0
         return PolicySpec(
-            reads_instructions=True,
+            inputs=InputSpec(instructions=True, num_images=shown),
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,
             action_dim=1,
             tokens_per_chunk=cfg.num_action_chunks,
             value_dim=value_dim,
             doubts=(ending,) if ending else (),
+            action_kinds=frozenset({ActionKind.text}),
+            reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
+            rates=not (cfg.is_lora or self.sees),
+        )
+
+    def costs(self, cfg: CausalLMSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Estimate size, memory and work from config.json and the headers of the weight files."""
+        folder = self._folder(cfg)
+        size, shown = read_sizes(folder), len(env.cameras.names) if self.sees else 0
+        tokens = cfg.num_action_chunks + -(-env.text.prompt_bytes // BYTES_OF_PROMPT_TOKEN)
+        per_token = size.per_token(half=cfg.half, adapters=cfg.is_lora)
+        total = self.start_parameters if cfg.path is None else _count(folder)
+        adapters, tower = size.adapter_parameters(cfg.lora.r), 0
+        if self.sees:
+            seen = read_picture_sizes(folder, *env.cameras.size)
+            tokens += shown * seen.tokens
+            tower = shown * seen.patches * seen.tower.layers * seen.tower.per_token(half=cfg.half, adapters=cfg.is_lora)
+            adapters += seen.tower.adapter_parameters(cfg.lora.r)
+        stream = 4 if not (cfg.half and cfg.is_lora) else 2
+        return PolicyCosts(
             num_parameters=total,
             num_trained=adapters + _whole(cfg, size) if cfg.is_lora else None,
-            num_images=shown,
             activation_bytes=tokens * size.layers * per_token + tower,
             recomputed_bytes=tokens * size.layers * stream * size.width + tower,
             largest_layer=(size.layer_parameters, tokens * per_token),
@@ -100,9 +109,6 @@ class CausalLMFactory:
             sample_tokens=tokens,
             forward_flops=2.0 * total * tokens,
             act_passes=cfg.num_action_chunks,
-            action_kinds=frozenset({ActionKind.text}),
-            reply_bytes=BYTES_PER_TOKEN * cfg.num_action_chunks,
-            rates=not (cfg.is_lora or self.sees),
         )
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:

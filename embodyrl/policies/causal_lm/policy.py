@@ -79,7 +79,7 @@ class CausalLMPolicy:
         self._never = torch.tensor(never, device=self._device) if never else None
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
-        pixels = 3 * len(request.env.cameras) * math.prod(request.env.image_size)
+        pixels = 3 * len(request.env.cameras.names) * math.prod(request.env.cameras.size)
         self.read = Reader(self.processor, chat=cfg.chat, first=int(self.ends[0]), pixels=pixels)
         self._end = self.read.end_of_reply(ends)
         self._plain_head = self._net.head_is_last(self._precision())

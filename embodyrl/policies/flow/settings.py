@@ -9,9 +9,10 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Must, Share, only
-from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered
+from embodyrl.policies.settings import WARMUP_STEPS
+from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
-from embodyrl.types import PolicySpec
+from embodyrl.types import PolicyCosts, PolicySpec
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
@@ -85,6 +86,11 @@ class FlowSettings(ResidualSettings):
         return self.corrects or self.likelihood is Likelihood.dsrl
 
     @property
+    def warmup_steps(self) -> int:
+        """See `ModelSettings.warmup_steps`."""
+        return WARMUP_STEPS
+
+    @property
     def every_step(self) -> bool:
         """True if all steps are stochastic."""
         return self.likelihood is Likelihood.flow_noise or self.stochastic_steps is Stochastic.all
@@ -135,6 +141,11 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
     if cfg.steers:
         return steered(spec, steering_shape(cfg, shape, hidden), cfg.likelihood)
     return replace(spec, scored=record_of(cfg, shape).per_action)
+
+
+def described_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
+    """Return the costs of a flow policy, with those of the actor where its flow is frozen."""
+    return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.steers else costs
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:

@@ -117,19 +117,19 @@ class LeRobotConfig(BaseModel):
 
         Without images the originals read two states, so that the state is split.
         """
-        shape = (3, *env.image_size)
+        shape = (3, *env.cameras.size)
         steps = self.n_obs_steps
-        cameras = env.cameras[-(len(env.cameras) // steps or 1) :]
+        cameras = env.cameras.names[-(len(env.cameras.names) // steps or 1) :]
         earlier = tuple(f"{name}_{back}" for back in range(steps - 1, 0, -1) for name in cameras)
-        if env.cameras != earlier + cameras:
-            cameras = env.cameras  # the environment shows one step; see `mismatches`
+        if env.cameras.names != earlier + cameras:
+            cameras = env.cameras.names  # the environment shows one step; see `mismatches`
         inputs = {f"{IMAGES}{name}": Feature(type="VISUAL", shape=shape) for name in cameras}
         if env.state_dim:
             width = env.state_dim // steps
             inputs[STATE] = Feature(type="STATE", shape=(width if cameras else max(1, width - width // 2),))
             if not cameras:
                 inputs[ENVIRONMENT] = Feature(type="ENV", shape=(max(1, width // 2),))
-        outputs = {ACTION: Feature(type="ACTION", shape=(env.action_dim,))}
+        outputs = {ACTION: Feature(type="ACTION", shape=(env.action.dim,))}
         modes = {"ENV": self.normalization_mapping.get("STATE", Normalization.IDENTITY)} | self.normalization_mapping
         changed = {"input_features": inputs, "output_features": outputs, "normalization_mapping": modes}
         return self.model_copy(update=changed | {"n_action_steps": executed})
@@ -144,19 +144,19 @@ class LeRobotConfig(BaseModel):
                 f"env '{env.name}' gives {env.state_dim} numbers of state, the checkpoint reads "
                 f"{self.state_dim + self.environment_dim}{history}{_cure(steps)}"
             )
-        if cameras > len(env.cameras):
+        if cameras > len(env.cameras.names):
             problems.append(
-                f"env '{env.name}' shows {len(env.cameras)} cameras, the checkpoint reads {len(self.cameras)}{history}"
-                f"{_cure(steps)}"
+                f"env '{env.name}' shows {len(env.cameras.names)} cameras, the checkpoint reads {len(self.cameras)}"
+                f"{history}{_cure(steps)}"
             )
-        if self.cameras and env.image_size != self.image_size:
+        if self.cameras and env.cameras.size != self.image_size:
             height, width = self.image_size
             problems.append(
-                f"env '{env.name}' has images of {env.image_size[0]}x{env.image_size[1]}, the checkpoint reads "
+                f"env '{env.name}' has images of {env.cameras.size[0]}x{env.cameras.size[1]}, the checkpoint reads "
                 f"{height}x{width}. Set env.init_params.camera_heights={height} and camera_widths={width}."
             )
-        if env.action_dim != self.action_dim:
-            problems.append(f"env '{env.name}' takes {env.action_dim} numbers, the checkpoint gives {self.action_dim}.")
+        if env.action.dim != self.action_dim:
+            problems.append(f"env '{env.name}' takes {env.action.dim} numbers, the checkpoint gives {self.action_dim}.")
         return problems
 
     def to_json(self, kind: str, raw: Mapping[str, Any]) -> bytes:

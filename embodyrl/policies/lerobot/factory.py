@@ -13,11 +13,10 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.lerobot.config import LeRobotConfig, read_config, require_fit
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape, steering_shape
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.settings import WARMUP_STEPS
-from embodyrl.policies.steering.settings import SteeringShape, steered
+from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _MAY_DIFFER = (
     *("n_action_steps", "normalization_mapping", "pretrained_backbone_weights", "dropout", "kl_weight"),
@@ -95,7 +94,7 @@ class LeRobotFactory(ABC):
         saved = read_config(self.folder(cfg), self.kind, self.config)[0]
         executed = saved.n_action_steps
         doubts: tuple[str, ...] = ()
-        if env.instructed and len(env.tasks) > 1:
+        if env.text.instructed and len(env.tasks) > 1:
             doubts = (
                 f"model={self.kind} reads no instructions; select one task (env.train.task_ids, env.eval.task_ids)",
             )
@@ -113,13 +112,12 @@ class LeRobotFactory(ABC):
             scored=record.per_action,
             imitated=config.horizon_length - config.first_executed,
             value_dim=value_dim,
-            num_images=config.n_obs_steps * len(config.cameras),
-            uses_state=config.state_dim + config.environment_dim > 0,
-            turns_images=True,
-            gripper=env.gripper,
-            num_parameters=config.num_parameters,
-            act_passes=self.passes(cfg, config),
-            warmup_steps=WARMUP_STEPS,
+            inputs=InputSpec(
+                num_images=config.n_obs_steps * len(config.cameras),
+                state=config.state_dim + config.environment_dim > 0,
+                rotates_images=True,
+            ),
+            gripper=env.action.gripper,
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts,
         )
@@ -129,6 +127,13 @@ class LeRobotFactory(ABC):
         spec = steered(spec, shape, cfg.likelihood)
         layout = ChunkRecord(shape=chunk_shape(config), layout=shape.layout, per_action=1)
         return replace(spec, tokens_per_chunk=layout.tokens)
+
+    def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Count parameters and forward passes."""
+        config, _ = self.plan(cfg, env)
+        costs = PolicyCosts(num_parameters=config.num_parameters, act_passes=self.passes(cfg, config))
+        shape = self.steering(cfg, config)
+        return costs if shape is None else steering_costs(costs, shape)
 
     def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
         """Return the choice of the actor of a frozen network; None: the network itself learns."""

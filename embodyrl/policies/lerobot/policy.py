@@ -82,7 +82,7 @@ class LeRobotPolicy(ABC):
     ) -> None:
         self.spec = spec
         self._cfg, self._config, self._files, self._shape = cfg, config, files, chunk_shape(config)
-        self._temperature, self._turned = request.temperature, request.env.image_rotation_deg == 180
+        self._temperature, self._turned = request.temperature, request.env.cameras.rotation_deg == 180
         self._device = torch.device(request.device)
         module.units.fill(files.statistics, cfg.path)
         self._module = module.to(self._device).requires_grad_(request.trainable)

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.lerobot.config import LeRobotConfig
+from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape
 from embodyrl.policies.vla.records import ChunkShape
 
@@ -24,6 +25,11 @@ class LeRobotSettings(ResidualSettings):
     """Robot whose statistics apply, where an older checkpoint has those of several."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
     """dsrl: bound of the noise or latent that the actor chooses."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """See `ModelSettings.warmup_steps`."""
+        return WARMUP_STEPS
 
     @property
     def steers(self) -> bool:

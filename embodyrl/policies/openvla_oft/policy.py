@@ -163,9 +163,9 @@ class OpenVlaOftPolicy:
     def _adopt(self, config: OftConfig) -> None:
         """Use the statistics of a folder, and the small files that are saved with the weights."""
         statistics, kind = config.statistics, self._cfg.action_normalization
-        data_set = statistics.find(self._cfg.unnorm_key, self._env.unnorm_key)
+        data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)
-        self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.uses_state else None
+        self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.inputs.state else None
         self._side_files = read_side_files(config.folder)
 
     @property
@@ -185,8 +185,8 @@ class OpenVlaOftPolicy:
 
     def _inputs(self, obs: Observation) -> ModelInputs:
         pixels = preprocess(
-            obs.images[:, : self.spec.num_images],
-            rotation_deg=self._env.image_rotation_deg,
+            obs.images[:, : self.spec.inputs.num_images],
+            rotation_deg=self._env.cameras.rotation_deg,
             pipeline=self._cfg.image_pipeline,
             size=self._config.image_size,
             norms=self._config.pixel_norms,

@@ -50,7 +50,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(f"{self.spec.steers} has no action tokens. Fix: remove model.likelihood.")
+        raise ConfigError(f"{self._key} has no action tokens. Fix: remove model.likelihood.")
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from embodyrl.errors import ConfigError
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.settings import RemoteSettings
-from embodyrl.types import ActionKind, EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
 
 if TYPE_CHECKING:
     from embodyrl.policies.remote.policy import RemotePolicy
@@ -33,14 +33,16 @@ class RemoteFactory:
 
         named = len(names_of(cfg).images)
         return PolicySpec(
-            reads_instructions=True,
+            inputs=InputSpec(
+                instructions=True,
+                num_images=named if cfg.image_names is not None else min(named, len(env.cameras.names)),
+                rotates_images=True,
+            ),
             name="remote",
             num_action_chunks=cfg.num_action_chunks,
-            action_dim=env.action_dim,
-            tokens_per_chunk=cfg.num_action_chunks * env.action_dim,
-            num_images=named if cfg.image_names is not None else min(named, len(env.cameras)),
-            turns_images=True,
-            gripper=env.gripper,
+            action_dim=env.action.dim,
+            tokens_per_chunk=cfg.num_action_chunks * env.action.dim,
+            gripper=env.action.gripper,
             takes_noise=False,
             untrainable="its weights are on a server, which returns actions without probabilities",
             action_kinds=frozenset(ActionKind) - {ActionKind.text},

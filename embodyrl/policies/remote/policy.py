@@ -55,11 +55,11 @@ class RemotePolicy(OnlyActs):
         Raises:
             EmbodyError: the server reports an error, times out or disconnects.
         """
-        images = np.ascontiguousarray(upright(obs.images, self._env.image_rotation_deg))
+        images = np.ascontiguousarray(upright(obs.images, self._env.cameras.rotation_deg))
         rows = [
             self._ask(
                 Seen(
-                    images=tuple(images[row, : self.spec.num_images]),
+                    images=tuple(images[row, : self.spec.inputs.num_images]),
                     state=obs.state[row] if self._env.state_dim else None,
                     prompt=obs.instructions[row],
                 )

@@ -151,6 +151,12 @@ class Steered(ABC):
         """Return actions [B, K, A] in the units of the proposal."""
 
     @property
+    def _key(self) -> str:
+        """Key and value that freeze the model."""
+        assert self.spec.steering is not None
+        return self.spec.steering.key
+
+    @property
     def width(self) -> int:
         """L: number of chosen values per chunk."""
         return self._actor.shape.width
@@ -172,9 +178,7 @@ class Steered(ABC):
             ConfigError: the noise that leads to given actions is unknown.
         """
         if not self._actor.shape.proposes:
-            raise ConfigError(
-                f"{self.spec.steers} chooses noise, so demonstrations of actions cannot be used. Remove them."
-            )
+            raise ConfigError(f"{self._key} chooses noise, so demonstrations of actions cannot be used. Remove them.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
         return ((self._normalised(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
@@ -195,5 +199,5 @@ class Steered(ABC):
             ConfigError: always.
         """
         raise ConfigError(
-            f"{self.spec.steers} trains only the actor, with a frozen base model. Fix: leave model.likelihood out."
+            f"{self._key} trains only the actor, with a frozen base model. Fix: leave model.likelihood out."
         )

@@ -12,7 +12,7 @@ from pydantic import Field
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
-from embodyrl.types import PolicySpec
+from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
 
 WIDTHS = (256, 256)
 """Hidden layers of the actor, and of the critics."""
@@ -117,17 +117,18 @@ class SteeringShape:
         return TokenLayout(whole=1, floats=self.width)
 
 
-def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str, *, beside: int = 0) -> PolicySpec:
-    """Return the spec of a policy with a frozen model; `beside`: number of trained weights other than the actor's."""
-    widths = (shape.features, *WIDTHS, 2 * shape.width)
-    actor = sum((a + 1) * b for a, b in pairwise(widths))
+def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySpec:
+    """Return the spec of a policy whose model is frozen."""
+    steering = SteeringSpec(key=f"model.likelihood={likelihood}", corrects=shape.proposes)
+    return replace(spec, differentiable=True, scored=1, steering=steering)
+
+
+def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, beside: int = 0) -> PolicyCosts:
+    """Return the costs of a policy whose model is frozen; `beside`: trained weights other than the actor's."""
+    actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
-        spec,
-        draws_with_gradients=True,
-        scored=1,
-        num_parameters=spec.num_parameters + actor,
+        costs,
+        num_parameters=costs.num_parameters + actor,
         num_trained=actor + beside,
-        steers=f"model.likelihood={likelihood}",
-        corrects=shape.proposes,
         steering_features=shape.features,
     )

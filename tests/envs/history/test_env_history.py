@@ -28,7 +28,7 @@ def plain():
 
 
 def look(env):
-    images = np.zeros((1, len(env.spec.cameras), 16, 16, 3), np.uint8)
+    images = np.zeros((1, len(env.spec.cameras.names), 16, 16, 3), np.uint8)
     state = np.zeros((1, env.spec.state_dim), np.float32)
     env.observe([0], images, state)
     return images[0], state[0]
@@ -55,7 +55,7 @@ def test_weights_of_an_average_follow_the_age_of_chunks():
 
 def test_observations_hold_the_last_steps_oldest_first():
     env, alone = make(history=3), plain()
-    assert env.spec.cameras == ("front_2", "front_1", "front")
+    assert env.spec.cameras.names == ("front_2", "front_1", "front")
     assert env.spec.state_dim == 3 * alone.spec.state_dim
     for one in (env, alone):
         one.reset([0], [START])
@@ -78,8 +78,8 @@ def test_observations_hold_the_last_steps_oldest_first():
 
 def test_averages_of_chunks_are_executed_and_reset_with_each_episode():
     env, alone = make(ensemble_chunk=4), plain()
-    assert env.spec.action_dim == 28
-    assert env.spec.expert_tasks == ()
+    assert env.spec.action.dim == 28
+    assert env.spec.expert.tasks == ()
     rng = np.random.default_rng(0)
     for _ in range(2):
         ensemble = TemporalEnsemble(0.01, 4)

@@ -112,10 +112,10 @@ def test_suites_declare_tasks_states_and_horizons():
         assert len(spec.tasks) == count
         assert spec.states_per_task == (50,) * count
         assert spec.num_reset_ids == 50 * count
-        assert (spec.max_episode_steps, spec.unnorm_key) == (horizon, f"{suite}_no_noops")
-        assert (spec.action_dim, spec.state_dim, spec.image_rotation_deg) == (7, 8, 180)
-        assert (spec.cameras, spec.image_size) == (("agentview",), (256, 256))
-        assert (spec.gripper.open, spec.gripper.closed, spec.gripper.binary) == (-1.0, 1.0, True)
+        assert (spec.max_episode_steps, spec.benchmark.unnorm_key) == (horizon, f"{suite}_no_noops")
+        assert (spec.action.dim, spec.state_dim, spec.cameras.rotation_deg) == (7, 8, 180)
+        assert (spec.cameras.names, spec.cameras.size) == (("agentview",), (256, 256))
+        assert (spec.action.gripper.open, spec.action.gripper.closed, spec.action.gripper.binary) == (-1.0, 1.0, True)
         assert all(len(install.suite_init_states(suite, task)) == 50 for task in (0, count - 1))
     assert (
         FACTORY.spec(env_of("libero", task_suite_name="libero_goal"), EnvContext()).tasks[STOVE] == "turn on the stove"

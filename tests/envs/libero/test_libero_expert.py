@@ -59,7 +59,7 @@ def object_rig():
 
 def test_suites_declare_tasks_with_experts():
     tasks = {
-        name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert_tasks
+        name: FACTORY.spec(env_of("libero", task_suite_name=f"libero_{name}"), EnvContext()).expert.tasks
         for name in ("10", "90")
     }
     assert tasks == {"10": (0, 7), "90": ()}

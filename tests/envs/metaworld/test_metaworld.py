@@ -127,8 +127,10 @@ def test_slots_run_their_tasks_in_any_order():
     alone = FACTORY.make(env_of("metaworld", id="pick-place-v3", pixels=False), EnvContext(num_slots=1))
     np.testing.assert_array_equal(_play(alone, 0, 3), place[:39])
     closed, opened = (_play(alone, 0, 3, action=end) for end in (1.0, -1.0))
-    assert alone.spec.gripper is not None
-    assert (closed[3] - opened[3]) * (alone.spec.gripper.closed - alone.spec.gripper.open) < 0, "fingers nearer"
+    assert alone.spec.action.gripper is not None
+    assert (closed[3] - opened[3]) * (alone.spec.action.gripper.closed - alone.spec.action.gripper.open) < 0, (
+        "fingers nearer"
+    )
     for made in (env, alone):
         made.close()
 
@@ -160,7 +162,7 @@ def test_full_images_match_the_package_and_lean_ones_are_similar():
         out = ObservationOut(images=np.zeros((2, 96, 128, 3), np.uint8), state=np.zeros(4, np.float32))
         env.observe([0], out.images[None], out.state[None])
         shown[profile] = out.images.astype(np.int64)
-        assert env.spec.image_rotation_deg == 180
+        assert env.spec.cameras.rotation_deg == 180
         np.testing.assert_array_equal(env.render(0), out.images[0, ::-1, ::-1], err_msg="upright for people")
         env.close()
     for picture, camera in zip(shown["full"], cameras, strict=True):

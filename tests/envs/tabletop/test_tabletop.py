@@ -300,7 +300,7 @@ def on_axes(*suites, axis="base"):
 def test_each_variation_changes_one_property():
     """Table 77 of task 0 on each axis."""
     spec, cfg = on_axes(*FACTORY.suites(config()))
-    assert spec.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
+    assert spec.benchmark.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=4, suites=FACTORY.suites(cfg)))
     for slot in range(4):
         sims.reset_slot(slot, spec.reset_ids_of(21 * slot)[77], 0)

@@ -87,7 +87,7 @@ def test_prompt_contains_rules_and_history() -> None:
         say(env, word)
     told = [(m.role, m.content) for m in split_messages(env.instruction(0))]
     assert told == [("system", "Reach G."), ("user", "place 4"), ("assistant", "so: up or right"), ("user", "place 5")]
-    assert len(env.instruction(0).encode()) <= env.spec.prompt_bytes
+    assert len(env.instruction(0).encode()) <= env.spec.text.prompt_bytes
     env.close()
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from embodyrl.extensions.demonstrations.layout import Card, Demonstration, Source
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, GripperConvention
+from embodyrl.types import ActionKind, ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention
 
 ENV = EnvSpec(
     name="shop",
-    action_dim=7,
+    action=ActionSpec(
+        dim=7,
+        gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
+        kind=ActionKind.box,
+        low=(-1.0,) * 7,
+        high=(1.0,) * 6 + (float("inf"),),
+    ),
     tasks=("sweep the floor", "open the door"),
     states_per_task=(5, 5),
-    cameras=("front", "wrist"),
-    image_size=(16, 24),
-    image_rotation_deg=180,
+    cameras=CameraSpec(names=("front", "wrist"), size=(16, 24), rotation_deg=180),
     state_dim=3,
-    gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
-    unnorm_key="shop_no_noops",
+    benchmark=BenchmarkSpec(unnorm_key="shop_no_noops"),
     max_episode_steps=30,
-    action_space=ActionSpace(kind=ActionKind.box, low=(-1.0,) * 7, high=(1.0,) * 6 + (float("inf"),)),
 )
 
 

@@ -220,7 +220,7 @@ def test_what_another_program_wrote_is_described_by_its_own_files(root: Path) ->
     tasks = pq.read_table(root / layout.TASKS_PATH)
     pq.write_table(tasks.take(list(range(len(tasks)))[::-1]), root / layout.TASKS_PATH)
     found = read_card(root)
-    assert (found.fps, found.env.name, found.env.image_size, found.env.cameras) == (
+    assert (found.fps, found.env.name, found.env.cameras.size, found.env.cameras.names) == (
         29.97,
         "arm",
         (16, 24),

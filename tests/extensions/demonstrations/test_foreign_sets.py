@@ -137,7 +137,10 @@ def test_columns_of_other_names_are_given_by_keys(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no column 'observation.state'. Set data.state_key to one of: state\."):
         load_demonstrations(root, Reading(cameras=cameras, action="actions"))
     demos = load_demonstrations(root, Reading(cameras=cameras, action="actions", state="state"))
-    assert read_card(root, Reading(cameras=cameras, action="actions", state="state")).env.cameras == ("wrist", "front")
+    assert read_card(root, Reading(cameras=cameras, action="actions", state="state")).env.cameras.names == (
+        "wrist",
+        "front",
+    )
     np.testing.assert_array_equal(demos.images[:, 1, 0, 0, 2], 20)
     np.testing.assert_array_equal(demos.state, [numbers(4)(e, t) for e, t in STEPS])
 
@@ -268,8 +271,8 @@ def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:
     opens = {"action": lambda e, t: [0.1, 0.2, float(t % 2)], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=opens)
     fits = Reading(gripper=GripperConvention(open=1.0, closed=0.0), image_rotation_deg=180)
-    assert read_card(root, fits).env.image_rotation_deg == 180
-    assert read_card(root, fits).env.gripper == fits.gripper
+    assert read_card(root, fits).env.cameras.rotation_deg == 180
+    assert read_card(root, fits).env.action.gripper == fits.gripper
     load_demonstrations(root, fits)
     for ends, index in (
         (GripperConvention(open=-1.0, closed=1.0), "-1"),
@@ -291,4 +294,4 @@ def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:
 )
 def test_names_of_a_shape_tell_its_height(tmp_path: Path, shape: Any, names: Any) -> None:
     root = write_set(tmp_path / "set", shape=shape, names=names)
-    assert read_card(root).env.image_size == (32, 48)
+    assert read_card(root).env.cameras.size == (32, 48)

@@ -25,7 +25,7 @@ def test_what_lerobot_wrote_is_read(kind: str, error: float) -> None:
     assert check_layout(FILES / kind) == []
     demos, card = load_demonstrations(FILES / kind), read_card(FILES / kind)
     assert (card.fps, card.video, card.env.name) == (10, kind == "video", "so100")
-    assert card.env.cameras == ("top", "wrist")
+    assert card.env.cameras.names == ("top", "wrist")
     assert card.env.tasks == ("pick the cube", "open the lid")
     numbers = np.random.default_rng(0).normal(size=(16, 2, 6)).astype(np.float32)
     np.testing.assert_array_equal(demos.state, numbers[:, 0])

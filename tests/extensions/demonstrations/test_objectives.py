@@ -31,7 +31,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, Observation, ObservationOut
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, Observation, ObservationOut
 from embodyrl.workers.lifecycle import PolicyHostInit
 from embodyrl.workers.policy_host import PolicyHost
 
@@ -241,18 +241,17 @@ def test_preference_training_separates_pairs(tmp_path: Path, name: str) -> None:
 def test_numpy_reward_model_matches_the_value_head(tmp_path: Path, name: str, reads_state: int, cameras: int) -> None:
     env = EnvSpec(
         name="e",
-        action_dim=7,
+        action=ActionSpec(dim=7),
         tasks=("t",),
         states_per_task=(1,),
-        cameras=("a", "b")[:cameras],
-        image_size=(30, 22) if cameras else (0, 0),
+        cameras=CameraSpec(names=("a", "b")[:cameras], size=(30, 22) if cameras else (0, 0)),
         state_dim=reads_state,
     )
     model = POLICIES.get(name).settings(model_type=name, num_action_chunks=1, precision="fp32")
     policy = POLICIES.get(name).build(model, PolicyRequest(env=env, device="cpu", seed=0, value_dim=1))
     rng = np.random.default_rng(1)
     seen = Observation(
-        images=rng.integers(0, 256, (3, cameras, *env.image_size, 3), np.uint8),
+        images=rng.integers(0, 256, (3, cameras, *env.cameras.size, 3), np.uint8),
         state=rng.normal(size=(3, reads_state)).astype(np.float32),
         instructions=("",) * 3,
     )
@@ -305,17 +304,17 @@ def test_episodes_of_one_initial_state_are_ranked_chunk_by_chunk() -> None:
 def test_reward_model_uses_its_own_cameras(tmp_path: Path) -> None:
     view = ["env=tabletop", "env.init_params.camera_names=[front,wrist]"]
     one = build_run_plan(load_config("train", view), training=True)
-    assert one.env.cameras == ("front",)
-    env = replace(one.env, cameras=("front", "wrist"))
+    assert one.env.cameras.names == ("front",)
+    env = replace(one.env, cameras=replace(one.env.cameras, names=("front", "wrist")))
     model = POLICIES.get("cnn").settings(model_type="cnn", num_action_chunks=1, precision="fp32")
     policy = POLICIES.get("cnn").build(model, PolicyRequest(env=env, device="cpu", seed=0, value_dim=1))
     policy.save(tmp_path)
     both = build_run_plan(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
-    assert both.env.cameras == ("front", "wrist")
+    assert both.env.cameras.names == ("front", "wrist")
     swapped = ["env=tabletop", "env.init_params.camera_names=[wrist,front]", f"reward.path={tmp_path}"]
     with pytest.raises(ConfigError, match=r"trained with the cameras front, wrist; .* shows wrist, front"):
         build_run_plan(load_config("train", swapped), training=True)
-    other = replace(env, cameras=("wrist", "front"))
+    other = replace(env, cameras=replace(env.cameras, names=("wrist", "front")))
     with pytest.raises(CheckpointError, match=r"cameras is \['front', 'wrist'\]"):
         POLICIES.get("cnn").build(model, PolicyRequest(env=other, device="cpu", seed=0)).load_weights(tmp_path)
 

@@ -152,12 +152,12 @@ def test_checkpoint_states_its_inputs_and_other_ones_are_rejected(trained: SftRe
     env = build_run_plan(cfg, training=False).env
     assert first_weights(cfg, env) == policy
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
-    assert inputs["cameras"] == list(env.cameras[:1])
+    assert inputs["cameras"] == list(env.cameras.names[:1])
     assert inputs["gripper"] == {"open": 1.0, "closed": 0.0, "index": -1, "binary": False}
     (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
     with pytest.raises(ConfigError, match=r"env.init_params.camera_names=\[elsewhere\]"):
         first_weights(cfg, env)
-    assert first_weights(cfg.updated({"model.cameras": list(env.cameras[:1])}), env) == policy
+    assert first_weights(cfg.updated({"model.cameras": list(env.cameras.names[:1])}), env) == policy
 
 
 def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_a_sample_holds_its_history_and_the_validity_of_its_actions():
     actions = demos.action[found]
     samples = Samples(demos=demos, steps=np.arange(7), actions=actions, shown=demos.success, valid=valid, history=2)
     arena = {
-        Record.images: np.zeros((1, 4, *ENV.image_size, 3), np.uint8),
+        Record.images: np.zeros((1, 4, *ENV.cameras.size, 3), np.uint8),
         Record.observed_state: np.zeros((1, 6), np.float32),
         Record.instruction: np.zeros((1, 32), np.uint8),
         Record.action: np.zeros((1, 4, 7), np.float32),

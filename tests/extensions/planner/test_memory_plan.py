@@ -28,7 +28,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
-from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.protocol import PolicyRequest, policy_costs
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import Rollout
 
@@ -79,7 +79,7 @@ def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
     run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
     plan = plan_memory(run_plan)
     assert plan.gathered == 0
-    assert plan.acting - plan.process == 4 * run_plan.policy.num_parameters, "float32 until it is halved"
+    assert plan.acting - plan.process == 4 * run_plan.policy_costs.num_parameters, "float32 until it is halved"
     assert "for each process that acts" in plan.lines(2, 1)[1][1]
     with pytest.raises(ConfigError, match="of memory"):
         require_memory(run_plan, replace(plan, acting=10_000 * GIB))
@@ -114,7 +114,7 @@ def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
     assert apart.optimizer - alone.optimizer == 8 * (own + 1_000)
     assert apart.activations > alone.activations
     kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
-    assert plan(*kl).reference == 4 * policy.spec.num_parameters
+    assert plan(*kl).reference == 4 * policy_costs(cfg, ASKING, 0).num_parameters
     assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
 
 
@@ -137,7 +137,7 @@ def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_pat
         return run_plan, plan_memory(run_plan)
 
     (run_plan, all_seen), (_, few) = plan("algorithm.replay_size=1000000"), plan("algorithm.replay_size=100")
-    each = 4 * (run_plan.env.state_dim + run_plan.env.action_dim)
+    each = 4 * (run_plan.env.state_dim + run_plan.env.action.dim)
     seen = run_plan.max_samples * run_plan.total_steps
     words = max(map(len, run_plan.env.tasks))
     assert each * seen <= all_seen.replay <= (each + words + 64) * seen
@@ -160,7 +160,7 @@ def test_demonstrations_are_kept_and_read_before_that(tmp_path):
 
     alone = build_run_plan(load_config("train", words), training=True)
     without, some, many = plan_memory(alone), plan(1000), plan(2000)
-    each = 4 * (alone.env.state_dim + alone.env.action_dim)
+    each = 4 * (alone.env.state_dim + alone.env.action.dim)
     assert some.replay - without.replay >= 1000 * each
     assert many.replay - without.replay == 2 * (some.replay - without.replay)
     assert many.building - without.building == 2 * (many.replay - without.replay), "frames, and chunks of one each"
@@ -215,8 +215,7 @@ def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
 
     def plan(visible):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        drawn = build_run_plan(toy_config(tmp_path, *words), training=True)
-        drawn = replace(drawn, env=replace(drawn.env, on_gpu=True, gpu_bytes=(2 * GIB, GIB)))
+        drawn = build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.gpu_bytes=[{2 * GIB},{GIB}]"), training=True)
         needed = plan_memory(drawn)
         assert needed.env_gpu == 4 * GIB, "two slots each"
         return drawn, replace(needed, gradients=3 * GIB)
@@ -256,7 +255,7 @@ def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
     plan = plan_memory(run_plan)
     with pytest.raises(ConfigError, match=r"10000\.\d shared"):
         require_memory(run_plan, replace(plan, arena=10_000 * GIB))
-    tasks = plan_memory(replace(run_plan, env=replace(run_plan.env, task_bytes=GIB)))
+    tasks = plan_memory(build_run_plan(toy_config(tmp_path, *words, f"env.kwargs.task_bytes={GIB}"), training=True))
     assert tasks.env_worker == plan.env_worker + GIB
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(80_000, 40_000))
@@ -290,7 +289,7 @@ def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
 
     words = ("env.train.total_num_envs=16", "actor.global_batch_size=16", "actor.micro_batch_size=2")
     assert (count(*words), count(*words, "actor.fsdp.size=2")) == (8, 4)
-    tokens = build_run_plan(text_config(tmp_path), training=True).policy.sample_tokens
+    tokens = build_run_plan(text_config(tmp_path), training=True).policy_costs.sample_tokens
     assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
 
 
@@ -309,5 +308,5 @@ def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
         "algorithm.save_replay=false",
     ]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)
-    policy, each = run_plan.policy, 2 if run_plan.cfg.model.half else 4
-    assert plan_memory(run_plan).checkpoint == 12 * policy.num_trained + each * policy.num_parameters
+    costs, each = run_plan.policy_costs, 2 if run_plan.cfg.model.half else 4
+    assert plan_memory(run_plan).checkpoint == 12 * costs.num_trained + each * costs.num_parameters

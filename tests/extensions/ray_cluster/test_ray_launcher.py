@@ -22,6 +22,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import ClusterSettings, WorkerDied
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.scheduler.start import env_spec, plan_hosts
+from embodyrl.types import SimulatorSpec
 from embodyrl.workers.lifecycle import WorkerInit, WorkerSpec
 
 ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
@@ -188,7 +189,7 @@ def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkey
     words = ("launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:0-1,rollout:0,actor:0}")
     cfg = toy_config(tmp_path, *words, "actor.fsdp.size=2", "launcher.env_workers=4")
     run_plan = build_run_plan(cfg, training=True)
-    blind = replace(run_plan, env=replace(run_plan.env, on_gpu=False))
+    blind = replace(run_plan, env=replace(run_plan.env, simulator=SimulatorSpec(on_gpu=False)))
     arena = Arena.create(run_plan.layout, 1)
     specs = plan_hosts(run_plan, arena, None, bucket_arena=None, rank_info=RankInfo())
     specs += [env_spec(run_plan, arena, number) for number in range(4)]

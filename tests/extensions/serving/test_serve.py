@@ -30,7 +30,7 @@ from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_ke
 from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.policies.untrained import RANDOM, UntrainedPolicy
-from embodyrl.types import EnvSpec, GripperConvention, Observation
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
 
 client = pytest.importorskip("websockets.sync.client", reason="the extra `serve` is not installed")
 from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
@@ -107,12 +107,10 @@ def build(url: str, env: EnvSpec, **keys: Any) -> Any:
 
 ENV = EnvSpec(
     name="somewhere",
-    action_dim=7,
+    action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0)),
     tasks=("reach the target",),
     states_per_task=(1,),
-    cameras=("front",),
-    image_size=(64, 64),
-    gripper=GripperConvention(open=-1.0, closed=1.0),
+    cameras=CameraSpec(names=("front",), size=(64, 64)),
 )
 
 
@@ -128,9 +126,16 @@ def test_the_client_refuses_what_does_not_fit(openpi):
     with pytest.raises(EmbodyError, match=r"model\.num_action_chunks=4"):
         build(openpi, ENV, num_action_chunks=5).act(seen, noise=None)
     with pytest.raises(EmbodyError, match=r"shape \[4, 7\], not \[any, 3\]"):
-        build(openpi, EnvSpec(name="x", action_dim=3, tasks=("a",), states_per_task=(1,), cameras=("front",))).act(
-            seen, noise=None
-        )
+        build(
+            openpi,
+            EnvSpec(
+                name="x",
+                action=ActionSpec(dim=3),
+                tasks=("a",),
+                states_per_task=(1,),
+                cameras=CameraSpec(names=("front",)),
+            ),
+        ).act(seen, noise=None)
     with pytest.raises(EmbodyError, match=r"it reports: .*'observation/image'.*'pixels'"):
         build(openpi, ENV, image_names=["pixels"]).act(seen, noise=None)
     with pytest.raises(CheckpointError, match="another program"):
@@ -286,7 +291,7 @@ def test_no_wait_is_without_a_deadline(vla_eval, request):
     def ready(url: str) -> None:
         threading.Thread(target=talk, args=[url], daemon=True).start()
 
-    policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), None)
+    policy = UntrainedPolicy(RANDOM.spec(ModelSettings(model_type="random"), ENV, 0), ENV.action)
     cfg = ServeSettings(port=0, answer_timeout_s=0.2, idle_timeout_s=3.0)
     said: list[str] = []
     with pytest.raises(Interrupted):
@@ -311,10 +316,11 @@ class Looking(UntrainedPolicy):
 
 def test_images_come_upright_and_actions_leave_in_the_environments_terms():
     """LIBERO's: stored upside down, -1 opens the gripper; the policy's: 1 opens, 0 closes."""
-    env = replace(ENV, image_rotation_deg=180, state_dim=2)
+    env = replace(ENV, cameras=replace(ENV.cameras, rotation_deg=180), state_dim=2)
     spec = RANDOM.spec(ModelSettings(model_type="random", num_action_chunks=2), env, 0)
-    spec = replace(spec, num_images=2, uses_state=True, gripper=GripperConvention(open=1.0, closed=0.0))
-    policy = Looking(spec, None)
+    inputs = InputSpec(num_images=2, state=True)
+    spec = replace(spec, inputs=inputs, gripper=GripperConvention(open=1.0, closed=0.0))
+    policy = Looking(spec, ENV.action)
     wrist = observation()["observation/image"][:, ::-1]
     message = observation() | {"observation/state": [1.0, 2.0], "observation/wrist_image": wrist}
     actions = Answering(policy, env, OPENPI)(message)

@@ -23,7 +23,7 @@ from embodyrl.plan.saved import save_config
 
 def test_a_run_plan_counts_one_chunk_per_episode(tmp_path: Path):
     run_plan = build_run_plan(text_config(tmp_path, task="arithmetic"), training=True)
-    assert run_plan.env.components == ("exact", "overlap", "errors")
+    assert run_plan.env.reward.components == ("exact", "overlap", "errors")
     assert (run_plan.policy.num_action_chunks, run_plan.policy.tokens_per_chunk) == (4, 4)
     splits = run_plan.cfg.env.train, run_plan.cfg.env.eval
     assert [selected_reset_ids(run_plan.env, split) for split in splits] == [[*range(270)], [*range(270, 300)]]
@@ -90,7 +90,7 @@ def test_pictures_travel_with_their_rows(tmp_path: Path):
     words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")
     cfg = text_config(tmp_path, *words, task="colour")
     run_plan = build_run_plan(cfg, training=True)
-    assert (run_plan.env.cameras, run_plan.env.image_size) == (("image_0",), (16, 16))
+    assert (run_plan.env.cameras.names, run_plan.env.cameras.size) == (("image_0",), (16, 16))
     (row,) = rows(train(cfg).run)
     assert row["actor/logprob_gap"] < 1e-5
     assert row["actor/grad_norm"] > 0

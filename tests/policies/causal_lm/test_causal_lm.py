@@ -20,11 +20,9 @@ from embodyrl.policies.causal_lm.sampling import choose, truncate
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import ActionKind, ActionSpec, EnvSpec, Observation
 
-ENV = EnvSpec(
-    name="text/toy", action_dim=1, tasks=("toy",), states_per_task=(4,), action_space=ActionSpace(kind=ActionKind.text)
-)
+ENV = EnvSpec(name="text/toy", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("toy",), states_per_task=(4,))
 TINY = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=6)
 PROMPTS = ("12=", "abc=", "12=", "1+2+3+4+5=", "a=")
 

@@ -17,19 +17,17 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.specs import picture_names
-from embodyrl.types import ActionKind, ActionSpace, EnvSpec, Observation
+from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, Observation, TextSpec
 
 ROOM = (24, 40)
-TEXT = ActionSpace(kind=ActionKind.text)
+TEXT = ActionSpec(dim=1, kind=ActionKind.text)
 ENV = EnvSpec(
     name="text/seen",
-    action_dim=1,
+    action=TEXT,
     tasks=("seen",),
     states_per_task=(4,),
-    action_space=TEXT,
-    cameras=picture_names(2),
-    image_size=ROOM,
-    prompt_bytes=64,
+    cameras=CameraSpec(names=picture_names(2), size=ROOM),
+    text=TextSpec(prompt_bytes=64),
 )
 ROWS = (("ab?", (24, 24)), ("<image>a<image>b?", (12, 40), (24, 32)), ("12=",), ("ab?", (24, 24)))
 
@@ -39,6 +37,7 @@ def build(name: str = "vision_lm_tiny", *, value_dim: int = 0, **model: Any) -> 
     cfg = factory.settings(model_type=name, precision="fp32", num_action_chunks=6, **model)  # type: ignore[call-arg]
     policy = factory.build(cfg, PolicyRequest(env=ENV, device="cpu", seed=3, value_dim=value_dim))
     assert isinstance(policy, CausalLMPolicy)
+    policy.costs = factory.costs(cfg, ENV, value_dim)  # type: ignore[attr-defined]
     return policy
 
 
@@ -195,4 +194,4 @@ def test_small_vision_tokenizer_has_the_tasks_colours() -> None:
 @pytest.mark.parametrize("name", ["causal_lm_tiny", "vision_lm_tiny"])
 def test_included_model_sizes_match_the_memory_plan(name: str) -> None:
     policy = build(name)
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+    assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())

@@ -20,7 +20,7 @@ from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.small import FACTORY
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
-from embodyrl.types import EnvSpec, GripperConvention, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
 WAYS: dict[str, dict[str, Any]] = {
     "sde": {},
@@ -38,14 +38,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ENV = EnvSpec(
     name="probe",
-    action_dim=4,
+    action=ActionSpec(dim=4, gripper=GripperConvention(open=0.0, closed=1.0)),
     tasks=("press the red button", "open it"),
     states_per_task=(5, 5),
-    cameras=("front", "wrist"),
-    image_size=(24, 24),
+    cameras=CameraSpec(names=("front", "wrist"), size=(24, 24)),
     state_dim=3,
-    gripper=GripperConvention(open=0.0, closed=1.0),
-    unnorm_key="probe",
+    benchmark=BenchmarkSpec(unnorm_key="probe"),
 )
 SMALL = {
     "width": 32,
@@ -75,19 +73,20 @@ def folder(tmp_path: Path) -> Path:
 
 
 def build(folder: Path | None, *, value_dim: int = 0, seed: int = 0, env: EnvSpec = ENV, **keys: Any) -> FlowPolicy:
-    defaults = {"num_action_chunks": 3, "precision": "fp32", "num_images_in_input": len(env.cameras)}
+    defaults = {"num_action_chunks": 3, "precision": "fp32", "num_images_in_input": len(env.cameras.names)}
     path = None if folder is None else str(folder)
     cfg = FACTORY.settings.model_validate({"model_type": "flow_small", "path": path} | defaults | keys, strict=False)
     assert FACTORY.validate(cfg) == []
     policy = FACTORY.build(cfg, PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=seed))
     assert isinstance(policy, FlowPolicy)
+    policy.costs = FACTORY.costs(cfg, env, value_dim)
     return policy
 
 
 def observe(count: int, seed: int = 0, env: EnvSpec = ENV) -> Observation:
     rng = np.random.default_rng(seed)
     return Observation(
-        images=rng.integers(0, 256, (count, len(env.cameras), *env.image_size, 3), np.uint8),
+        images=rng.integers(0, 256, (count, len(env.cameras.names), *env.cameras.size, 3), np.uint8),
         state=rng.random((count, env.state_dim), np.float32),
         instructions=tuple(env.tasks[i % len(env.tasks)] for i in range(count)),
     )
@@ -302,7 +301,7 @@ def test_damaged_weights_are_refused_without_changes(folder, tmp_path, damage):
 def test_spec_matches_the_policy(folder):
     for env, path in ((ENV, folder), (ENV, None)):
         policy = build(path, env=env)
-        assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+        assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())
     assert model_of("flow_small", precision="fp32").num_steps == 4
     half = FACTORY.settings.model_validate({"model_type": "flow_small"}, strict=False)
     assert "fp32 only" in FACTORY.validate(half)[0]

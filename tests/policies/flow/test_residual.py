@@ -96,7 +96,7 @@ def test_only_the_residual_actor_has_gradients(folder):  # noqa: F811
     policy.score(observe(2), policy.act(observe(2), noise=noise_for(policy, 2)).tokens).logprob.sum().backward()
     assert all(p.grad is None for p in policy.module.network.parameters())
     assert all(p.grad is not None and p.grad.any() for p in policy.module.residual_actor.parameters())
-    assert policy.spec.num_trained == sum(p.numel() for p in policy.module.residual_actor.parameters())
+    assert policy.costs.num_trained == sum(p.numel() for p in policy.module.residual_actor.parameters())
 
 
 def test_critics_get_executed_actions(folder):  # noqa: F811
@@ -161,7 +161,7 @@ def test_residual_updates_keep_the_flow_frozen(tmp_path):
         assert isinstance(actor, SacLearner)
         frozen = {name: p.clone() for name, p in module.network.state_dict().items()}
         torch.manual_seed(0)
-        count, width, known = 512, actor._policy.width, run_plan.policy.steering_features
+        count, width, known = 512, actor._policy.width, run_plan.policy_costs.steering_features
         tried, seen = torch.rand(count, width) * 2 - 1, torch.zeros(count, known)
         seen[:, -width] = torch.rand(count) - 0.2  # -0.2 to 0.8: within reach of 0.3
         actor._replay.add(

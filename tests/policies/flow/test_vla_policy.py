@@ -27,18 +27,15 @@ from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.vla.network import pad_centred, pad_left_top
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
-from embodyrl.types import EnvSpec, GripperConvention, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, GripperConvention, Observation
 
 ENV = EnvSpec(
     name="probe",
-    action_dim=7,
+    action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
     tasks=("pick the red one", "open it"),
     states_per_task=(5, 5),
-    cameras=("front", "wrist"),
-    image_size=(20, 28),
-    image_rotation_deg=180,
+    cameras=CameraSpec(names=("front", "wrist"), size=(20, 28), rotation_deg=180),
     state_dim=5,
-    gripper=GripperConvention(open=-1.0, closed=1.0, binary=True),
 )
 WAYS = {
     "sde": {},
@@ -66,6 +63,7 @@ def build(form, path, *, value_dim=0, trainable=True, recompute=False, env=ENV, 
     )
     policy = factory.build(cfg, request)
     assert isinstance(policy, FlowPolicy)
+    policy.costs = factory.costs(cfg, env, value_dim)
     return policy
 
 
@@ -102,7 +100,7 @@ def test_vla_acting_and_scoring_agree(form, way, tmp_path):
     apart = policy.score(part_of(obs, rows), out.tokens[rows]).logprob.detach().numpy()
     assert np.abs(apart - out.logprob[rows]).max() < 1e-5
     assert np.abs(policy.act(part_of(obs, rows), noise=noise[rows]).actions - out.actions[rows]).max() < 1e-5
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
+    assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
 
 
 @pytest.mark.parametrize("way", ["sde", "all", "noise"])
@@ -173,7 +171,7 @@ def test_relative_actions_round_trip(tmp_path):
 
 def test_pi05_without_state_uses_pi0s_prompt(tmp_path):
     policy = build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False)
-    assert not policy.spec.uses_state
+    assert not policy.spec.inputs.state
     obs = observe(2)
     moved = replace(obs, state=obs.state + 5.0)
     reader = policy.module.network.reader
@@ -195,7 +193,7 @@ def test_pi05_accepts_states_of_any_length(told, tmp_path):
 
 def test_relative_actions_use_the_state(tmp_path):
     """Else a server would ask for no state, and have nothing to add to."""
-    assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.uses_state
+    assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.inputs.state
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -406,8 +404,7 @@ def test_validate_reports_missing_files(tmp_path):
 LIBERO = replace(
     ENV,
     name="libero_spatial",
-    cameras=("agentview", "robot0_eye_in_hand"),
-    image_size=(256, 256),
+    cameras=replace(ENV.cameras, names=("agentview", "robot0_eye_in_hand"), size=(256, 256)),
     state_dim=8,
 )
 
@@ -428,8 +425,8 @@ def test_libero_presets_are_valid(preset, executed, horizon, state, tokens, tmp_
     cfg = load_config("eval", ["env=libero_spatial", f"model={preset}", f"model.path={path}", *length]).model
     spec = POLICIES.get(cfg.model_type).spec(cfg, LIBERO, 0)
     assert mismatches(LIBERO, spec) == []
-    assert (spec.name, spec.num_images, spec.num_action_chunks, spec.imitated) == (form, 2, executed, horizon)
-    assert (spec.uses_state, cfg.num_steps, cfg.delta_dims) == (state, 10, 6 if form == "pi0" else 0)
+    assert (spec.name, spec.inputs.num_images, spec.num_action_chunks, spec.imitated) == (form, 2, executed, horizon)
+    assert (spec.inputs.state, cfg.num_steps, cfg.delta_dims) == (state, 10, 6 if form == "pi0" else 0)
     assert cfg.greedy_start == "random"
     assert spec.tokens_per_chunk == -(-tokens // executed) * executed
 
@@ -439,9 +436,15 @@ def test_tiny_vlas_act_on_the_tabletop(name):
     cfg = load_config("sft", [f"model={name}", "data.path=none"]).model
     factory = POLICIES.get(cfg.model_type)
     assert factory.validate(cfg) == []
-    env = replace(ENV, image_size=(56, 56), image_rotation_deg=0, state_dim=4, tasks=("touch the red block",) * 2)
+    env = replace(
+        ENV,
+        cameras=replace(ENV.cameras, size=(56, 56), rotation_deg=0),
+        state_dim=4,
+        tasks=("touch the red block",) * 2,
+    )
     policy = factory.build(cfg, PolicyRequest(env=env, device="cpu", seed=0, trainable=True))
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters()) < 3e6
+    count = factory.costs(cfg, env, 0).num_parameters
+    assert count == sum(p.numel() for p in policy.module.parameters()) < 3e6
     obs = Observation(
         images=np.zeros((2, 1, 56, 56, 3), np.uint8), state=np.zeros((2, 4), np.float32), instructions=env.tasks
     )
@@ -454,7 +457,12 @@ def test_included_tiny_vlas_are_small_and_tokenize_tasks(name):
     cfg = load_config("eval", [f"model={name}"]).model
     folder = resolve_asset(str(cfg.path))
     assert sum(path.stat().st_size for path in folder.iterdir()) < 6e6
-    env = replace(ENV, image_size=(56, 56), image_rotation_deg=0, state_dim=4, unnorm_key="tabletop")
+    env = replace(
+        ENV,
+        cameras=replace(ENV.cameras, size=(56, 56), rotation_deg=0),
+        state_dim=4,
+        benchmark=BenchmarkSpec(unnorm_key="tabletop"),
+    )
     policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=env, device="cpu", seed=0))
     images = np.full((2, 1, 56, 56, 3), 180, np.uint8)
     images[:, :, 20:26, 8:14], images[:, :, 20:26, 42:48] = (220, 40, 40), (50, 110, 240)

@@ -30,6 +30,7 @@ from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.policies.act.config import ActConfig
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.protocol import POLICIES
+from embodyrl.types import ActionSpec, TextSpec
 
 KINDS = ("act", "diffusion")
 
@@ -171,13 +172,13 @@ def test_an_environment_that_does_not_fit_is_refused(tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     cfg, factory = model_of("diffusion", path=str(folder), num_action_chunks=3), POLICIES.get("diffusion")
     config, _ = read_config(folder, "diffusion", factory.config)
-    assert factory.spec(cfg, env_of_config(config), 0).uses_state
+    assert factory.spec(cfg, env_of_config(config), 0).inputs.state
     one_step = env_of_config(config, state_dim=10)
     with pytest.raises(ConfigError, match=r"for each of 3 steps.*env.history=3.*data.history=3"):
         factory.spec(cfg, one_step, 0)
-    assert factory.spec(cfg, with_history(one_step, 3), 0).uses_state
+    assert factory.spec(cfg, with_history(one_step, 3), 0).inputs.state
     with pytest.raises(ConfigError, match="takes 4 numbers"):
-        factory.spec(cfg, env_of_config(config, action_dim=4), 0)
+        factory.spec(cfg, env_of_config(config, action=ActionSpec(dim=4)), 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -186,7 +187,7 @@ def test_several_tasks_are_doubted_for_a_policy_without_instructions(kind, tmp_p
     assert factory.spec(cfg, toy_env(), 0).doubts == ()
     several = replace(toy_env(), tasks=("go", "stop"), states_per_task=(4, 4))
     assert "reads no instructions" in factory.spec(cfg, several, 0).doubts[0]
-    assert factory.spec(cfg, replace(several, instructed=False), 0).doubts == ()
+    assert factory.spec(cfg, replace(several, text=TextSpec(instructed=False)), 0).doubts == ()
 
 
 def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
@@ -194,7 +195,7 @@ def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
     cfg = model_of("diffusion", path=str(fresh("diffusion", tmp_path / "in", n_obs_steps=2)), num_action_chunks=4)
     with pytest.raises(ConfigError, match="for each of 2 steps"):
         factory.spec(cfg, env, 0)
-    assert factory.spec(cfg, with_history(env, 2), 0).num_images == 4
+    assert factory.spec(cfg, with_history(env, 2), 0).inputs.num_images == 4
 
 
 def test_averaged_chunks_are_actions_of_all_rows(tmp_path):
@@ -209,7 +210,7 @@ def test_averaged_chunks_are_actions_of_all_rows(tmp_path):
     assert "averaged" in policy.spec.untrainable
     assert "env.ensemble_chunk=6 env.ensemble_coeff=0.01" in policy_of(folder).spec.doubts[0]
     with pytest.raises(ConfigError, match="ensemble_chunk=6"):
-        policy_of(folder, temporal_ensemble=True, env=env_of_config(config, action_dim=4))
+        policy_of(folder, temporal_ensemble=True, env=env_of_config(config, action=ActionSpec(dim=4)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,7 +37,7 @@ def test_an_option_acts_trains_and_returns(number, tmp_path):
     seen = any(key in str(changes) for key in ("backbone", "VISUAL", "rgb", "resize"))
     env = CAMERA if seen else STATE
     policy, obs = policy_of(fresh(kind, tmp_path / "start", **changes), env=env), observe(env, 2)
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
+    assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.network.parameters())
     noise, out = noise_for(policy, 2), tmp_path / "out"
     one = policy.act(obs, noise=noise)
     with torch.no_grad():

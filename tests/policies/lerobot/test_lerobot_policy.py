@@ -25,6 +25,7 @@ def build(kind, tmp_path, env, *, value_dim=0, trainable=True, start=None, **key
     request = PolicyRequest(env=env, value_dim=value_dim, device="cpu", seed=0, trainable=trainable)
     policy = factory.build(cfg, request)
     assert policy.spec == factory.spec(cfg, env, value_dim)
+    policy.costs = factory.costs(cfg, env, value_dim)
     return policy
 
 
@@ -117,7 +118,7 @@ def test_only_the_actor_of_a_frozen_model_learns(kind, likelihood, tmp_path):
     scores = policy.score(obs, out.tokens)
     assert np.abs(scores.logprob.detach().numpy() - out.logprob).max() < 1e-5
     features = policy.features(obs)
-    assert features.shape == (3, policy.spec.steering_features)
+    assert features.shape == (3, policy.costs.steering_features)
     drawn, _ = policy.draw(features)
     assert drawn.shape == (3, policy.width)
     critics = policy.build_critics(2, 0, layer_norm=False)
@@ -176,7 +177,7 @@ def test_dsrl_of_an_act_without_a_latent_is_refused(tmp_path):
 def test_parameters_are_counted_without_torch(kind, tmp_path):
     for name, env in SEEN.items():
         policy = policy_of(fresh(kind, tmp_path / name), env=env)
-        assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.network.parameters()), name
+        assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.network.parameters()), name
 
 
 def test_frames_are_turned_upright(tmp_path):
@@ -184,5 +185,8 @@ def test_frames_are_turned_upright(tmp_path):
     obs = observe(env, 2)
     flipped = type(obs)(images=obs.images[:, :, ::-1, ::-1], state=obs.state, instructions=obs.instructions)
     start = fresh("act", tmp_path / "start")
-    upright, turned = (build("act", tmp_path, e, start=start) for e in (env, replace(env, image_rotation_deg=180)))
+    upright, turned = (
+        build("act", tmp_path, e, start=start)
+        for e in (env, replace(env, cameras=replace(env.cameras, rotation_deg=180)))
+    )
     assert np.array_equal(upright.act(obs, noise=None).actions, turned.act(flipped, noise=None).actions)

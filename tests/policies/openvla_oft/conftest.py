@@ -11,7 +11,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY, OPENVLA
 from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "openvla_oft"
 TASKS = ("pick up the black bowl", "put the")
@@ -41,13 +41,11 @@ def checkpoint(tmp_path):
 def env_spec():
     return EnvSpec(
         name="libero",
-        action_dim=7,
+        action=ActionSpec(dim=7),
         tasks=TASKS,
         states_per_task=(1, 1),
-        cameras=("agentview",),
-        image_size=(64, 64),
-        image_rotation_deg=180,
-        unnorm_key="libero_10",
+        cameras=CameraSpec(names=("agentview",), size=(64, 64), rotation_deg=180),
+        benchmark=BenchmarkSpec(unnorm_key="libero_10"),
     )
 
 
@@ -83,6 +81,7 @@ def make_policy(env_spec):
         assert factory.validate(cfg) == []
         policy = factory.build(cfg, request)
         assert isinstance(policy, OpenVlaOftPolicy)
+        policy.costs = factory.costs(cfg, env, value_dim)
         return policy
 
     return make

@@ -14,7 +14,7 @@ from embodyrl.policies.openvla_oft import heads
 from embodyrl.policies.openvla_oft import model as oft_model
 from embodyrl.policies.openvla_oft.settings import record_of
 from embodyrl.policies.vla.sampling import START, TIMES, normals, uniforms
-from embodyrl.types import Observation
+from embodyrl.types import BenchmarkSpec, Observation
 
 TINY = resolve_asset("assets/openvla_oft_tiny")
 HEADS = {
@@ -41,7 +41,7 @@ def observe(count: int, seed: int = 0) -> Observation:
 
 @pytest.fixture(params=HEADS)
 def policy(request, make_policy, env_spec):
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     return make_policy(TINY, env=env, num_action_chunks=2, value_dim=1, temperature=1.3, **HEADS[request.param])
 
 
@@ -108,7 +108,7 @@ def normal(value: float, mean: float, std: float) -> float:
 
 
 def test_l1_gaussian_matches_the_formula(make_policy, env_spec):
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, temperature=1.3, action_head="l1", action_std=0.2)
     obs = observe(2)
     out = policy.act(obs, noise=uniform(policy, 2))
@@ -124,7 +124,7 @@ def test_l1_gaussian_matches_the_formula(make_policy, env_spec):
 def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
     """All steps of a chain, written out with numbers from the model (arXiv 2010.02502, 2409.00588)."""
     keys = HEADS["diffusion, all steps"]
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, temperature=1.0, **keys)
     obs = observe(1)
     out = policy.act(obs, noise=uniform(policy, 1))
@@ -155,7 +155,7 @@ def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
 
 def test_diffusion_imitation_predicts_the_noise(make_policy, env_spec):
     """Denoising diffusion (arXiv 2006.11239, equation 14): x_t = sqrt(a) x + sqrt(1 - a) e."""
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
     model, inputs, rows = policy.module, policy._inputs(observe(3)), np.arange(3)
     target = np.random.default_rng(1).uniform(-1, 1, (3, 2, 7))
@@ -170,7 +170,7 @@ def test_diffusion_imitation_predicts_the_noise(make_policy, env_spec):
 
 
 def test_diffusion_critic_uses_zero_noise(make_policy, env_spec):
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, value_dim=1, **HEADS["diffusion, one step"])
     model, inputs = policy.module, policy._inputs(observe(3))
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_diffusion_critic_uses_zero_noise(make_policy, env_spec):
 
 @pytest.mark.parametrize("head", ["l1", "diffusion, one step"])
 def test_rl_components_are_saved(head, make_policy, env_spec, tmp_path):
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     keys = {"env": env, "num_action_chunks": 2, "value_dim": 1} | HEADS[head]
     policy = make_policy(TINY, **keys)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_rl_components_are_saved(head, make_policy, env_spec, tmp_path):
 
 
 def test_diffusion_trains_by_sft(make_policy, env_spec):
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
     obs, actions = observe(2), policy.act(observe(2), noise=None).actions
     with torch.no_grad():

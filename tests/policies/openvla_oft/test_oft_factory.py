@@ -27,12 +27,12 @@ def test_checks_and_description_do_not_import_torch(env_spec):
     code = (
         "import sys\n"
         "from embodyrl.policies import POLICIES\n"
-        "from embodyrl.types import EnvSpec\n"
+        "from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec\n"
         "factory = POLICIES.get('openvla_oft')\n"
         "cfg = factory.settings(model_type='openvla_oft', path='assets/openvla_oft_tiny')\n"
         "assert factory.validate(cfg) == []\n"
-        "env = EnvSpec(name='e', action_dim=7, tasks=('a',), states_per_task=(1,), cameras=('c',), "
-        "unnorm_key='libero_10')\n"
+        "env = EnvSpec(name='e', action=ActionSpec(dim=7), tasks=('a',), states_per_task=(1,),\n"
+        "cameras=CameraSpec(names=('c',)), benchmark=BenchmarkSpec(unnorm_key='libero_10'))\n"
         "assert factory.spec(cfg, env, 0).tokens_per_chunk == 56\n"
         "heavy = {'torch', 'tokenizers', 'safetensors', 'PIL', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -131,7 +131,7 @@ def test_malformed_json_is_named(checkpoint):
 
 def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
     spec = FACTORY.spec(model_of(path=str(checkpoint)), env_spec, 8)
-    assert (spec.tokens_per_chunk, spec.value_dim, spec.num_images, spec.uses_state) == (56, 8, 1, False)
+    assert (spec.tokens_per_chunk, spec.value_dim, spec.inputs.num_images, spec.inputs.state) == (56, 8, 1, False)
     assert spec.gripper == GripperConvention(open=1.0, closed=0.0)
 
 

@@ -81,7 +81,9 @@ def chunk_actions(policy, ids):
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory, golden_dir, env_spec, make_policy):
     """Build a policy of the golden checkpoint once; `folders` of the golden data are added to it."""
-    two = dataclasses.replace(env_spec, cameras=("agentview", "robot0_eye_in_hand"), state_dim=8)
+    two = dataclasses.replace(
+        env_spec, cameras=dataclasses.replace(env_spec.cameras, names=("agentview", "robot0_eye_in_hand")), state_dim=8
+    )
 
     @functools.cache
     def build(*folders, adapter=False, dtype=None, **config):

@@ -12,19 +12,18 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.graphs import Recorded, bucket, fill
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec, Observation
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
 
 @pytest.fixture
 def policy():
     env = EnvSpec(
         name="e",
-        action_dim=7,
+        action=ActionSpec(dim=7),
         tasks=("pick up the milk",),
         states_per_task=(1,),
-        cameras=("a",),
-        image_size=(64, 64),
-        unnorm_key="libero_10",
+        cameras=CameraSpec(names=("a",), size=(64, 64)),
+        benchmark=BenchmarkSpec(unnorm_key="libero_10"),
         state_dim=8,
     )
     path = str(assets_dir() / "openvla_oft_tiny")

@@ -38,7 +38,7 @@ def official(full, golden_dir, two_images, make_policy):
 
 @pytest.fixture
 def two_images(env_spec):
-    return dataclasses.replace(env_spec, cameras=CAMERAS, state_dim=8)
+    return dataclasses.replace(env_spec, cameras=dataclasses.replace(env_spec.cameras, names=CAMERAS), state_dim=8)
 
 
 def test_missing_or_duplicate_component_is_an_error(full, make_policy, env_spec):
@@ -123,7 +123,7 @@ def test_ddim_clips_the_clean_estimate_and_keeps_the_predicted_noise():
 )
 def test_continuous_policies_act_and_save(official, make_policy, two_images, tmp_path, folders, config):
     policy, obs = official(*folders, trainable=False, **config), observe_twice()
-    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.costs.num_parameters
     out = policy.act(obs, noise=None)
     assert out.actions.shape == (2, 8, 7)
     assert not np.array_equal(out.actions[0], out.actions[1])

@@ -13,6 +13,7 @@ from embodyrl.errors import CheckpointError
 from embodyrl.policies.openvla_oft import OPENVLA
 from embodyrl.policies.openvla_oft.config import normalise
 from embodyrl.policies.settings import LoraSettings
+from embodyrl.types import BenchmarkSpec
 
 TINY = "assets/openvla_oft_tiny"
 TASKS = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
@@ -20,7 +21,7 @@ TASKS = ("pick up the milk and place it in the basket", "open the middle drawer 
 
 @pytest.fixture
 def robot(env_spec):
-    return dataclasses.replace(env_spec, state_dim=8, unnorm_key="libero_object")
+    return dataclasses.replace(env_spec, state_dim=8, benchmark=BenchmarkSpec(unnorm_key="libero_object"))
 
 
 def targets(rows=4, seed=0):
@@ -89,7 +90,7 @@ def test_l1_regression_fits_samples_that_differ_in_image_or_task(make_policy, ro
 
 
 def test_sft_may_add_heads_to_a_checkpoint(checkpoint, make_policy, robot, tmp_path):
-    env = dataclasses.replace(robot, unnorm_key="libero_10")
+    env = dataclasses.replace(robot, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     config = {"env": env, "use_proprio": True, "action_head": "l1"}
     with pytest.raises(CheckpointError, match="has neither proprio_projector"):
         make_policy(checkpoint, **config)
@@ -108,7 +109,7 @@ def test_sft_may_add_heads_to_a_checkpoint(checkpoint, make_policy, robot, tmp_p
 
 
 def test_adapters_train_with_a_full_l1_head(checkpoint, make_policy, robot, tmp_path):
-    env = dataclasses.replace(robot, unnorm_key="libero_10")
+    env = dataclasses.replace(robot, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     config = {"env": env, "use_proprio": True, "action_head": "l1", "is_lora": True, "precision": Precision.bf16}
     config["lora"] = LoraSettings(r=4, lora_alpha=4)
     policy = make_policy(checkpoint, fresh_heads=True, **config)

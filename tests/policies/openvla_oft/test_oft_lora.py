@@ -56,7 +56,7 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
     assert injected == set(read_adapter(adapter).factors)
     names = set(trained(policy))
     assert all(".lora_" in name or name.startswith("value_head.") for name in names)
-    assert policy.spec.num_trained == sum(p.numel() for p in trained(policy).values())
+    assert policy.costs.num_trained == sum(p.numel() for p in trained(policy).values())
     # Adapters of the unused last blocks and of the attention pool never get a gradient.
     assert not any(
         "attn_pool" in name or ("featurizer.blocks.3.attn" in name and "fused" not in name) for name in names
@@ -75,7 +75,7 @@ def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_pol
 
 def test_initial_adapter_sets_the_trained_parameters(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=8, lora=LoraSettings(path=str(adapter)))
-    assert policy.spec.num_trained == sum(p.numel() for p in trained(policy).values())
+    assert policy.costs.num_trained == sum(p.numel() for p in trained(policy).values())
 
 
 @pytest.mark.parametrize(("init", "std"), [("gaussian", 0.25), ("kaiming", 0.144)])

@@ -11,14 +11,21 @@ SCRIPT = """
 import json, resource, sys
 from embodyrl.policies.openvla_oft import FACTORY, checkpoint
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import EnvSpec
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 source, target, shard_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
 checkpoint.SHARD_BYTES = shard_bytes
-env = EnvSpec(name="e", action_dim=7, tasks=("put the",), states_per_task=(1,), cameras=("a",), unnorm_key="libero_10")
+env = EnvSpec(
+    name="e",
+    action=ActionSpec(dim=7),
+    tasks=("put the",),
+    states_per_task=(1,),
+    cameras=CameraSpec(names=("a",)),
+    benchmark=BenchmarkSpec(unnorm_key="libero_10"),
+)
 request = PolicyRequest(env=env, value_dim=0, temperature=1.0, device="cpu", seed=0, trainable=True)
 import embodyrl.policies.openvla_oft.policy
 start = peak()

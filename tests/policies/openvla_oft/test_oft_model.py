@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from test_oft_golden import close, inputs_of
 
-from embodyrl.policies.openvla_oft import count_parameters
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.llama import RmsNorm
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.openvla_oft.sizes import count_parameters
 from embodyrl.policies.openvla_oft.vision import PatchEmbed
 
 

@@ -14,6 +14,7 @@ from test_oft_policy import observe, uniforms
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
+from embodyrl.types import BenchmarkSpec
 
 
 def test_rope_bf16_table_rounds_frequencies(checkpoint, make_policy, golden):
@@ -106,7 +107,12 @@ def test_other_action_dimensions_work(checkpoint, make_policy, env_spec, chunk, 
     """ALOHA: 25 actions of 14 dimensions from three cameras, between minimum and maximum; Bridge: 5 of 7."""
     bounds = {"min": [-2.0] * dim, "max": [2.0] * dim, "q01": [-1.0] * dim, "q99": [1.0] * dim}
     (checkpoint / "dataset_statistics.json").write_text(json.dumps({"robot": {"action": bounds}}))
-    env = dataclasses.replace(env_spec, cameras=("a", "b", "c"), unnorm_key="robot", action_dim=dim)
+    env = dataclasses.replace(
+        env_spec,
+        cameras=dataclasses.replace(env_spec.cameras, names=("a", "b", "c")),
+        benchmark=BenchmarkSpec(unnorm_key="robot"),
+        action=dataclasses.replace(env_spec.action, dim=dim),
+    )
     shape = {"num_action_chunks": chunk, "action_dim": dim, "num_images_in_input": images}
     policy = make_policy(checkpoint, env=env, value_dim=chunk, action_normalization="bounds", **shape)
     obs = observe(rows=2, cameras=3)

@@ -7,7 +7,7 @@ import torch
 
 from embodyrl.config.shared import Precision
 from embodyrl.policies.tensors import integer_sums, sample_inverse_cdf
-from embodyrl.types import Observation
+from embodyrl.types import BenchmarkSpec, Observation
 
 pytestmark = pytest.mark.filterwarnings("error")
 TINY = "assets/openvla_oft_tiny"
@@ -30,7 +30,10 @@ def uniforms(rows, seed=0):
 
 @pytest.mark.parametrize("rotation", [0, 180])
 def test_read_only_inputs_are_accepted(checkpoint, make_policy, env_spec, rotation):
-    policy = make_policy(checkpoint, env=dataclasses.replace(env_spec, image_rotation_deg=rotation))
+    policy = make_policy(
+        checkpoint,
+        env=dataclasses.replace(env_spec, cameras=dataclasses.replace(env_spec.cameras, rotation_deg=rotation)),
+    )
     noise = uniforms(4)
     noise.flags.writeable = False
     with warnings.catch_warnings():  # torch warns where it is handed memory that it must not write
@@ -53,7 +56,7 @@ def test_outputs_have_the_declared_shapes(checkpoint, make_policy):
     assert ((out.tokens >= 31744) & (out.tokens < 32000)).all()
     np.testing.assert_array_equal(policy.values(observe()), out.value)
     assert make_policy(checkpoint).act(observe(), noise=None).value.shape == (4, 0)
-    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.costs.num_parameters
 
 
 def test_actions_are_in_the_units_of_the_statistics(checkpoint, make_policy):
@@ -123,7 +126,7 @@ def test_padding_does_not_change_a_row(checkpoint, make_policy, env_spec):
 
 
 def test_only_configured_cameras_are_used(checkpoint, make_policy, env_spec):
-    two = dataclasses.replace(env_spec, cameras=("agentview", "wrist"))
+    two = dataclasses.replace(env_spec, cameras=dataclasses.replace(env_spec.cameras, names=("agentview", "wrist")))
     obs = observe(cameras=2)
     blind = dataclasses.replace(obs, images=obs.images.copy())
     blind.images[:, 1] = 0
@@ -222,10 +225,15 @@ def test_image_pipeline_setting_is_used(checkpoint, make_policy):
 
 def test_tiny_preset_uses_both_cameras_and_the_state(make_policy, env_spec, tmp_path):
     cameras = ("agentview", "robot0_eye_in_hand")
-    env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
+    env = dataclasses.replace(
+        env_spec,
+        cameras=dataclasses.replace(env_spec.cameras, names=cameras),
+        state_dim=8,
+        benchmark=BenchmarkSpec(unnorm_key="libero_object"),
+    )
     options = {"env": env, "num_images_in_input": 2, "use_proprio": True, "value_dim": 1}
     policy = make_policy(TINY, **options)
-    assert policy.spec.uses_state
+    assert policy.spec.inputs.state
     base = observe(cameras=2, state_dim=8)
     out = policy.act(base, noise=None)
     wrist = base.images.copy()
@@ -236,13 +244,18 @@ def test_tiny_preset_uses_both_cameras_and_the_state(make_policy, env_spec, tmp_
     policy.save(tmp_path / "saved")
     again = make_policy(tmp_path / "saved", seed=5, **options).act(base, noise=None)
     np.testing.assert_array_equal(again.logprob, out.logprob)
-    assert sum(p.numel() for p in policy.module.parameters()) == policy.spec.num_parameters
+    assert sum(p.numel() for p in policy.module.parameters()) == policy.costs.num_parameters
 
 
 def test_tiny_preset_logprobs_are_batch_independent(make_policy, env_spec):
     """Rows of different prompt lengths together, alone and in reverse order; while acting and while training."""
     cameras = ("agentview", "robot0_eye_in_hand")
-    env = dataclasses.replace(env_spec, cameras=cameras, state_dim=8, unnorm_key="libero_object")
+    env = dataclasses.replace(
+        env_spec,
+        cameras=dataclasses.replace(env_spec.cameras, names=cameras),
+        state_dim=8,
+        benchmark=BenchmarkSpec(unnorm_key="libero_object"),
+    )
     policy = make_policy("assets/openvla_oft_tiny_soup", env=env, num_images_in_input=2, use_proprio=True)
     obs = observe(rows=4, cameras=2, state_dim=8)
     out = policy.act(obs, noise=None)

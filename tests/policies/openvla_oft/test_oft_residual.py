@@ -23,6 +23,7 @@ from embodyrl.policies.openvla_oft.residual import ResidualOftPolicy
 from embodyrl.policies.protocol import SoftActor
 from embodyrl.policies.steering.actor import executed
 from embodyrl.scheduler.start import policy_init
+from embodyrl.types import BenchmarkSpec
 from embodyrl.workers.policy_host import PolicyHost
 
 HEADS = {
@@ -39,7 +40,7 @@ RUN = (
 @pytest.fixture(params=HEADS)
 def build(request, make_policy, env_spec):
     """Build a policy with one of the heads; all have the same frozen weights."""
-    env = dataclasses.replace(env_spec, unnorm_key="libero_10")
+    env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
 
     def make(folder=TINY, **keys):
         return make_policy(folder, **{"env": env, "num_action_chunks": 2} | HEADS[request.param] | keys)
@@ -126,8 +127,8 @@ def test_only_the_oft_residual_actor_has_gradients(build, precision):
     (scores.logprob.sum() + scores.value.sum()).backward()
     assert all(p.grad is not None and p.grad.any() for p in trained.values())
     assert all(p.grad is None for name, p in policy.module.named_parameters() if name not in trained)
-    assert policy.spec.num_trained == sum(p.numel() for p in trained.values())
-    assert policy.spec.num_parameters == sum(p.numel() for p in policy.module.parameters())
+    assert policy.costs.num_trained == sum(p.numel() for p in trained.values())
+    assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())
 
 
 def test_oft_residual_actor_is_saved_with_the_model(build, tmp_path):
@@ -196,8 +197,8 @@ def test_demonstrations_are_stored_as_corrections(tmp_path):
         assert kept is not None
         seen = executed(torch.tensor(kept[FEATURES]), torch.tensor(kept["action"]), policy._actor.shape).numpy()
         held = actor._trainer.optimization.optimizer.param_groups
-        assert sum(p.numel() for group in held for p in group["params"]) == policy.spec.num_trained
-        assert plan_memory(run_plan).optimizer == 8 * policy.spec.num_trained
+        assert sum(p.numel() for group in held for p in group["params"]) == run_plan.policy_costs.num_trained
+        assert plan_memory(run_plan).optimizer == 8 * run_plan.policy_costs.num_trained
     # The expert moves within the data's bounds; its gripper is -1 or 1, where the model's is 1 (open) or 0.
     assert np.abs(seen[..., :3]).max() <= 1 + 1e-5
     assert np.abs(seen[..., :3]).max() > 0.5

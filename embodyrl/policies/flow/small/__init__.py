@@ -9,13 +9,12 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.settings import FlowSettings, check_steering, described, record_of
+from embodyrl.policies.flow.settings import FlowSettings, check_steering, described, described_costs, record_of
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
-from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
 
 
 class SmallFlowSettings(FlowSettings):
@@ -58,20 +57,22 @@ class SmallFlowFactory:
         """
         plan = _plan(cfg, env)
         spec = PolicySpec(
-            reads_instructions=True,
+            inputs=InputSpec(instructions=True, num_images=plan.config.num_images, state=plan.config.state_dim > 0),
             name="flow_small",
             num_action_chunks=cfg.num_action_chunks,
-            action_dim=env.action_dim,
+            action_dim=env.action.dim,
             tokens_per_chunk=record_of(cfg, plan.shape).tokens,
             value_dim=value_dim,
-            num_images=plan.config.num_images,
-            uses_state=plan.config.state_dim > 0,
             gripper=_gripper(env),
-            num_parameters=plan.config.num_parameters,
-            warmup_steps=WARMUP_STEPS,
             action_kinds=frozenset({ActionKind.box}),
         )
         return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
+
+    def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
+        """Count parameters."""
+        plan = _plan(cfg, env)
+        costs = PolicyCosts(num_parameters=plan.config.num_parameters)
+        return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
         """Compare sizes, and the actor on the flow (see `ComparesWeights`)."""
@@ -104,9 +105,9 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
         config,
         num_images=cfg.num_images_in_input,
         state_dim=env.state_dim if cfg.use_proprio else 0,
-        action_width=env.action_dim,
+        action_width=env.action.dim,
     )
-    chunk, width = cfg.num_action_chunks, env.action_dim
+    chunk, width = cfg.num_action_chunks, env.action.dim
     shape = ChunkShape(horizon=chunk, width=width, executed=chunk, action_dim=width)
     return _Plan(config=config, units=units, shape=shape, random=random)
 
@@ -116,7 +117,9 @@ def _folder(cfg: SmallFlowSettings) -> Path | None:
 
 
 def _gripper(env: EnvSpec) -> GripperConvention | None:
-    return None if env.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.gripper.index)
+    return (
+        None if env.action.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.action.gripper.index)
+    )
 
 
 FACTORY = SmallFlowFactory()

@@ -95,14 +95,12 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
     Raises:
         CheckpointError: the statistics are malformed, or have another number of dimensions.
     """
-    space = env.action_space
-    low, high = (np.array(b, np.float32) for b in ((space.low, space.high) if space else ([], [])))
-    low, high = (low, high) if len(low) else (-np.ones(env.action_dim, np.float32), np.ones(env.action_dim, np.float32))
+    low, high = (np.array(bound, np.float32) for bound in env.action.bounds)
     free = ~np.isfinite(high - low)
     low, high = np.where(free, -1.0, low), np.where(free, 1.0, high)
     state = -np.ones(env.state_dim, np.float32), np.ones(env.state_dim, np.float32)
     if folder is not None and (folder / STATISTICS_FILE).exists():
-        low, high = _bounds(folder, "action", env.action_dim)
+        low, high = _bounds(folder, "action", env.action.dim)
         state = _bounds(folder, "proprio", env.state_dim) if env.state_dim else state
     if gripper is not None:
         ends = sorted((gripper.open, gripper.closed))

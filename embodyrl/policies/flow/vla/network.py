@@ -210,7 +210,7 @@ class VlaReader:
 
     def adopt(self, folder: Path) -> None:
         """Use the statistics of a folder, which belong to its weights."""
-        self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action_dim)
+        self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
 
@@ -218,7 +218,7 @@ class VlaReader:
         """Return model inputs of observations: images [B, C, H, W, 3] as stored, states [B, S] unnormalised."""
         count, cameras = len(obs), self._cfg.num_images_in_input
         frames = obs.images[:, :cameras]
-        if self._env.image_rotation_deg == 180:
+        if self._env.cameras.rotation_deg == 180:
             frames = frames[..., ::-1, ::-1, :]
         frames = np.ascontiguousarray(frames.reshape(-1, *frames.shape[2:]))
         side = self._spec.vision.image_size
@@ -242,7 +242,7 @@ class VlaReader:
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
         """Return actions [B, K, A] of rows [B, K, D]."""
-        actions = self._units.actions.unnormalise(x[..., : self._env.action_dim])
+        actions = self._units.actions.unnormalise(x[..., : self._env.action.dim])
         return from_deltas(actions, obs.state, self._cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
