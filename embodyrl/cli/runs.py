@@ -50,7 +50,7 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
 
 
 def is_running(run: Path) -> bool:
-    """Whether the process named in the lock is alive; a killed process leaves the file behind."""
+    """Return whether the process named in the lock is alive; a killed process leaves the file behind."""
     lock = run / "lock"
     found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())

@@ -162,7 +162,7 @@ class Session:
             self.monitor.close()
 
     def due(self, interval: int) -> bool:
-        """Whether an action with period `interval` (-1: never), also due after the last step, is due now."""
+        """Return whether an action with period `interval` (-1: never), also due after the last step, is due now."""
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
     def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where the shipped data lies: inside the installed package, or beside it in a source checkout."""
+"""Location of the shipped data: in the installed package, or in the source checkout."""
 
 import re
 from pathlib import Path
@@ -9,12 +9,12 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def conf_dir() -> Path:
-    """Folder of the YAML groups."""
+    """Return the folder of the YAML groups."""
     return _shipped("conf", marker="train.yaml")
 
 
 def assets_dir() -> Path:
-    """Folder of the shipped data: tiny checkpoints, text tasks, images."""
+    """Return the folder of the shipped data: tiny checkpoints, text tasks, images."""
     return _shipped("assets", marker="")
 
 
@@ -27,7 +27,7 @@ def resolve_asset(path: str) -> Path:
 
 
 def cached_snapshot(path: str) -> Path | None:
-    """Folder of `owner/name@commit` in the hub's cache; None: it is no such name, or not there."""
+    """Return the folder of `owner/name@commit` in the hub's cache; None if it is not cached."""
     found = HUB_NAME.fullmatch(path)
     if found is None or len(found["revision"] or "") != 40:
         return None
@@ -39,7 +39,7 @@ def cached_snapshot(path: str) -> Path | None:
 
 
 def resolve_run(path: str) -> Path:
-    """Read a bare name as that of a run in ./runs, unless something of this name lies here; else as an asset."""
+    """Resolve a bare name to a run in ./runs, unless such a file exists here; else to an asset."""
     named = Path("runs") / path
     return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
 

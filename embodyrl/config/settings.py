@@ -43,14 +43,14 @@ Says = Must  # alias for one release
 
 
 class NumbersStates:
-    """Marks a key that says which initial state a number stands for."""
+    """Marks a key that maps numbers to initial states."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
-"""How many of something there are."""
+"""Positive count."""
 Index = Annotated[int, Field(ge=0, lt=2**63)]
 CountOrAll = Annotated[int, Field(ge=-1, le=10**9), only(bool), Must("at least 1, or -1")]
-"""-1 stands for no limit, or for all."""
+"""Count; -1: no limit, or all."""
 Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
@@ -89,7 +89,7 @@ class Settings(BaseModel):
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
-        """Say what contradicts itself, one line each with the fix."""
+        """Return contradictions, one line each with the fix."""
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:
@@ -148,17 +148,17 @@ class Key:
 
     @property
     def default(self) -> Any:
-        """Its value where nothing is said; None also where something must be."""
+        """Default value; None also for required keys."""
         return None if self.required else self.field.get_default(call_default_factory=True)
 
     @property
     def required(self) -> bool:
-        """It has no default."""
+        """True if the key has no default."""
         return self.field.is_required()
 
     @property
     def doc(self) -> str:
-        """What the string below the field says, in one line."""
+        """Documentation of the field in one line."""
         return _doc_of(self.owner, self.name.rpartition(".")[2])
 
     @property
@@ -243,7 +243,7 @@ def _noun(hint: Any, metadata: list[Any]) -> str:
 
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
-    """The string below each field of one class, read from its source when somebody asks."""
+    """Return the documentation of each field of a class, read from its source."""
     if issubclass(kind, Settings) and _is_joined(kind):
         return {}
     try:
@@ -263,7 +263,7 @@ def field_docs(kind: type) -> dict[str, str]:
 
 @functools.cache
 def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
-    """Every leaf of a class by dotted name."""
+    """Return all leaves of a class by dotted name."""
     found: dict[str, Key] = {}
     for name, info in kind.model_fields.items():
         below = info.annotation
@@ -276,13 +276,13 @@ def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
 
 @functools.cache
 def branches_of(kind: type[Settings]) -> frozenset[str]:
-    """Every inner node of a class, for example `env` and `env.train`."""
+    """Return all inner nodes of a class, for example `env` and `env.train`."""
     names = (name for key in keys_of(kind) for name in parents_of(key))
     return frozenset(names)
 
 
 def parents_of(name: str) -> Iterator[str]:
-    """Names of the nodes above a key, nearest first."""
+    """Return the names of the nodes above a key, nearest first."""
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
@@ -320,7 +320,7 @@ def _doc_of(kind: type[Settings], field: str) -> str:
 
 
 def nodes(settings: Settings) -> Iterator[Settings]:
-    """Yield settings and all that lie below."""
+    """Yield settings and all nested settings."""
     yield settings
     for name in type(settings).model_fields:
         if isinstance(value := getattr(settings, name), Settings):
@@ -338,7 +338,7 @@ def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
+    """Return the leaves of nested mappings, such as a saved config, by dotted name; an empty mapping is a leaf."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         nested = isinstance(value, Mapping) and value
@@ -347,7 +347,7 @@ def flat(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(leaves_by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
+    """Return nested mappings; the inverse of `flat`."""
     tree: dict[str, Any] = {}
     for name, value in leaves_by_name.items():
         *parents, last = name.split(".")

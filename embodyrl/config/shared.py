@@ -1,4 +1,4 @@
-"""Settings that rooms beside each other share."""
+"""Settings shared by several packages."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -12,7 +12,7 @@ Precision = StrEnum("Precision", ["bf16", "fp32"])
 
 
 class SamplingSettings(Settings):
-    """How a policy chooses while it collects data."""
+    """Sampling of actions during rollouts."""
 
     temperature: Positive = 1.0
     """One temperature for rollout and loss."""
@@ -23,9 +23,9 @@ class SamplingSettings(Settings):
     repetition_penalty: Positive = 1.0
     """Text generation only; 1: off."""
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Text generation only: taken from a token's logit for each time the reply has said it; 0: off."""
+    """Text generation only: subtracted from the logit of a token for each of its occurrences in the reply; 0: off."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    """Text generation only: taken from the logit of a token that the reply has said; 0: off."""
+    """Text generation only: subtracted from the logit of a token that occurs in the reply; 0: off."""
     max_new_tokens: Count | None = None
     """Text generation only: tokens of the longest reply."""
     min_new_tokens: Index = 0
@@ -33,7 +33,7 @@ class SamplingSettings(Settings):
     stop: list[str] = []
     """Text generation only: a reply ends with the first of these texts."""
     stop_token_ids: list[Index] = []
-    """Text generation only: tokens that end a reply, besides the model's own."""
+    """Text generation only: tokens that end a reply, in addition to the model's own."""
 
     def problems(self) -> Iterator[str]:
         """The shortest reply is not longer than the longest."""

@@ -19,7 +19,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):
-    """YAML of settings: 1e-4 is a number, a date is text, and a key stands in its mapping once."""
+    """YAML of settings: 1e-4 is a number, a date is text, and keys of a mapping are unique."""
 
     yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")]
@@ -69,7 +69,7 @@ def default_options(command: str) -> dict[str, str | None]:
 
 
 def follows(command: str, group: str) -> bool:
-    """Whether the option of a group follows from other groups in a command."""
+    """Return whether the option of a group follows from other groups in a command."""
     return f"optional {group}" in _defaults(command)
 
 
@@ -80,7 +80,7 @@ def _defaults(command: str) -> dict[str, str | None]:
 
 
 def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
-    """Options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
+    """Return the options of a group by name (`text/gsm` for a file in a subfolder), with their files."""
     found: dict[str, Path] = {}
     for folder in search_path(config_dirs):
         base = folder / group
@@ -122,7 +122,7 @@ def about(group: str, option: str, file: Path) -> str:
 
 
 def one_line(file: Path) -> str:
-    """What a YAML file says about itself: its first comment line that is no directive."""
+    """Return the description of a YAML file: its first comment line that is no directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break

@@ -1,4 +1,4 @@
-"""What a config that comes from a folder, and was perhaps written by somebody else, may ask for."""
+"""Checks of untrusted configs, for values that run code or connect to servers."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from embodyrl.registry import installed
 TRUST = "trust=true"
 _ENV_VALUE = re.compile(r"\$\{oc\.env:\w+\}")
 _DOOR = re.compile(r"[\w.-]+:.*", re.DOTALL)
-"""package.module:attr, package:Id-v0 (both import code), and addresses, which are sent what the run sees."""
+"""Values that import code (package.module:attr, package:Id-v0) or receive data of the run (addresses)."""
 _PLAIN = (
     *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
@@ -46,7 +46,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
 
 
 def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What was typed to trust a run, and all other words."""
+    """Split the arguments into those that trust a run and all others."""
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 

@@ -26,7 +26,7 @@ _REMOVED = ("rollout.dump",)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One leaf that somebody set."""
+    """A key with a value set by a file or argument."""
 
     key: str
     value: Any

@@ -172,7 +172,7 @@ def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
 
 
 def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
-    """Whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
+    """Return whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
     noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
@@ -264,7 +264,7 @@ def _is_weighted(cfg: TrainConfig) -> bool:
 
 
 def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Whether a curriculum tells tasks apart, or, where one is selected, its reset ids."""
+    """Return whether a curriculum tells tasks apart, or, where one is selected, its reset ids."""
     return len(selected_tasks(env, split)) > 1
 
 

@@ -95,7 +95,7 @@ _RETIRED = frozenset(
 
 
 def is_known(name: str) -> bool:
-    """Whether some command with some part reads this key, or one below or above it."""
+    """Return whether some command with some part reads this key, or one below or above it."""
     known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
@@ -187,7 +187,7 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Whether a group might exist, or have other keys, if some choice were right."""
+    """Return whether a group might exist, or have other keys, if some choice were right."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 

@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def is_disaggregated(self) -> bool:
-        """Whether rollout and actor are different processes; nothing but training has actors."""
+        """True if rollout and actor are different processes; nothing but training has actors."""
         return self.algorithm is not None and self.cfg.acting_processes > 0
 
     @property

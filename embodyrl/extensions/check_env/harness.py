@@ -61,7 +61,7 @@ class Trace:
         return sum(int(result.valid.sum()) for result in self.results)
 
     def any(self, flag: str) -> bool:
-        """Whether an action of the episode has this flag."""
+        """Return whether an action of the episode has this flag."""
         return any(bool(getattr(result, flag).any()) for result in self.results)
 
 
@@ -160,7 +160,7 @@ class Harness:
 
     @property
     def can_ignore(self) -> bool:
-        """Whether episodes may continue after termination; some simulators reject that in `validate`."""
+        """True if episodes may continue after termination; some simulators reject that in `validate`."""
         train = plain(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
@@ -260,7 +260,7 @@ _NEAR = 0.003
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:
-    """Whether two episodes have equal flags and nearly equal numbers.
+    """Return whether two episodes have equal flags and nearly equal numbers.
 
     Contact solvers whose order of bodies depends on where they lie in memory (Box2D) repeat an episode only so.
     """
@@ -274,7 +274,7 @@ def nearly_equal(one: Trace, other: Trace) -> bool:
 
 
 def nearly_same(one: Seen, other: Seen) -> bool:
-    """Whether two observations have the same instruction and nearly the same numbers."""
+    """Return whether two observations have the same instruction and nearly the same numbers."""
     if one.instruction != other.instruction or not _near(one.state, other.state):
         return False
     return not one.images.size or float(np.abs(one.images.astype(np.float32) - other.images).mean()) <= 1.0

@@ -83,7 +83,7 @@ class Demonstrations:
         return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
-        """Steps [M, 2] where chunks of an episode begin, and those of a worse one from the same initial state.
+        """Return pairs of steps [M, 2]: chunk starts of an episode and of a worse one from the same initial state.
 
         Better is what succeeds, else what earns more; chunk by chunk, as far as both go.
         """

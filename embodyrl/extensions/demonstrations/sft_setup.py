@@ -44,7 +44,7 @@ _VALIDATION_EPISODES = "sft-validation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """What a run learns from, and with which model."""
+    """Training data and model of an SFT run."""
 
     env: EnvSpec
     policy: PolicySpec
@@ -63,7 +63,7 @@ class Material:
 
     @property
     def layout(self) -> RecordLayout:
-        """Of an arena for these samples."""
+        """Size of an arena for these samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
         replies = {text for part in parts for text in part.replies}
@@ -248,7 +248,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
 
 
 def augments(cfg: SftConfig) -> bool:
-    """Whether images are changed at random."""
+    """Return whether images are changed at random."""
     return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations that are learned from beside the policy's own episodes."""
+"""Demonstrations for training in addition to the policy's own episodes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from embodyrl.types import IntArray
 
 
 def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
-    """All of some data sets of one environment, with gripper commands as the policy means them."""
+    """Load data sets of one environment with the gripper convention of the policy."""
     found = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in found])
     actions = demos.action.copy()
@@ -23,7 +23,7 @@ def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
 
 
 def observed(demos: Demonstrations, steps: IntArray, width: int) -> dict[str, np.ndarray]:
-    """What was seen at some steps, as it would stand in records with instructions of `width` bytes."""
+    """Return the observations of some steps as record fields, with instructions of `width` bytes."""
     words = np.stack([encode_instruction(str(text), width) for text in demos.instruction[steps]])
     arrays = (demos.images[steps], demos.state[steps], words)
     return {str(name): array for name, array in zip(OBSERVATION, arrays, strict=True)}

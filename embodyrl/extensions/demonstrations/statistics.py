@@ -14,7 +14,7 @@ _MAX_SIDE = 150
 
 
 def vector_stats(values: np.ndarray) -> Stats:
-    """Statistics over the first axis of [T] or [T, D]; shapes [1] or [D], count [1]."""
+    """Compute statistics over the first axis of [T] or [T, D]; shapes [1] or [D], count [1]."""
     array = values.reshape(len(values), -1).astype(np.float64)
     stats = {
         "min": array.min(axis=0),
@@ -35,7 +35,7 @@ def pixel_counts(frames: np.ndarray) -> IntArray:
 
 
 def image_stats(counts: IntArray, frames: int) -> Stats:
-    """Statistics per channel of pixels scaled to 0..1, shape [3, 1, 1], from what `pixel_counts` returned."""
+    """Compute statistics per channel of pixels scaled to 0..1, shape [3, 1, 1], from results of `pixel_counts`."""
     values, total = np.arange(256) / 255.0, counts.sum(axis=1)
     mean = counts @ values / total
     stats = {

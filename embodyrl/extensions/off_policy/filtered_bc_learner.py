@@ -25,7 +25,7 @@ REPLAY, TRAINED = "replay", "trained"
 
 
 class FilteredLearner(Learner):
-    """One rank that lets its policy imitate its own good episodes, and demonstrations beside them."""
+    """One rank that trains its policy on its own successful episodes and on demonstrations."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -153,7 +153,7 @@ class FilteredLearner(Learner):
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
-        """Write the buffer, if the settings say so, and the trained weights, where the policy is their average."""
+        """Save the buffer, if `save_replay`, and the trained weights, if the policy is their average."""
         # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
         trained = self._trainer.ranks.gathered(self._aside)
         if self._trainer.ranks.rank_info.rank:
@@ -164,7 +164,7 @@ class FilteredLearner(Learner):
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote; without trained weights from the policy's."""
+        """Restore the state written by `save`; without trained weights, use the policy's."""
         ranks = self._trainer.ranks
         ranks.train()
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}

@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec, FloatArray, IntArray
 
 
 class Hindsight:
-    """Gives drawn transitions other goals; the environment itself says what they would have earned."""
+    """Relabels sampled transitions with other goals; the environment computes their rewards."""
 
     def __init__(self, rules: ReplaySettings, cfg: EnvSettings, env: EnvSpec) -> None:
         assert env.goal is not None, "the plan lets no other environment pass"
@@ -29,7 +29,7 @@ class Hindsight:
         self._achieved, self.desired = slice(*env.goal.achieved), slice(*env.goal.desired)
 
     def relabel(self, drawn: Transitions, rng: np.random.Generator) -> Transitions:
-        """Give `hindsight_goals` of each `hindsight_goals` + 1 transitions a goal that their episode reached later.
+        """Relabel `hindsight_goals` of `hindsight_goals` + 1 transitions with a goal that their episode reached later.
 
         All rewards of a transition are those of the new goal, r = sum of gamma^j R(achieved after chunk j, goal), up to
         n chunks or where that goal ends the episode. What nobody saw the outcome of keeps its goal.
@@ -98,7 +98,7 @@ class OpenEpisodes:
         return [*map(join, held.values()), *found]
 
     def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint: a resumed run begins new episodes, so these are over."""
+        """Return the state for a checkpoint; a resumed run starts new episodes, so these have ended."""
         held = [join(parts) for parts in self._held.values()]
         numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
         whole = join(numbered, one=False) if held else None
@@ -106,7 +106,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Parts one after the other, of `one` episode or each of its own."""
+    """Concatenate parts, of `one` episode or of one episode each."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

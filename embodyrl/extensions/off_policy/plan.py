@@ -1,4 +1,4 @@
-"""What learning from a replay buffer asks of environment, policy and demonstrations."""
+"""Requirements of replay-buffer learning for environment, policy and demonstrations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """What learning from a buffer asks for."""
+    """Return violated requirements of replay-buffer learning."""
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(

@@ -1,4 +1,4 @@
-"""The replay buffer: what was seen lies there once, and a transition names what it began and ended with."""
+"""Replay buffer: each observation is stored once, and transitions refer to their first and last observation."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Frames:
     """[N] neighbours with the same number belong together."""
 
     def map(self, change: Callable[[Any], Any]) -> Frames:
-        """The same with each array changed alike."""
+        """Return a batch with a function applied to each array."""
         arrays = {item.name: change(getattr(self, item.name)) for item in fields(self) if item.name != "seen"}
         return Frames(seen={name: change(array) for name, array in self.seen.items()}, **arrays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """What an update learns from: B transitions of a buffer."""
+    """Batch of B transitions."""
 
     buffer: ReplayBuffer
     places: IntArray
@@ -83,7 +83,7 @@ class ReplayBuffer:
 
     @property
     def starts(self) -> IntArray:
-        """Where transitions begin."""
+        """Indices at which transitions begin."""
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
@@ -94,22 +94,22 @@ class ReplayBuffer:
         return self._arrays[field]
 
     def later(self, places: IntArray, steps: IntArray) -> IntArray:
-        """Where an episode is n chunks after these places."""
+        """Return the indices n chunks later in the same episode."""
         # The second modulo: until the ring is full, what lies behind the last frame was never written.
         return (places + steps) % self._size % self._count
 
     def transitions(self, places: IntArray) -> Transitions:
-        """What begins at these places."""
+        """Return the transitions at these indices."""
         ahead, reward, discount = (self._arrays[name][places] for name in ("ahead", "reward", "discount"))
         after = self.later(places, ahead)
         return Transitions(buffer=self, places=places, after=after, reward=reward, discount=discount)
 
     def state(self) -> dict[str, Any]:
-        """All of it, for a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state` returned; of a larger one with its newest part."""
+        """Restore the result of `state`; of a larger buffer, its newest part."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return

@@ -1,4 +1,4 @@
-"""The learner of soft actor-critic: what a rollout brought goes into a buffer, and updates draw from it."""
+"""Learner of soft actor-critic: rollouts fill a replay buffer, updates sample from it."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ class SacLearner(Learner):
         return buffer
 
     def save(self, folder: Path) -> None:
-        """Write critics, temperature and their optimizers and, unless the settings say otherwise, the buffer."""
+        """Save critics, temperature, their optimizers and, if `save_replay`, the buffer."""
         state = {name: part.state_dict() for name, part in self._parts().items()}
         save_state(folder, CRITICS, state | {"log_alpha": self._log_alpha.detach()})
         if self._rules.save_replay:
@@ -286,7 +286,7 @@ class SacLearner(Learner):
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
+        """Restore the state written by `save`."""
         state = load_state(folder, CRITICS)
         try:
             for name, part in self._parts().items():
@@ -310,6 +310,6 @@ class SacLearner(Learner):
                 self._replay.add(Frames(**begun))
 
     def close(self) -> None:
-        """Free what was built to judge goals; idempotent."""
+        """Close the environment that computes goal rewards; idempotent."""
         if self._hindsight is not None:
             self._hindsight.close()

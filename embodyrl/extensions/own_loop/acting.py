@@ -42,7 +42,7 @@ class LoadedPolicy:
         return self.run_plan.env.name
 
     def make_env(self) -> SingleEnv:
-        """That environment, with the cameras and sizes that the policy knows."""
+        """Build the policy's environment with its cameras and sizes."""
         return env_of(self.run_plan)
 
     def act(
@@ -69,7 +69,7 @@ class LoadedPolicy:
         return out.actions if batched else out.actions[0]
 
     def observe(self, seen: Sequence[dict[str, Any]], instruction: str | None = None) -> Observation:
-        """Put observations of single environments together as the policy wants them."""
+        """Stack observations of single environments into a batch for the policy."""
         env, reads = self.run_plan.env, self.policy.spec
         shape = (len(env.cameras.names), *env.cameras.size, 3)
         images = [self._part(one, "images", shape, reads.inputs.num_images > 0)[: shape[0]] for one in seen]
@@ -105,7 +105,7 @@ class LoadedPolicy:
         )
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
-        """Actions [B, K, A] as the environment takes them, with tokens and log-probabilities [B, L]; no gradients."""
+        """Return actions [B, K, A] for the environment, with tokens and log-probabilities [B, L]; no gradients."""
         out = self.policy.act(obs, noise=noise)
         # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
         actions = np.array(out.actions)

@@ -27,9 +27,9 @@ _ENV_PROCESS = 160 * MIB
 _ENGINE = 2 * GIB
 """vLLM's workspaces and the smallest cache worth having."""
 _UNKNOWN_SHARE = 0.4
-"""Of a GPU whose memory is not known."""
+"""Assumed memory of a GPU with unknown memory."""
 _RESERVE = 0.05
-"""Of a GPU, for fragmentation and for what is not counted."""
+"""Share of a GPU reserved for fragmentation and uncounted memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,29 +44,29 @@ class MemoryPlan:
     gradients: int
     optimizer: int
     activations: int
-    """Of a micro-batch: what its backward pass needs, and what scoring takes beside that."""
+    """Activations of a micro-batch: backward pass plus log-probabilities."""
     in_use: int
     """While training in shards: what is gathered at a time."""
     acting_batch: int
-    """What acting takes for its largest batch."""
+    """Activations of the largest inference batch."""
     keeps_acting: bool
-    """It is kept while training: recordings of forward passes hold their memory."""
+    """Inference memory that stays allocated during training: CUDA graphs keep theirs."""
     building: int
     """Whole float32 weights before they are sharded or halved, or loading demonstrations, where that is more."""
     engine: int
-    """What vLLM takes at least."""
+    """Least memory of vLLM."""
     sleeps: bool
-    """It gives that up while weights are trained."""
+    """vLLM frees its memory during updates."""
     process: int
     saving: int
     """GPUs: of the first rank's host, which gathers whole weights and then whole moments, and has the replay buffer."""
     offloaded: int
     """actor.fsdp.cpu_offload: of the host, for each rank: its shards of weights, gradients and moments."""
     acting: int
-    """Of each process that only acts."""
+    """Memory of each rollout process."""
     env_worker: int
     env_gpu: int
-    """Of each env worker on its GPU."""
+    """Memory of each env worker on its GPU."""
     replay: int
     """Off-policy without GPUs: the buffer of all that was seen, at the end of the run."""
     arena: int
@@ -74,7 +74,7 @@ class MemoryPlan:
     """On disk."""
     on_gpu: bool
     gradient_sync: str
-    """When ranks add up their gradients: step or micro_batch."""
+    """Gradient synchronization between ranks: step or micro_batch."""
 
     @property
     def policy(self) -> int:
@@ -89,7 +89,7 @@ class MemoryPlan:
         return max(fixed + running, self.building + self.process)
 
     def host(self, ranks: int) -> int:
-        """What policy processes on GPUs take of the host at most, beside what a process takes."""
+        """Return the most host memory of policy processes on GPUs, in addition to that of a process."""
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:

@@ -83,7 +83,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def wants_log(lines: Sequence[Line]) -> bool:
-    """Whether positive values span more than two orders of magnitude and need a logarithmic axis."""
+    """Return whether positive values span more than two orders of magnitude and need a logarithmic axis."""
     ys = [y for line in lines for _, y in line.points]
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 

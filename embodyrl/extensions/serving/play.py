@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 960
 _WATCHED = ("video=all",)
-"""Some environments render only with a render mode set at construction."""
+"""Environment keys for rendering, set at construction."""
 _FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=100000")
 """The user decides when an episode ends."""
 

@@ -73,5 +73,5 @@ def only_number(text: str) -> Values:
 
 
 def equal(one: Values, other: Values) -> bool:
-    """Whether two numbers can stand for the same value, to six digits."""
+    """Return whether two numbers can stand for the same value, to six digits."""
     return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)
