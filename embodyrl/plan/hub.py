@@ -20,7 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a path that was typed can only be a repository: no file is there, nor a folder of its first part."""
+    """Return whether a typed path can only be a repository: neither the file nor a folder of its first part exists."""
     found = HUB_NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False

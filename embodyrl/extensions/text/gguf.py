@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError, one_line
+from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.extensions.text.chat import ChatTemplate, control_tokens
 from embodyrl.files import replacing
 
@@ -84,7 +84,7 @@ def converted(file: Path) -> Path:
         raise CheckpointError(f"{file}: the conversion took longer than {_CONVERSION_S:.0f} s.") from error
     if done.returncode or not (folder / "config.json").is_file():
         reason = (done.stderr or "see above").strip().splitlines()[-1:]
-        raise CheckpointError(f"{file} cannot be converted: {one_line(' '.join(reason))}")
+        raise CheckpointError(f"{file} cannot be converted: {' '.join(' '.join(reason).split())[:300]}")
     return folder
 
 
