@@ -142,7 +142,7 @@ def _folder_problems(cfg: VlaSettings) -> list[str]:
     try:
         folder = _folder(cfg)
         if not folder.is_dir():
-            raise ConfigError(f"model.path: {folder} does not exist or is no folder. Use {PUBLIC_LAYOUT}.")
+            raise ConfigError(f"model.path: {folder} is not a folder. Use {PUBLIC_LAYOUT}.")
         read_folder(folder, cfg)
     except (ConfigError, CheckpointError) as error:
         return [str(error)]
