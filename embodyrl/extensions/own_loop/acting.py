@@ -34,7 +34,7 @@ class LoadedPolicy:
 
     def __repr__(self) -> str:
         spec = self.policy.spec
-        return f"LoadedPolicy({spec.name}, chunks of {spec.num_action_chunks} x {spec.action.dim}, {self.env_name})"
+        return f"LoadedPolicy({spec.name}, chunks of {spec.num_action_chunks} x {spec.action_dim}, {self.env_name})"
 
     @property
     def env_name(self) -> str:

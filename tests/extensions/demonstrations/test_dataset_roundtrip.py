@@ -16,7 +16,7 @@ from embodyrl.extensions.demonstrations import reader
 from embodyrl.extensions.demonstrations import writer as writer_module
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.layout import Demonstration
+from embodyrl.extensions.demonstrations.layout import Card, Demonstration
 from embodyrl.extensions.demonstrations.reader import join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
@@ -224,3 +224,15 @@ def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monk
     monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 - 1)
     with pytest.raises(EmbodyError, match="decoded frames need"):
         load_demonstrations(tmp_path)
+
+
+def test_cards_of_the_first_release_are_read():
+    """Their environment has all fields of that release's declaration, memory estimates among them."""
+    text = json.dumps(json.loads(card().to_json()) | {"collected": {}})
+    raw = json.loads(text)
+    raw["env"] |= {"task_bytes": 5, "gpu_bytes": [0, 0], "expert_tasks": [0], "desired_goal": [0, 0], "lockstep": False}
+    old = Card.from_json(json.dumps(raw))
+    assert old.env == Card.from_json(text).env
+    assert (old.env.action, old.env.cameras, old.env.tasks) == (ENV.action, ENV.cameras, ENV.tasks)
+    del raw["env"]["action_space"]
+    assert Card.from_json(json.dumps(raw)).env.action.bounds[0] == (-1.0,) * ENV.action.dim
