@@ -329,7 +329,7 @@ def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_pa
     said = capsys.readouterr().out
     assert "touch the red block" in said
     assert "make contact" not in said, "one row for all suites, in the words of the first"
-    with pytest.raises(ConfigError, match=r"nowhere: no config.yaml there"):
+    with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
     with pytest.raises(ConfigError, match=r"initial states are others \(env\.axis=base and positions\)"):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")

@@ -97,7 +97,7 @@ def test_the_card_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["card", str(run), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["run"] == "mine"
     assert (run / "CARD.md").is_file()
-    with pytest.raises(ConfigError, match=r"no config.yaml there"):
+    with pytest.raises(ConfigError, match=r"no config.yaml"):
         card_of(tmp_path)
 
 
