@@ -100,6 +100,7 @@ def _env_to_json(env: EnvSpec) -> dict[str, Any]:
         "image_rotation_deg": env.cameras.rotation_deg,
         "state_dim": env.state_dim,
         "unnorm_key": env.benchmark.unnorm_key,
+        "max_episode_steps": env.max_episode_steps,
     }
 
 
@@ -122,6 +123,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
         ),
         state_dim=raw["state_dim"],
         benchmark=BenchmarkSpec(unnorm_key=raw.get("unnorm_key")),
+        max_episode_steps=raw.get("max_episode_steps", 0),
     )
 
 
