@@ -138,7 +138,7 @@ class SampleSize:
     acting: int
     """Maximum without gradients."""
     flops: float
-    """Of the forward pass."""
+    """FLOPs of the forward pass."""
 
 
 def sample_size(config: OftConfig, *, images: int, tokens_per_chunk: int, half: bool, adapters: bool) -> SampleSize:
