@@ -199,5 +199,5 @@ class Steered(ABC):
             ConfigError: always.
         """
         raise ConfigError(
-            f"{self._key} trains only the actor, with a frozen base model. Fix: leave model.likelihood out."
+            f"{self._key} trains only the actor, with a frozen base model. Fix: remove model.likelihood."
         )
