@@ -198,6 +198,4 @@ class Steered(ABC):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError(
-            f"{self._key} trains only the actor, with a frozen base model. Fix: remove model.likelihood."
-        )
+        raise ConfigError(f"{self._key} trains only the actor, with a frozen base model. Fix: remove model.likelihood.")
