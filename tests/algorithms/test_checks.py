@@ -88,14 +88,14 @@ def test_grpo_accepts_chunk_level_ratios():
     assert list(algorithm_of(logprob_type=TokenLevel.chunk_level).problems()) == []
 
 
-def test_value_dim():
+def test_value_dim_counts_value_head_outputs():
     assert Algorithm(algorithm_of()).value_dim(8) == 0
     assert Algorithm(algorithm_of(adv_type="gae")).value_dim(8) == 1
     assert Algorithm(algorithm_of(adv_type="gae", reward_type=RewardLevel.action_level)).value_dim(8) == 8
 
 
 @pytest.mark.parametrize("file", ["lonely_part.py", "lonely_part/lonely_part/__init__.py"])
-def test_module_in_the_working_folder_is_found(file, tmp_path, monkeypatch):
+def test_loss_module_in_the_working_folder_is_found(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnknownNameError, match=r"No module named 'lonely_part'\.$"):
         ADVANTAGES.get("lonely_part:FACTORY")

@@ -60,7 +60,7 @@ def test_second_moment_mask_matches_reference(threshold: float, kept: int | None
     assert moment[mask].max() <= moment[MASK & ~mask].min() if (MASK & ~mask).any() else True
 
 
-def test_off_policy_mask_reference():
+def test_off_policy_mask_matches_reference():
     _, units = fixed_units()
     drift = units.mean(units.old_logprob - units.logprob.detach())
     np.testing.assert_allclose(drift.flatten(), [-0.102, -0.07, -0.0075, -0.015, 0.098, 0.09], atol=1e-12)
@@ -109,7 +109,7 @@ def test_unbiased_kl_matches_reference():
     assert gradient.norm().item() == pytest.approx(0.031769, abs=2e-6)
 
 
-def test_correct_multiplies_weights_and_mask():
+def test_correction_multiplies_weights_and_mask():
     recompute = {"old_logprob": OldLogprob.recompute, "group_size": 3}
     cfg = config(0.1, 0.1, behave_weight_threshold=1.1, m2_threshold=0.012, **recompute)
     proximal, behaviour = torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB)

@@ -21,7 +21,7 @@ from embodyrl.algorithms.settings import RewardLevel
 
 
 @pytest.mark.parametrize("level", list(RewardLevel))
-def test_reinforce_pp_reference(level: RewardLevel):
+def test_reinforce_pp_matches_reference(level: RewardLevel):
     """With one action per chunk both levels are the token level of the reference."""
     cfg = algorithm_of(adv_type="reinforce_pp", group_size=1, gamma=GAMMA, reward_type=level)
     batch = Algorithm(cfg).prepare(reference_episodes())
@@ -126,7 +126,7 @@ def test_gigpo_states_stay_aligned_after_filtering():
     assert len(set(alone.advantage[:, 0].tolist())) > 2
 
 
-def test_gdpo_uses_the_reward_parts():
+def test_gdpo_uses_the_reward_components():
     parts = [(1.0, 0.0), (0.0, 0.0), (1.0, 40.0), (1.0, 0.0)]
     episodes = [
         replace(make_episode([[0.0]], episode_id=i, group=i // 2, first_record=i), components=np.array([part]))

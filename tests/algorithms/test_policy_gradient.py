@@ -295,7 +295,7 @@ def test_metrics_skip_tokens_without_logprob():
     assert (found[1]["clip_fraction"], found[1]["entropy"]) == (0.5, 2.0)
 
 
-def test_grpo_prepare_reference():
+def test_grpo_prepare_matches_reference():
     batch = Algorithm(algorithm_of(group_size=3)).prepare(reference_episodes())
     expected = np.repeat(GRPO_REFERENCE, LENGTHS)[:, None]
     np.testing.assert_allclose(batch.advantage, expected, atol=1e-5)
@@ -307,7 +307,7 @@ def test_grpo_prepare_reference():
 
 
 @pytest.mark.parametrize(("normalize", "expected"), [(False, GAE_RAW), (True, GAE_WHITENED)])
-def test_gae_prepare_reference(normalize: bool, expected: list[list[float]]):
+def test_gae_prepare_matches_reference(normalize: bool, expected: list[list[float]]):
     batch = Algorithm(gae_config(normalize_advantages=normalize)).prepare(reference_episodes())
     np.testing.assert_allclose(batch.advantage[:, 0], np.array(expected)[VALID], atol=1e-5)
     np.testing.assert_allclose(batch.returns[:, 0], np.array(GAE_RETURNS)[VALID], atol=1e-5)
@@ -359,7 +359,7 @@ def success_groups(*wins: int) -> list[Episode]:
     ]
 
 
-def test_filter_keeps_groups_within_the_bounds():
+def test_group_filter_keeps_groups_within_the_bounds():
     batch = Algorithm(algorithm_of(filter_rewards=[0.3, 0.8])).prepare(success_groups(0, 1, 2, 3, 4))
     np.testing.assert_array_equal(np.unique(batch.episode // 4), [2, 3])
     assert batch.metrics["train/groups_filtered"] == pytest.approx(3 / 5)
@@ -422,7 +422,7 @@ def test_batch_without_signal_has_zero_gradient(level: TokenLevel):
     "changes",
     [{}, {"kl_beta": 0.1}, {"entropy_bonus": 0.01}, {"loss_type": "dro"}, {"loss_type": "kl_cov", "cov_share": 1.0}],
 )
-def test_inert_samples_are_exactly_those_without_a_gradient(changes: dict):
+def test_samples_without_gradient_are_detected_exactly(changes: dict):
     algorithm = Algorithm(algorithm_of(**changes))
     rewards, groups = (1.0, 0.0, 1.0, 1.0), (0, 0, 1, 1)
     episodes = [

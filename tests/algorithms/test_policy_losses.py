@@ -126,7 +126,7 @@ def test_at_the_old_policy_every_loss_has_the_policy_gradient(name: str):
         ("aipo_ratio", {}),
     ],
 )
-def test_clipped_marks_exactly_the_units_without_gradient(name: str, keys: dict):
+def test_clip_mask_marks_exactly_the_units_without_gradient(name: str, keys: dict):
     logprob = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2).requires_grad_()
     advantage = torch.cat([torch.ones(41), -torch.ones(41)]).double()
     units = Units(
@@ -175,7 +175,7 @@ def test_kl_cov_penalises_units_of_large_covariance():
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.01, 1), (0.5, 2)])
-def test_kl_cov_penalises_its_share_for_equal_advantages(share: float, count: int):
+def test_kl_cov_penalises_a_fixed_fraction_for_equal_advantages(share: float, count: int):
     units = covariance_units()
     tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
     cfg = algorithm_of(loss_type="kl_cov", cov_share=share, log_ratio_coef=10.0)

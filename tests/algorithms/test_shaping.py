@@ -33,7 +33,7 @@ def test_default_shaping_keeps_the_rewards():
     assert shape_rewards(episodes, algorithm_of()) == episodes
 
 
-def test_bias_scale_and_clip():
+def test_shaping_applies_bias_scale_and_clip():
     cfg = algorithm_of(reward_bias=0.5, reward_scale=2.0, reward_clip=3.0)
     np.testing.assert_allclose(outcomes(cfg), np.clip((np.array(REWARDS) + 0.5) * 2, -3, 3))
     np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
@@ -129,7 +129,7 @@ def test_kl_is_subtracted_from_the_rewards(kind: str):
     assert batch.metrics["train/reward_kl"] == pytest.approx(cost[VALID].mean(), abs=1e-6)
 
 
-def test_adaptive_controller_reference():
+def test_adaptive_kl_controller_matches_reference():
     assert adapted_beta(0.2, 0.3, target=0.1, samples=64, horizon=10000) == pytest.approx(0.200256)
 
 

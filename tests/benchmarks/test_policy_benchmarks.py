@@ -31,7 +31,7 @@ def test_gpu_benchmark_runs_on_a_cpu(tmp_path):
 
 
 @pytest.mark.integration
-def test_policy_benchmark_compares_with_its_peer(tmp_path):
+def test_policy_benchmark_compares_with_a_reference_implementation(tmp_path):
     pytest.importorskip("timm", reason="the peer is built from timm", exc_type=Exception)
     pytest.importorskip("transformers", reason="the peer is built from transformers")
     names = run(tmp_path, "policy.py", "--sizes", "tiny", "--batches", "1", "--seconds", "0", "--turns", "1")
@@ -40,7 +40,7 @@ def test_policy_benchmark_compares_with_its_peer(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.integration
-def test_flow_benchmark_compares_with_its_peers(tmp_path, capfd):
+def test_flow_benchmark_compares_with_reference_implementations(tmp_path, capfd):
     names = run(tmp_path, "policy.py", "--sizes", "pi0-tiny", "--batches", "2", "--seconds", "0", "--turns", "1")
     assert names == [f"pi0-tiny fp32 {what} batch 2" for what in ("act", "act", "score", "score", "act", "act")]
     differences = [float(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if "differ" in line]

@@ -106,7 +106,7 @@ def test_an_existing_step_is_never_overwritten(tmp_path: Path):
     assert snapshot(path) == before
 
 
-def test_failed_fill_leaves_no_files(tmp_path: Path):
+def test_failed_write_leaves_no_files(tmp_path: Path):
     store = CheckpointStore(tmp_path)
 
     def broken(folder: Path) -> None:
@@ -168,7 +168,7 @@ def test_killed_prune_leaves_no_partial_checkpoint(kill: str, left, scratch, tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step_{step:06d}" for step in left]
 
 
-def test_scratch_folder_of_a_living_process_is_kept(tmp_path: Path):
+def test_scratch_folder_of_a_running_process_is_kept(tmp_path: Path):
     living = tmp_path / f".tmp-step_000001-{os.getppid()}"
     reused_pid = tmp_path / f".tmp-step_000002-{os.getpid()}"
     living.mkdir()
@@ -206,7 +206,7 @@ def flip_bit(path: Path) -> None:
         (lambda c: (c / "extra.pt").write_bytes(b"pickle"), r"extra.pt is not listed"),
     ],
 )
-def test_damage_error_names_the_next_older_checkpoint(damage, message: str, tmp_path: Path):
+def test_damaged_checkpoint_error_names_the_next_older_one(damage, message: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
     _, older, path, _ = (write_to(store, step, fill, {}) for step in (50, 100, 200, 300))
     store.verify(path)
@@ -250,7 +250,7 @@ def test_malicious_names_are_refused(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("what", ["file", "folder"])
-def test_links_are_refused_even_with_matching_content(what: str, tmp_path: Path):
+def test_symlinks_are_refused_even_with_matching_content(what: str, tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
     path = write_to(store, 1, fill, {})
     inside = path / ("loop.json" if what == "file" else "policy")
@@ -261,7 +261,7 @@ def test_links_are_refused_even_with_matching_content(what: str, tmp_path: Path)
         store.verify(path)
 
 
-def test_a_link_written_by_fill_is_refused(tmp_path: Path):
+def test_symlink_in_a_new_checkpoint_is_refused(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match="links or special files"):
         write_to(store, 1, lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
@@ -389,12 +389,12 @@ def test_worker_death_is_not_a_checkpoint_error(tmp_path: Path):
         '{"step": 3, "best": [1.0], "best_step": [1]}',
     ],
 )
-def test_malformed_loop_file_is_an_error(loop: str, tmp_path: Path):
+def test_malformed_training_state_file_is_an_error(loop: str, tmp_path: Path):
     (tmp_path / "loop.json").write_text(loop)
     with pytest.raises(CheckpointError, match=r"loop\.json is not usable"):
         read_loop(tmp_path)
 
 
-def test_loop_file_of_an_older_version_loads(tmp_path: Path):
+def test_training_state_of_an_older_version_loads(tmp_path: Path):
     (tmp_path / "loop.json").write_text('{"step": 3, "best": 0.5, "best_step": 2}')
     assert read_loop(tmp_path) == (3, [0.5], 2)

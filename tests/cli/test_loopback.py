@@ -62,7 +62,7 @@ def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
 
 
 @pytest.mark.needs("serving")
-def test_every_body_gets_an_answer_and_no_traceback(capfd) -> None:
+def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
     from embodyrl.extensions.serving.play import Scene
 
     scene = Scene(embodyrl.load_policy(CHECKPOINT, device="cpu"))
@@ -88,7 +88,7 @@ def test_every_body_gets_an_answer_and_no_traceback(capfd) -> None:
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_any_bytes_leave_the_server_running(capfd) -> None:
+def test_arbitrary_bytes_do_not_stop_the_server(capfd) -> None:
     rng = random.Random(1)
     with answering({"/": lambda: ("text/plain", b"page")}, {}) as server:
         address = ("127.0.0.1", server.server_port)
@@ -108,7 +108,7 @@ def test_any_bytes_leave_the_server_running(capfd) -> None:
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_silent_connections_delay_no_other() -> None:
+def test_silent_connections_do_not_delay_other_clients() -> None:
     with answering({}, {"/step": lambda body: ("text/plain", b"done")}) as server:
         silent = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(8)]
         assert post(server, "/step", b"{}") == (200, b"done")
@@ -119,7 +119,7 @@ def test_silent_connections_delay_no_other() -> None:
             client.close()
 
 
-def test_a_request_that_drips_is_cut_off(monkeypatch) -> None:
+def test_slow_request_is_cut_off(monkeypatch) -> None:
     monkeypatch.setattr(loopback, "_REQUEST_S", 0.3)
     with answering({}, {}) as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
         client.settimeout(0.05)
@@ -131,7 +131,7 @@ def test_a_request_that_drips_is_cut_off(monkeypatch) -> None:
         raise AssertionError("still connected")
 
 
-def test_clients_beyond_the_limit_are_turned_away(monkeypatch) -> None:
+def test_clients_beyond_the_limit_are_disconnected(monkeypatch) -> None:
     monkeypatch.setattr(loopback, "_MOST_CLIENTS", 2)
     with answering({}, {}) as server:
         clients = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3)]

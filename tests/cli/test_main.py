@@ -42,7 +42,7 @@ def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.Completed
         ("algorithm.group_size=3 env.train.total_num_envs=4", "env.train.total_num_envs=3 or 6"),
     ],
 )
-def test_wrong_config_exits_2_with_one_line_and_starts_nothing(tmp_path: Path, typed: str, fix: str) -> None:
+def test_wrong_config_prints_one_line_and_exits_2(tmp_path: Path, typed: str, fix: str) -> None:
     done = embodyrl("train", *typed.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -65,7 +65,7 @@ HEAVY = ("torch", "gymnasium", "mujoco", "transformers", "rich")
         ("from embodyrl.cli.main import main; main(['list', 'envs'])", ("numpy", "pydantic", "hydra")),
     ],
 )
-def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, also_absent: tuple[str, ...]) -> None:
+def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, also_absent: tuple[str, ...]) -> None:
     script = f"import sys; {code}; print([m for m in {HEAVY + also_absent!r} if m in sys.modules])"
     started = [sys.executable, "-c", script]
     done = subprocess.run(started, cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
@@ -92,7 +92,7 @@ def test_the_way_to_an_error_imports_nothing_heavy(tmp_path: Path, code: str, al
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], fragment: str) -> None:
+def test_usage_error_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], fragment: str) -> None:
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -100,21 +100,21 @@ def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
     assert fragment in captured.err
 
 
-def test_a_command_that_moved_names_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_renamed_command_error_names_the_new_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "ppo_trainer.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "pip install ./tools/migrate; embodyrl-migrate FILE" in line
 
 
 @pytest.mark.needs("libero")
-def test_several_problems_are_several_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_problem_is_printed_on_its_own_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1", "algorithm.gamma=2", "env=libero_11"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("embodyrl: error: ") for line in lines)
 
 
-def test_traceback_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traceback_is_printed_only_if_requested(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "sed=1"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert main(["train", "sed=1", "--traceback"]) == 2
@@ -122,7 +122,7 @@ def test_traceback_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_flags_and_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_help_lists_flags_and_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: embodyrl {command}")
@@ -153,7 +153,7 @@ def test_overview_names_all_commands(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.needs("openvla_oft", "sweep", "tabletop")
-def test_every_example_of_the_help_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_example_in_the_help_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.extensions.sweep.sweep import expand
     from embodyrl.plan.config import load_config
 
@@ -175,7 +175,7 @@ def saved_config(folder: Path) -> Path:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop", "templates")
-def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = saved_config(tmp_path / "a"), saved_config(tmp_path / "b")
     os.utime(old / "config.yaml", (1, 1))
     (new / "metrics.jsonl").write_text('{"step": 1, "eval/success_once": 0.25}\n{"step": 2}\n{"step": 3, "tra')
@@ -192,7 +192,7 @@ def test_list_runs_reads_their_files(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:
+def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
     os.close(_take(run / "lock", run))
@@ -207,7 +207,7 @@ def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:
         assert is_running(run), "what lives there cannot be seen from here"
 
 
-def test_list_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_describes_each_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "envs", "--json"]) == 0
     rows = {r["name"]: r["about"] for r in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(tree.options("env"))
@@ -215,7 +215,7 @@ def test_list_says_what_each_option_is(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.needs("libero")
-def test_show_tells_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "env=libero_goal", "env.reward_coef=2", "--json"]) == 0
     rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
     assert all(key.startswith("env.") for key in rows)
@@ -227,7 +227,7 @@ def test_show_tells_value_default_and_source(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("algorithm.group_size: int = 8  [default]\n")
 
 
-def test_the_schema_knows_every_key_of_the_chosen_parts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schema_contains_every_key_of_the_chosen_components(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "eval", "env=gym", "model=mlp", "--schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     found = {name: entry for part in schema["$defs"].values() for name, entry in part.get("properties", {}).items()}
@@ -252,7 +252,7 @@ def test_print_config_round_trips(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.needs("libero", "openvla_oft", "tabletop")
-def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     for arguments in (["--resume", str(run)], [f"runner.resume_dir={run}"]):
         assert main(["train", *arguments, "runner.max_steps=11", "--print-config"]) == 0
@@ -265,7 +265,7 @@ def test_resume_starts_from_the_config_of_the_run(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_an_evaluation_of_a_training_run_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_resume_of_a_training_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = saved_config(tmp_path / "run")
     (run / "checkpoints").mkdir()
     assert main(["eval", "--resume", str(run)]) == 2
@@ -273,7 +273,7 @@ def test_an_evaluation_of_a_training_run_is_not_resumed(tmp_path: Path, capsys: 
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from embodyrl.cli.runs import newest_run
 
     old, new, evaluation = (saved_config(tmp_path / name) for name in "abc")
@@ -301,7 +301,7 @@ def test_newest_run_of_an_experiment(tmp_path: Path, capsys: pytest.CaptureFixtu
         ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Run it again with --traceback"),
     ],
 )
-def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: str, code: int, said: str) -> None:
+def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: str, code: int, said: str) -> None:
     (tmp_path / "broken_env.py").write_text(
         f"from embodyrl import errors\ndef __getattr__(name):\n    raise {raised}\n"
     )
@@ -312,7 +312,7 @@ def test_every_end_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: st
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_closed_pipe_is_silent(tmp_path: Path) -> None:
+def test_closed_output_pipe_is_not_reported(tmp_path: Path) -> None:
     command = f"{sys.executable} -m embodyrl.cli.main show train | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=TREE, capture_output=True, text=True, check=True)
     assert done.stderr == ""
@@ -320,7 +320,7 @@ def test_closed_pipe_is_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("reporting", "templates")
-def test_without_a_name_the_newest_run_is_meant(
+def test_commands_without_a_run_use_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -337,7 +337,7 @@ def test_without_a_name_the_newest_run_is_meant(
 
 
 @pytest.mark.integration
-def test_threads_of_an_environment_are_named_and_do_not_keep_the_command_alive(tmp_path):
+def test_leftover_env_threads_are_named_and_do_not_block_exit(tmp_path):
     """Also started as a module."""
     words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")
     done = subprocess.run(
@@ -356,14 +356,14 @@ def test_threads_of_an_environment_are_named_and_do_not_keep_the_command_alive(t
 
 @pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize("command", ["train", "eval", "collect"])
-def test_a_checkpoint_that_is_not_there_is_the_first_thing_named(command, capsys, tmp_path, monkeypatch):
+def test_missing_checkpoint_is_reported_first(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "nonsuch").mkdir(parents=True)
     assert main([command, "env=gym", "env.id=CartPole-v1", "ckpt=runs/nonesuch"]) == 6
     assert "no such run, checkpoint or model folder. Did you mean 'runs/nonsuch'" in capsys.readouterr().err
 
 
-def test_an_installed_package_adds_a_command(tmp_path: Path) -> None:
+def test_installed_package_adds_a_command(tmp_path: Path) -> None:
     (tmp_path / "greeting_of_mine.py").write_text("def greet(args):\n    print('hello', *args.words)\n    return 3\n")
     info = tmp_path / "greeting_of_mine-1.dist-info"
     info.mkdir()

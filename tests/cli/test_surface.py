@@ -48,12 +48,12 @@ SURFACE = {
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_no_command_or_flag_disappears() -> None:
+def test_commands_and_flags_match_the_recorded_interface() -> None:
     for name, flags in SURFACE.items():
         assert flags <= set(COMMANDS[name].flags), name
 
 
-def test_every_target_exists() -> None:
+def test_every_command_target_is_callable() -> None:
     from importlib import import_module
 
     for name, command in COMMANDS.items():
@@ -76,7 +76,7 @@ def read_names() -> set[str]:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_every_key_of_the_schema_is_read_by_some_code() -> None:
+def test_every_config_key_is_read_by_code() -> None:
     read = read_names()
     assert "group_size" in read
     assert "total_num_envz" not in read
@@ -99,7 +99,7 @@ def test_every_option_of_every_group_composes(group: str) -> None:
 
 
 @pytest.mark.needs("sweep")
-def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
+def test_sweep_runs_each_combination_in_its_own_folder() -> None:
     from embodyrl.extensions.sweep.sweep import expand
 
     words = ["seed=range(0,2)", "env=tabletop,libero_10", "runner.experiment_name=a", "env.train.task_ids=[0,1]"]
@@ -117,7 +117,7 @@ def test_a_sweep_is_every_combination_with_a_folder_of_its_own() -> None:
 
 
 @pytest.mark.needs("sweep", "tabletop")
-def test_a_sweep_with_one_wrong_combination_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_one_invalid_combination_starts_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "-m", "seed=0,-1"]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
@@ -130,7 +130,7 @@ def test_a_sweep_with_one_wrong_combination_starts_nothing(tmp_path: Path, capfd
     assert not (tmp_path / "none").exists()
 
 
-def test_a_sweep_from_a_run_knows_the_parts_of_that_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sweep_from_a_run_uses_the_components_of_that_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     save_config(load_config("train", ["experiment=cartpole"]), tmp_path / "config.yaml")
     assert main(["train", "-m", f"ckpt={tmp_path}", "algorithm=ppo", "model.hidden_sizes=[8]", "seed=0,-1"]) == 2
@@ -139,7 +139,7 @@ def test_a_sweep_from_a_run_knows_the_parts_of_that_run(tmp_path: Path, capfd: p
     assert "hidden_sizes" not in said
 
 
-def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--help"], ["train", "--help"]):
         assert main(words) == 0
@@ -148,7 +148,7 @@ def test_help_fits_into_80_columns(capsys: pytest.CaptureFixture[str], monkeypat
 
 
 @pytest.mark.integration
-def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
+def test_sweep_ends_with_a_table_and_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tests = Path(__file__).parents[1]
@@ -163,7 +163,7 @@ def test_a_sweep_ends_in_a_table_and_the_report_of_its_runs(
 
 @pytest.mark.needs("reporting", "serving")
 @pytest.mark.integration
-def test_the_commands_that_a_run_names_can_be_pasted_whatever_its_path(tmp_path: Path) -> None:
+def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     """By real shells; the weights are looked at as well, for whose run `ckpt=` names the other settings hold."""
     folder = tmp_path / 'it\'s $HOME (1), a=b; [c] \\ "d"'
     words = toy_words(Path("X"), "runner.max_steps=1", "launcher=inline", "video=none")
@@ -186,7 +186,7 @@ def test_the_commands_that_a_run_names_can_be_pasted_whatever_its_path(tmp_path:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_the_python_functions_check_like_the_commands() -> None:
+def test_python_api_validates_like_the_commands() -> None:
     cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2")
     assert cfg.runner.max_steps == 2
     with pytest.raises(ConfigError, match=r"actor.optim.lr=-1.0 must be a number at least 0"):
@@ -199,7 +199,7 @@ def test_the_python_functions_check_like_the_commands() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_view_shows_a_training_and_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "runs" / "a")
     assert main(["view", str(run)]) == 0
     assert "Where the time goes" in capsys.readouterr().out
@@ -208,9 +208,7 @@ def test_view_shows_a_training_and_an_evaluation(tmp_path: Path, capsys: pytest.
     assert "all tasks" in capsys.readouterr().out
 
 
-def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_runs_a_benchmark_file_with_its_flags(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "polcy"]) == 2
     assert "Did you mean 'policy'?" in capfd.readouterr().err
     done = run_cli("bench", "channel", "--help", cwd=tmp_path)
@@ -218,7 +216,7 @@ def test_bench_runs_a_file_of_the_checkout_and_hands_its_flags_on(
 
 
 @pytest.mark.integration
-def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
+def test_bash_completion_covers_commands_options_and_keys(tmp_path: Path) -> None:
     def complete(*words: str) -> set[str]:
         listed = " ".join(f"'{w}'" for w in words)
         script = f'eval "$({sys.executable} -m embodyrl.cli.main completion bash)"; COMP_WORDS=({listed}); '
@@ -233,14 +231,14 @@ def test_bash_completes_commands_options_and_keys(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_flag_prints_valid_json(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["list", "evals"], ["list", "algorithms"], ["show", "eval"], ["train", "--print-config"]):
         assert main([*words, "--json"]) == 0
         json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_a_run_is_named_with_or_without_its_key(tmp_path, monkeypatch, capsys):
+def test_run_path_is_accepted_with_or_without_ckpt_key(tmp_path, monkeypatch, capsys):
     write_run(tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)
     told = []

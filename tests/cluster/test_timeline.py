@@ -41,7 +41,7 @@ REPORT = EnvReport(sequence=1, stage=0, sim_s=1.0, render_s=0.5, reset_s=0.0)
 DONE = Done(sequence=1, seconds=1.0, metrics={})
 
 
-def test_utilisation_of_a_step(arena):
+def test_utilisation_of_a_step_matches_hand_computed_values(arena):
     """Seconds 0 to 10; slots: two on each of two workers.
 
     env_0 works 0-2 and 6-10, env_1 works 0-4; the policy acts 2-3 (two slots) and 4-6 (four slots).

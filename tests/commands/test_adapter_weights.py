@@ -47,7 +47,7 @@ def adapter(tmp_path: Path) -> Path:
     return write_adapter(tmp_path / "adapter")
 
 
-def test_adapter_on_the_named_folder_acts_and_one_on_other_weights_is_rejected(base: Path, adapter: Path) -> None:
+def test_adapter_is_rejected_on_other_base_weights(base: Path, adapter: Path) -> None:
     plain = load_policy(base, *WORDS, f"model.path={base}")
     adapted = load_policy(base, *WORDS, f"model.path={base}", f"model.lora.path={adapter}")
     key = next(k for k in plain.policy.module.state_dict() if k.endswith("q_proj.weight") and "layers.0" in k)
@@ -58,7 +58,7 @@ def test_adapter_on_the_named_folder_acts_and_one_on_other_weights_is_rejected(b
 
 
 @pytest.mark.parametrize("command", ["eval", "train", "serve", "collect"])
-def test_banner_names_what_is_merged_into_what(command: str, base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_banner_names_the_adapter_and_its_base_weights(command: str, base: Path, adapter: Path, tmp_path: Path) -> None:
     more = [f"collect.out={tmp_path}/out"] if command == "collect" else []
     words = [*WORDS, f"model.path={base}", *more]
     assert f"{base}\n" in f"{describe(load_config(command, words))}\n"
@@ -68,7 +68,7 @@ def test_banner_names_what_is_merged_into_what(command: str, base: Path, adapter
         describe(load_config(command, [*words, f"model.lora.path={adapter}", f"ckpt={SHIPPED}"]))
 
 
-def test_adapter_that_is_trained_further_may_have_other_weights_below_it(base: Path, adapter: Path) -> None:
+def test_trainable_adapter_accepts_other_base_weights(base: Path, adapter: Path) -> None:
     words = [*WORDS, f"model.path={base}", f"model.lora.path={adapter}", "model.is_lora=true"]
     cfg = load_config("train", [*words, f"ckpt={SHIPPED}"])
     weights = first_weights(cfg, env_spec(cfg))
@@ -76,7 +76,7 @@ def test_adapter_that_is_trained_further_may_have_other_weights_below_it(base: P
     assert weight_facts(cfg, weights) == [("weights", f"{SHIPPED} + adapter {adapter}, trained further")]
 
 
-def test_what_was_trained_with_an_adapter_is_not_dropped(base: Path, tmp_path: Path) -> None:
+def test_weights_trained_next_to_an_adapter_are_not_dropped(base: Path, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     write_adapter(tmp_path / "saved" / "lora_adapter")
     cfg = load_config("eval", [*WORDS, f"model.path={base}"]).model
@@ -89,7 +89,7 @@ def test_what_was_trained_with_an_adapter_is_not_dropped(base: Path, tmp_path: P
     assert "also holds beside.safetensors" in factory.validate(given)[0]
 
 
-def test_adapter_of_weights_of_another_size_is_rejected(base: Path, tmp_path: Path) -> None:
+def test_adapter_for_another_model_size_is_rejected(base: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a")
     tensors = {
         k: v[:, :-2] if "lora_A" in k else v for k, v in load_file(adapter / "adapter_model.safetensors").items()

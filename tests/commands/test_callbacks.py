@@ -9,7 +9,7 @@ from toy_runs import rows, toy_config
 import embodyrl
 
 
-def test_a_step_callback_sees_what_is_logged_and_ends_the_run(tmp_path: Path) -> None:
+def test_step_callback_gets_logged_metrics_and_can_stop_the_run(tmp_path: Path) -> None:
     seen: list[tuple[int, float]] = []
 
     def on_step(step: int, metrics) -> bool:
@@ -25,7 +25,7 @@ def test_a_step_callback_sees_what_is_logged_and_ends_the_run(tmp_path: Path) ->
     assert (again.step, [step for step, _ in seen]) == (4, [1, 2, 3, 4])
 
 
-def test_an_evaluation_callback_gets_the_results_and_ends_the_run(tmp_path: Path) -> None:
+def test_eval_callback_gets_results_and_can_stop_the_run(tmp_path: Path) -> None:
     seen: dict[int, float] = {}
 
     def on_eval(step: int, result) -> np.bool_:
@@ -40,7 +40,7 @@ def test_an_evaluation_callback_gets_the_results_and_ends_the_run(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["on_step", "on_eval"])
-def test_a_callback_that_raises_loses_no_step(tmp_path: Path, name: str) -> None:
+def test_failing_callback_saves_the_last_step(tmp_path: Path, name: str) -> None:
     def fail(step: int, news) -> None:
         if step == 2:
             raise KeyError("a key that is not there")
@@ -55,7 +55,7 @@ def test_a_callback_that_raises_loses_no_step(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.needs("demonstrations", "text")
-def test_a_callback_of_supervised_training_that_raises_loses_no_step(tmp_path: Path) -> None:
+def test_failing_sft_callback_saves_the_last_step(tmp_path: Path) -> None:
     def fail(step: int, metrics) -> None:
         if step == 3:
             raise KeyError("a key that is not there")

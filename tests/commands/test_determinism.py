@@ -29,7 +29,7 @@ def golden(tmp_path_factory):
     return train_toy(tmp_path_factory.mktemp("golden"), *WORDS)
 
 
-def test_the_golden_run_is_worth_comparing(golden):
+def test_golden_run_trains_with_mixed_success(golden):
     rows = comparable(golden)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["actor/optimizer_steps"] > 0 for row in rows[1:])
@@ -38,7 +38,7 @@ def test_the_golden_run_is_worth_comparing(golden):
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_stages_do_not_matter(golden, tmp_path, stages):
+def test_results_are_independent_of_pipeline_stages(golden, tmp_path, stages):
     run = train_toy(tmp_path, *WORDS, f"rollout.pipeline_stage_num={stages}")
     assert comparable(run) == comparable(golden)
     assert weights(run, 2) == weights(golden, 2)
@@ -46,7 +46,7 @@ def test_stages_do_not_matter(golden, tmp_path, stages):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("workers", "stages"), [(1, 1), (2, 4), (4, 2)])
-def test_processes_do_not_matter(golden, tmp_path, workers, stages):
+def test_results_are_independent_of_process_count(golden, tmp_path, workers, stages):
     words = toy_words(tmp_path, *WORDS, f"launcher.env_workers={workers}", f"rollout.pipeline_stage_num={stages}")
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -57,7 +57,7 @@ def test_processes_do_not_matter(golden, tmp_path, workers, stages):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("kind", "at"), [("kill", 9), ("hang", 14)])
-def test_lost_workers_do_not_matter(golden, tmp_path, kind, at):
+def test_results_are_independent_of_worker_crashes(golden, tmp_path, kind, at):
     fault = (f"env.kwargs.fault={kind}", f"env.kwargs.at={at}", f"env.kwargs.once={tmp_path}/marker")
     words = toy_words(tmp_path, *WORDS, *fault, "launcher.env_workers=2", "faults.step_timeout_s=1")
     done = run_cli("train", *words, cwd=tmp_path)
@@ -70,7 +70,7 @@ def test_lost_workers_do_not_matter(golden, tmp_path, kind, at):
 
 
 @pytest.mark.integration
-def test_an_evaluation_that_lost_a_worker_has_the_same_episodes(tmp_path):
+def test_evaluation_with_a_worker_crash_has_the_same_episodes(tmp_path):
     words = ("runner.deterministic=true", "eval.episodes=12", "env.kwargs.tasks=3", "env.kwargs.goal=0.2")
     fault = ("env.kwargs.fault=kill", "env.kwargs.at=9", f"env.kwargs.once={tmp_path}/marker")
     calm = evaluate(toy_config(tmp_path, *words, command="eval", name="calm")).folder
@@ -82,14 +82,14 @@ def test_an_evaluation_that_lost_a_worker_has_the_same_episodes(tmp_path):
     assert [replace(row, seconds=0.0) for row in one] == [replace(row, seconds=0.0) for row in two]
 
 
-def test_another_seed_gives_other_numbers(golden, tmp_path):
+def test_another_seed_changes_the_results(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "seed=1")
     assert comparable(run)[1]["actor/loss"] != comparable(golden)[1]["actor/loss"]
     assert weights(run, 2) != weights(golden, 2)
 
 
 @pytest.mark.integration
-def test_ppo_is_deterministic_too(tmp_path):
+def test_ppo_is_deterministic(tmp_path):
     words = ("algorithm=ppo", "runner.deterministic=true", "env.kwargs.goal=0.7")
     one = train_toy(tmp_path, *words, "rollout.pipeline_stage_num=1", name="one")
     two = train_toy(tmp_path, *words, "rollout.pipeline_stage_num=2", name="two")

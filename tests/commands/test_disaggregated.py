@@ -27,7 +27,7 @@ def same(one, other, *, steps=3):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("model", [(), BF16], ids=["fp32", "bf16"])
-def test_apart_gives_the_numbers_of_one_process(tmp_path, model):
+def test_disaggregated_run_matches_one_process(tmp_path, model):
     words = (*WORDS, *model, "algorithm=ppo", "runner.max_steps=2")
     together, apart = (train_toy(tmp_path, *words, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart, steps=2)
@@ -36,7 +36,7 @@ def test_apart_gives_the_numbers_of_one_process(tmp_path, model):
 
 @NEEDS_OFT
 @pytest.mark.integration
-def test_adapters_give_the_numbers_of_one_process(tmp_path):
+def test_disaggregated_adapters_match_one_process(tmp_path):
     together, apart = (train_toy(tmp_path, *WORDS, *LORA, *more, name=f"r{len(more)}") for more in ((), APART))
     assert same(together, apart)
 
@@ -44,7 +44,7 @@ def test_adapters_give_the_numbers_of_one_process(tmp_path):
 @pytest.mark.needs("text")
 @pytest.mark.integration
 @pytest.mark.parametrize("offload", ["false", "true"], ids=["whole", "sharded"])
-def test_text_in_bfloat16_gives_the_numbers_of_one_process(tmp_path, offload):
+def test_disaggregated_bfloat16_text_matches_one_process(tmp_path, offload):
     words = ("model.precision=bf16", f"actor.fsdp.cpu_offload={offload}", "actor.optim.lr=0.001")
     together, apart = (
         train(text_config(tmp_path, *words, *more, f"runner.experiment_name=r{len(more)}")).run for more in ((), APART)
@@ -54,7 +54,7 @@ def test_text_in_bfloat16_gives_the_numbers_of_one_process(tmp_path, offload):
 
 
 @NEEDS_OFT
-def test_only_adapters_travel_after_the_first_time(tmp_path):
+def test_only_adapter_weights_are_sent_after_the_first_sync(tmp_path):
     with running_crew(tmp_path, *LORA, *APART, "algorithm=ppo") as stage:
         policy = stage.workers.policy
         first = [part for bucket in policy._buckets(policy._bucket_arena) for part in bucket]
@@ -68,7 +68,7 @@ def test_only_adapters_travel_after_the_first_time(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(400)
-def test_processes_and_ranks_apart_train_like_one(tmp_path):
+def test_several_disaggregated_ranks_match_one_process(tmp_path):
     words = (*WORDS, "env.train.total_num_envs=8", "runner.max_steps=2")
     spread = ("launcher=local", "launcher.env_workers=1", "actor.fsdp.size=2", "rollout.num_workers=2")
     one = train_toy(tmp_path, *words, name="one")
@@ -89,7 +89,7 @@ def test_processes_and_ranks_apart_train_like_one(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_an_asynchronous_run_acts_while_ranks_train(tmp_path):
+def test_asynchronous_run_collects_stale_chunks_during_training(tmp_path):
     words = ("launcher=local", "launcher.env_workers=1", "env.train.total_num_envs=8", "runner.max_steps=4")
     lag = ("algorithm=decoupled", "algorithm.max_staleness=1", "algorithm.group_size=2", "actor.fsdp.size=2")
     logged = rows(train_toy(tmp_path, *words, *lag, *APART))
@@ -99,7 +99,7 @@ def test_an_asynchronous_run_acts_while_ranks_train(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_resumed_run_acts_with_the_saved_weights(tmp_path):
+def test_resumed_disaggregated_run_acts_with_saved_weights(tmp_path):
     whole = train_toy(tmp_path, *WORDS, *APART, name="whole")
     train_toy(tmp_path, *WORDS, *APART, "runner.max_steps=2", name="half")
     assert same(whole, resume_toy(tmp_path / "half", "runner.max_steps=3"))

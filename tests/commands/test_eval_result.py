@@ -51,14 +51,14 @@ ROWS = [
 ]
 
 
-def test_what_was_given_up_is_a_share_of_all_suites():
+def test_dropped_episodes_are_counted_over_all_suites():
     """Fails where episodes of all suites are held against those of the first alone."""
     spec = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("base", "swap")))
     rows = [row(number, number % 2, number, won=True, suite=spec.benchmark.suites[number % 2]) for number in range(6)]
     assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
 
 
-def test_returns_of_repeated_states_count_as_the_states_do():
+def test_effective_episodes_account_for_repeated_states():
     """As successes do; fails where episodes count one by one as soon as nothing is known of success."""
     rows = [row(k, 0, k % 3, won=None, earned=(5.0, 1.0, 3.0)[k % 3]) for k in range(12)]
     assert table(rows, toy_spec(1)).overall.effective_episodes == pytest.approx(3)
@@ -66,7 +66,7 @@ def test_returns_of_repeated_states_count_as_the_states_do():
     assert table(mixed, toy_spec(1)).overall.effective_episodes == pytest.approx(12)
 
 
-def test_figures_of_tasks_and_of_all():
+def test_per_task_and_overall_results_match_hand_computed_values():
     result = table(ROWS, toy_spec(2), dropped=2)
     first, second = result.tasks
     assert (first.episodes, first.states, first.solved, first.successes) == (3, 2, 1, 2)
@@ -98,7 +98,7 @@ def test_figures_of_tasks_and_of_all():
     )
 
 
-def test_the_most_frequent_answer_votes():
+def test_majority_vote_uses_the_most_frequent_answer():
     """Two of three replies agree on a wrong answer, two of four on a right one, where the others differ."""
     said = [(0, "so 7", False), (0, "\\boxed{8}", True), (0, "it is 7", False)]
     said += [(1, "a", False), (1, " 12 ", True), (1, "x = 12", True), (1, "13", False)]
@@ -117,7 +117,7 @@ def votes(*said: tuple[str, bool], role: str = "assistant") -> float | None:
     return table(rows, toy_spec(2)).metrics().get("eval/maj_at_n")
 
 
-def test_equal_answers_in_other_words_vote_together_and_different_ones_apart():
+def test_majority_vote_merges_equivalent_answers_only():
     letters = [("I think so. The answer is B", False), ("2 of 3 say (A). Answer: (A).", True), ("answer: A", True)]
     assert votes(*letters) == 1.0
     pairs = [("\\boxed{12}", False), ("\\boxed{(1,2)}", True), ("\\boxed{(1,2)}", True), ("\\boxed{12}", False)]
@@ -127,11 +127,11 @@ def test_equal_answers_in_other_words_vote_together_and_different_ones_apart():
     assert votes(("Answer: A total of 12", True), ("Answer: A total of 13", False), ("13", False)) == 0.0
 
 
-def test_a_game_that_ends_with_what_is_seen_has_no_answers_to_vote_for():
+def test_majority_vote_is_undefined_for_games():
     assert votes(("15:", True), ("7:", False), ("7:", False), role="user") is None
 
 
-def test_nothing_is_said_of_a_success_that_nobody_reports():
+def test_unreported_success_is_none_not_zero():
     result = table([replace(one, success_once=None, success_at_end=None) for one in ROWS], toy_spec(2))
     assert (result.overall.success_once, result.overall.successes, result.overall.solved) == (None, None, None)
     assert result.overall.score.value == pytest.approx(1.0)
@@ -139,7 +139,7 @@ def test_nothing_is_said_of_a_success_that_nobody_reports():
     assert (result.exit_code, result.overall.states) == (0, 4)
 
 
-def test_figures_of_all_tasks_are_those_of_the_own_suite():
+def test_overall_results_cover_the_main_suite_only():
     env = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("own", "other")))
     rows = [replace(one, suite="own" if one.task_id == 0 else "other") for one in ROWS]
     result = table(rows, env)
@@ -155,7 +155,7 @@ def test_figures_of_all_tasks_are_those_of_the_own_suite():
     assert metrics["eval/other/return"] == pytest.approx(2 / 3)
 
 
-def test_changes_pair_each_task_with_itself():
+def test_changes_compare_each_task_with_itself():
     later = [replace(one, success_once=True) for one in ROWS]
     found = changes(table(ROWS, toy_spec(2)), table(later, toy_spec(2)))
     assert [(name, before.value, after.value) for name, before, after in found] == [
@@ -165,7 +165,7 @@ def test_changes_pair_each_task_with_itself():
     ]
 
 
-def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
+def test_episode_row_contains_unscaled_rewards():
     column = np.array([[0.0], [4.0], [2.0]], np.float32)
     won = np.array([[False], [True], [False]])
     episode = Episode(
@@ -191,7 +191,7 @@ def test_a_row_keeps_what_was_earned_before_the_factor_of_learning():
 
 
 @pytest.mark.parametrize(("task", "reset_id", "suite", "state"), [(1, 5, "own", 5), (2, 9, "other", 1)])
-def test_states_are_numbered_within_their_suite(task, reset_id, suite, state):
+def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
     """So that runs that evaluate other suites can be paired; a reset id counts through all suites."""
     env = replace(
         toy_spec(3),
@@ -215,7 +215,7 @@ def test_states_are_numbered_within_their_suite(task, reset_id, suite, state):
     assert (kept.reset_id, kept.suite, kept.state) == (reset_id, suite, state)
 
 
-def test_changes_are_of_success_where_one_side_says_nothing_of_it():
+def test_changes_never_subtract_a_return_from_a_success_rate():
     """Fails where a return of one side is subtracted from a rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
     told = [row(0, 0, 0, won=True), *silent[1:]]

@@ -54,7 +54,7 @@ def episode_rows(result):
     return [json.loads(line) for line in (result.folder / "episodes.jsonl").read_text().splitlines()]
 
 
-def test_the_table_agrees_with_the_episodes(recorded):
+def test_result_table_matches_the_episode_rows(recorded):
     _, result = recorded
     rows = episode_rows(result)
     table = json.loads((result.folder / "eval.json").read_text())
@@ -76,7 +76,7 @@ def test_the_table_agrees_with_the_episodes(recorded):
     assert table["env_steps"] == sum(row["steps"] for row in rows)
 
 
-def test_a_row_tells_what_is_needed_to_repeat_the_episode(recorded):
+def test_episode_row_contains_what_a_repeat_needs(recorded):
     for row in episode_rows(recorded[1]):
         assert row["task"] == ("go right", "go left")[row["task_id"]]
         assert row["reset_id"] // 4 == row["task_id"]
@@ -85,7 +85,7 @@ def test_a_row_tells_what_is_needed_to_repeat_the_episode(recorded):
         assert row["terminated"] == row["success_once"]
 
 
-def test_every_episode_is_filmed_under_a_telling_name(recorded):
+def test_every_episode_is_recorded_with_a_descriptive_file_name(recorded):
     folder, result = recorded
     files = sorted((folder / "videos" / "run").iterdir())
     assert len(files) == 12
@@ -104,7 +104,7 @@ def test_every_episode_is_filmed_under_a_telling_name(recorded):
     assert sorted(result.videos) == [str(path) for path in files]
 
 
-def test_recordings_can_be_read_and_show_every_step(recorded):
+def test_recordings_contain_every_step(recorded):
     folder, result = recorded
     longest = max(episode_rows(result), key=lambda row: row["steps"])
     with imageio.get_reader(longest["video"]) as reader:
@@ -116,7 +116,7 @@ def test_recordings_can_be_read_and_show_every_step(recorded):
 
 
 @pytest.mark.integration
-def test_failures_keeps_failures_alone(tmp_path):
+def test_video_mode_failures_keeps_only_failed_episodes(tmp_path):
     result = evaluate_toy(tmp_path, "video=failures")
     failed = {row["episode"] for row in episode_rows(result) if not row["success_once"]}
     names = [p.name for p in (tmp_path / "videos" / "run").iterdir()]
@@ -125,19 +125,19 @@ def test_failures_keeps_failures_alone(tmp_path):
     assert len(names) == len(failed)
 
 
-def test_first_n_keeps_the_first_n(tmp_path):
+def test_video_mode_first_n_keeps_the_first_episodes(tmp_path):
     evaluate_toy(tmp_path, "video=first:3")
     names = sorted(p.name for p in (tmp_path / "videos" / "run").iterdir())
     assert {int(re.search(r"_ep(\d{3})_", name)[1]) for name in names} == {0, 1, 2}
 
 
-def test_no_recordings_by_default(tmp_path):
+def test_no_videos_are_recorded_by_default(tmp_path):
     result = evaluate_toy(tmp_path, "~eval.episodes_per_task=", "eval.episodes=2")
     assert result.videos == ()
     assert not (tmp_path / "videos").exists()
 
 
-def test_recording_changes_no_result(recorded, tmp_path):
+def test_recording_does_not_change_results(recorded, tmp_path):
     def outcomes(result):
         rows = sorted(episode_rows(result), key=lambda row: row["episode"])
         return [{k: v for k, v in row.items() if k not in ("seconds", "video")} for row in rows]
@@ -145,7 +145,7 @@ def test_recording_changes_no_result(recorded, tmp_path):
     assert outcomes(evaluate_toy(tmp_path)) == outcomes(recorded[1])
 
 
-def test_an_evaluation_of_a_checkpoint_has_its_step_and_its_success(tmp_path):
+def test_checkpoint_evaluation_matches_the_validation_of_its_step(tmp_path):
     same = ("eval.sampling_params.do_sample=false", "eval.episodes_per_task=4")
     run = train_toy(tmp_path, *WORDS, *same, "runner.val_check_interval=2", "runner.deterministic=true", name="trained")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -160,7 +160,7 @@ def test_an_unknown_task_is_refused(tmp_path):
         evaluate_toy(tmp_path, "env.eval.task_ids=[2]")
 
 
-def test_an_interrupted_evaluation_goes_on_and_counts_every_episode_once(tmp_path, recorded):
+def test_resumed_evaluation_counts_every_episode_once(tmp_path, recorded):
     """Cut after any row, even in the middle of one, and by a crash before the table was written."""
     evaluate_toy(tmp_path)
     folder = tmp_path / "run" / "eval" / "step_000000"
@@ -194,7 +194,7 @@ def protocol_words(tmp_path, *words):
     return [word for word in typed if "max_episode_steps" not in word]
 
 
-def test_a_protocol_decides_episodes_and_horizon(tmp_path):
+def test_evaluation_protocol_sets_episodes_and_horizon(tmp_path):
     cfg = load_config("eval", protocol_words(tmp_path, *PROTOCOL, "env.eval.total_num_envs=4"))
     assert cfg.env.eval.max_episode_steps == 32
     result = evaluate(cfg)
@@ -210,13 +210,13 @@ def test_a_protocol_decides_episodes_and_horizon(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "found"), [([], 0), (["runner.val_suites=[base,colours]"], 1), (["runner.val_suites=[]"], 1)]
 )
-def test_a_protocol_of_axes_is_about_all_of_them(typed, found):
+def test_missing_suites_deviate_from_a_protocol_of_variations(typed, found):
     cfg = load_config("eval", ["env=tabletop", "eval=tabletop_axes", *typed])
     run_plan = build_run_plan(cfg, training=False)
     assert len(departures(run_plan.cfg, run_plan.env)) == found
 
 
-def test_what_is_typed_departs_from_the_protocol_and_is_named(tmp_path):
+def test_overrides_that_deviate_from_the_protocol_are_named(tmp_path):
     sampled = ("eval.samples=2", "eval.sampling_params.do_sample=true")
     words = protocol_words(tmp_path, *PROTOCOL, "eval.episodes=3", "env.eval.task_ids=[1]", *sampled)
     result = evaluate(load_config("eval", words))
@@ -250,7 +250,7 @@ def played(*success: bool) -> Episode:
     )
 
 
-def test_success_at_the_end_is_the_last_step_s() -> None:
+def test_success_at_end_is_the_success_of_the_last_step() -> None:
     """Where episodes go on after success, what was reached may be lost again."""
     lost, kept = (episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
@@ -263,7 +263,7 @@ def rows_of(*known: bool) -> list[EpisodeRow]:
     return [episode_row(played(False, False), replace(GO, reward=RewardSpec(reports_success=k))) for k in known]
 
 
-def test_without_a_success_signal_there_is_no_success() -> None:
+def test_evaluation_without_success_signal_reports_no_success() -> None:
     result = summarise(rows_of(False, False), RolloutResult(), GO, Path())
     assert {name for name in result.metrics() if "success" in name} == set()
     assert result.metrics()["eval/return"] == result.overall.score.value == 5.0
@@ -282,7 +282,7 @@ def table_of(result: EvalResult) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_lost_episodes_are_counted_and_told() -> None:
+def test_lost_episodes_are_counted_and_reported() -> None:
     result = summarise(rows_of(True, True), RolloutResult(dropped=3), GO, Path())
     assert (result.dropped, result.overall.episodes) == (3, 2)
     assert result.metrics()["eval/dropped_episodes"] == 3.0
@@ -305,7 +305,7 @@ def evaluate_axes(tmp_path, name, *words):
 
 
 @pytest.mark.needs("tabletop")
-def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_path, capsys):
+def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     noisy = ("runner.val_suites=[all]", "env.eval.max_episode_steps=9")
     first = evaluate_axes(tmp_path, "first", *noisy)
     assert [row.task for row in first.suites] == [
@@ -336,7 +336,7 @@ def test_suites_are_counted_apart_and_compared_with_an_earlier_evaluation(tmp_pa
 
 
 @pytest.mark.needs("reporting")
-def test_training_validates_on_further_suites(tmp_path):
+def test_training_validates_on_additional_suites(tmp_path):
     from embodyrl.extensions.reporting.page import write_report
 
     train_words = (
@@ -366,7 +366,7 @@ def test_training_validates_on_further_suites(tmp_path):
 
 
 @pytest.mark.needs("text")
-def test_games_are_paired_by_their_start_and_not_by_how_they_ended(tmp_path):
+def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     """Fails where an episode's task is what was said last, which another policy reads elsewhere."""
     words = (
         "env.words=embodyrl.envs.text.game:number",
@@ -392,7 +392,7 @@ def test_greedy_and_temperature_reach_the_policy(tmp_path):
     assert returns("warm", "eval.sampling_params.temperature=1.0") != pytest.approx(greedy, abs=0.01)
 
 
-def test_actions_are_kept_by_the_number_of_their_episode(tmp_path):
+def test_actions_are_stored_by_episode_number(tmp_path):
     def played(number: int) -> Episode:
         column = np.zeros((1, 1), np.float32)
         spec = EpisodeSpec(episode_id=number, reset_id=0, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)

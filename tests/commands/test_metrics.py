@@ -42,14 +42,14 @@ def test_every_training_row_has_the_documented_keys(run):
         assert (set(row) >= EVERY_UPDATE) == (row["actor/optimizer_steps"] > 0)
 
 
-def test_the_row_before_training_holds_the_first_validation_alone(run):
+def test_row_of_step_zero_contains_only_the_first_validation(run):
     first = rows(run)[0]
     assert first["step"] == 0
     assert {key.partition("/")[0] for key in first} == {"step", "eval"}
     assert [row["eval/episodes"] for row in rows(run)] == [2.0] * 4
 
 
-def test_counts_add_up(run):
+def test_episode_and_step_counts_are_consistent(run):
     for row in rows(run)[1:]:
         assert row["train/episodes"] == 4
         assert row["env/steps"] == row["train/episodes"] * row["train/episode_len"]
@@ -58,7 +58,7 @@ def test_counts_add_up(run):
         assert row["actor/optimizer_steps"] in (0, 1)
 
 
-def test_the_first_pass_over_fresh_data_is_on_policy(run):
+def test_first_epoch_over_new_data_has_ratio_one(run):
     updated = [row for row in rows(run)[1:] if row["actor/optimizer_steps"]]
     assert updated
     for row in updated:
@@ -68,13 +68,13 @@ def test_the_first_pass_over_fresh_data_is_on_policy(run):
         assert 0 < row["actor/entropy"] < 5.546, "ln 256 bounds the entropy of an action token"
 
 
-def test_parts_of_a_step_fit_into_its_duration(run):
+def test_phase_times_do_not_exceed_the_step_time(run):
     for row in rows(run)[1:]:
         assert row["time/rollout"] + row["time/update"] <= row["time/step"]
         assert row["time/simulate"] + row["time/render"] + row["time/reset"] <= row["time/rollout"]
 
 
-def test_a_value_loss_is_logged_where_values_are_learned(tmp_path):
+def test_value_loss_is_logged_with_a_value_head(tmp_path):
     row = rows(train_toy(tmp_path, "algorithm=ppo", "runner.max_steps=1", "actor.global_batch_size=8"))[-1]
     assert set(row) >= EVERY_ROW | EVERY_UPDATE | {"actor/value_loss"}
 
@@ -105,7 +105,7 @@ def episode(*, steps: int, success: bool, cut: bool = False, counted: bool = Tru
     )
 
 
-def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quota():
+def test_success_rate_is_not_biased_towards_short_episodes():
     """Four slots of ten steps, episodes of at most ten: two fail, two succeed at once, again and again."""
     failed = [episode(steps=10, success=False) for _ in range(2)]
     won = [episode(steps=1, success=True, counted=i % 9 == 0) for i in range(18)]
@@ -120,14 +120,14 @@ def test_success_is_not_that_of_the_episodes_which_were_short_enough_for_the_quo
     assert counted(cut) == (0, 2)
 
 
-def test_work_beside_an_earlier_update_counts_as_far_as_the_step_waited_for_it():
+def test_overlapped_rollout_time_counts_only_while_waiting():
     tally = Tally(wall_s=1.0, span_s=61.0, infer_s=61.0, sim_s=30.5)
     metrics = rollout_metrics(RolloutResult(tally=tally), ENV, num_workers=1, restarts=0)
     assert metrics["time/infer"] == pytest.approx(1.0)
     assert metrics["time/simulate"] == pytest.approx(0.5)
 
 
-def test_every_figure_of_a_step_by_hand():
+def test_step_metrics_match_hand_computed_values():
     """Two episodes that count, one filtered group's and one cut; rewards were multiplied by 4 for learning."""
     won, lost = episode(steps=2, success=True), episode(steps=6, success=False)
     lost = replace(lost, spec=replace(lost.spec, task_id=1, reset_id=7))
@@ -186,20 +186,20 @@ def test_every_figure_of_a_step_by_hand():
     )
 
 
-def test_a_success_that_was_lost_again_is_no_success_at_the_end():
+def test_lost_success_does_not_count_as_success_at_end():
     taken = episode(steps=3, success=True)
     taken = replace(taken, success=np.array([[False], [True], [False]]))
     metrics = rollout_metrics(RolloutResult(episodes=[taken]), ENV, num_workers=1, restarts=0)
     assert (metrics["train/success_once"], metrics["train/success_at_end"]) == (1, 0)
 
 
-def test_without_a_success_signal_nothing_is_said_of_success():
+def test_success_metrics_are_absent_without_success_signal():
     failed = RolloutResult(episodes=[episode(steps=3, success=False)])
     metrics = rollout_metrics(failed, replace(ENV, reward=RewardSpec(reports_success=False)), num_workers=1, restarts=0)
     assert not [name for name in metrics if "success" in name]
 
 
-def test_an_episode_that_went_on_counts_as_a_whole():
+def test_continued_episode_counts_as_one_episode():
     """Four steps and a return of 3 were played in the step before; here it goes on for two more and succeeds."""
     spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
     taken = replace(episode(steps=2, success=True), earlier=EarlierPart(spec, 4, 3.0, False))
@@ -207,14 +207,14 @@ def test_an_episode_that_went_on_counts_as_a_whole():
     assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)
 
 
-def test_success_before_a_cut_is_success_of_the_episode():
+def test_success_before_a_cut_counts_for_the_episode():
     spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
     taken = replace(episode(steps=2, success=False), earlier=EarlierPart(spec, 4, 3.0, True))
     metrics = rollout_metrics(RolloutResult(episodes=[taken], continues=True), ENV, num_workers=1, restarts=0)
     assert (metrics["train/success_once"], metrics["train/success_at_end"]) == (1, 0)
 
 
-def test_parts_of_the_reward_are_those_of_the_whole_episode_too():
+def test_reward_components_cover_the_whole_continued_episode():
     """Of one that a training step cut and the next went on with; fails where only its last part is counted."""
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
     last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)

@@ -31,7 +31,7 @@ def golden(tmp_path_factory):
 
 
 @pytest.mark.integration
-def test_two_steps_and_two_more_equal_four(golden, tmp_path):
+def test_run_resumed_after_two_steps_matches_uninterrupted_run(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=4")
     # The short run validates after its last step, which is the schedule of the long run as well.
@@ -41,7 +41,7 @@ def test_two_steps_and_two_more_equal_four(golden, tmp_path):
     assert (run / training_state).read_bytes() == (golden / training_state).read_bytes()
 
 
-def test_a_validation_that_was_cut_off_is_made_up_for(golden, tmp_path):
+def test_interrupted_validation_is_repeated_on_resume(golden, tmp_path):
     run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
     # What a signal in the validation of step 2 leaves: its row without results.
     kept = [
@@ -53,7 +53,7 @@ def test_a_validation_that_was_cut_off_is_made_up_for(golden, tmp_path):
     assert comparable(run) == comparable(golden)
 
 
-def test_old_checkpoints_are_dropped_but_not_the_best(golden):
+def test_old_checkpoints_are_deleted_except_the_best(golden):
     kept = sorted(p.name for p in (golden / "checkpoints").iterdir())
     scores = {
         row["step"]: (row["eval/success_once"], row["eval/return"]) for row in rows(golden)[1:] if "eval/return" in row
@@ -62,7 +62,7 @@ def test_old_checkpoints_are_dropped_but_not_the_best(golden):
     assert kept == sorted({"step_000003", "step_000004", f"step_{best:06d}"})
 
 
-def test_a_finished_run_stays_as_it_is(golden):
+def test_resuming_a_finished_run_changes_nothing(golden):
     before = (golden / "metrics.jsonl").read_bytes(), weights(golden, 4)
     resume_toy(golden)
     assert ((golden / "metrics.jsonl").read_bytes(), weights(golden, 4)) == before
@@ -70,7 +70,7 @@ def test_a_finished_run_stays_as_it_is(golden):
 
 
 @pytest.mark.integration
-def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
+def test_killed_run_resumes_to_identical_results(golden, tmp_path):
     gate = tmp_path / "gate"
     hold = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=85", "launcher.env_workers=1")
     words = toy_words(tmp_path, *WORDS, "runner.max_steps=4", *hold)
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_to_the_same_end(golden, tmp_path):
 
 
 @pytest.mark.integration
-def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
+def test_resume_continues_the_learning_rate_decay(tmp_path):
     words = (*WORDS, "actor.optim.schedule=linear", "runner.max_steps=4", "checkpoint.keep=4")
     whole = train_toy(tmp_path, *words, name="whole")
     halves = train_toy(tmp_path, *words, name="halves")
@@ -101,7 +101,7 @@ def test_resume_keeps_a_decaying_learning_rate_on_its_way(tmp_path):
     assert len({row["actor/lr"] for row in rows(whole) if "actor/lr" in row}) > 1
 
 
-def test_a_resumed_run_takes_the_optimizer_settings_that_it_is_given(tmp_path):
+def test_resumed_run_uses_new_optimizer_settings(tmp_path):
     run = train_toy(tmp_path, *WORDS, "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=3", "actor.optim.lr=0", "checkpoint.keep=3")
     assert rows(run)[-1]["actor/lr"] == 0
@@ -109,14 +109,14 @@ def test_a_resumed_run_takes_the_optimizer_settings_that_it_is_given(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_longer_run_goes_on_with_the_rate_of_the_longer_schedule(tmp_path):
+def test_resume_with_more_steps_uses_the_longer_lr_schedule(tmp_path):
     run = train_toy(tmp_path, *WORDS, "actor.optim.schedule=linear", "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=4", "checkpoint.keep=3")
     assert weights(run, 3) != weights(run, 2), "the shorter schedule ended at 0"
     assert 0.25e-3 < rows(run)[3]["actor/lr"] <= 0.5e-3
 
 
-def test_a_damaged_checkpoint_is_refused_with_its_name(tmp_path):
+def test_damaged_checkpoint_error_names_the_checkpoint(tmp_path):
     run = train_toy(tmp_path, *WORDS)
     victim = next((run / "checkpoints" / "step_000002" / "policy").glob("*.safetensors"))
     data = bytearray(victim.read_bytes())
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_refused_with_its_name(tmp_path):
     assert not (run / "lock").exists()
 
 
-def test_a_config_with_code_is_refused(tmp_path):
+def test_config_with_python_tags_is_refused(tmp_path):
     run = train_toy(tmp_path, "runner.max_steps=1")
     canary = tmp_path / "canary"
     with open(run / "config.yaml", "a", encoding="utf-8") as f:
@@ -137,13 +137,13 @@ def test_a_config_with_code_is_refused(tmp_path):
     assert not canary.exists()
 
 
-def test_a_run_starts_from_another_runs_weights(tmp_path):
+def test_run_starts_from_the_weights_of_another_run(tmp_path):
     source = train_toy(tmp_path, "runner.max_steps=1", "actor.optim.lr=0.001", "env.kwargs.goal=0.7", name="source")
     target = train(toy_config(tmp_path, f"ckpt={source}", "actor.optim.lr=0", "runner.max_steps=1", name="target")).run
     assert weights(target, 1) == weights(source, 1)
 
 
-def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
+def test_resumed_run_keeps_its_adapted_kl_coefficient(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_target=1.0", "algorithm.kl_horizon=10")
     run = train_toy(tmp_path, *WORDS, *kl, "runner.val_check_interval=-1", "runner.max_steps=2")
     resume_toy(run, "runner.max_steps=3")
@@ -153,7 +153,7 @@ def test_a_resumed_run_goes_on_with_its_adapted_kl_coefficient(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_curriculum_of_one_task_among_several_remembers_its_reset_ids(tmp_path):
+def test_single_task_curriculum_saves_outcomes_per_reset_id(tmp_path):
     """They are what it draws from: under the number of the task nothing would ever find them."""
     words = ("env.kwargs.tasks=3", "env.train.task_ids=[1]", "algorithm.curriculum=1")
     run = train_toy(tmp_path, *words, "runner.max_steps=1", "runner.val_check_interval=-1")
@@ -163,7 +163,7 @@ def test_a_curriculum_of_one_task_among_several_remembers_its_reset_ids(tmp_path
 
 
 @pytest.mark.integration
-def test_a_curriculum_remembers_the_outcomes_of_filtered_groups(tmp_path):
+def test_curriculum_counts_filtered_groups(tmp_path):
     """Of four failures and of the four of the groups that were run in their place."""
     words = ("env.kwargs.tasks=3", "env.kwargs.goal=99", "algorithm.curriculum=1", "algorithm.filter_refills=1")
     run = train_toy(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "runner.max_steps=1")

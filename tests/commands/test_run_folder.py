@@ -28,7 +28,7 @@ def test_an_existing_run_is_an_error_by_default(tmp_path):
         open_run(cfg, "train", [], None)
 
 
-def test_rename_counts_up_and_resume_takes_the_same_folder(tmp_path):
+def test_on_existing_rename_numbers_folders_and_resume_reuses_one(tmp_path):
     first = open_run(toy_config(tmp_path), "train", [], None)
     first.close()
     renamed = [open_run(toy_config(tmp_path, "runner.on_existing=rename"), "train", [], None) for _ in range(2)]
@@ -38,14 +38,14 @@ def test_rename_counts_up_and_resume_takes_the_same_folder(tmp_path):
     assert (first.logs.name, resumed.logs.name) == ("attempt_1", "attempt_2")
 
 
-def test_on_existing_resume_goes_on_where_the_run_stopped(tmp_path):
+def test_on_existing_resume_continues_from_the_last_step(tmp_path):
     words = ("runner.on_existing=resume", "runner.deterministic=true")
     run = train_toy(tmp_path, *words, "runner.max_steps=1")
     assert train_toy(tmp_path, *words, "runner.max_steps=3") == run
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
 
 
-def test_unnamed_runs_of_the_same_second_do_not_collide(tmp_path):
+def test_unnamed_runs_started_in_the_same_second_do_not_collide(tmp_path):
     cfg = toy_config(tmp_path, "runner.experiment_name=null")
     with ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(lambda _: open_run(cfg, "train", [], None), range(24)))
@@ -53,7 +53,7 @@ def test_unnamed_runs_of_the_same_second_do_not_collide(tmp_path):
     assert all("train-toy_env-FACTORY" in folder.run_id for folder in folders)
 
 
-def test_a_run_remembers_how_it_was_started(tmp_path):
+def test_run_folder_contains_its_command_line(tmp_path):
     cfg = toy_config(tmp_path, "seed=3")
     folder = open_run(cfg, "train", ["seed=3"], None)
     folder.close()
@@ -64,7 +64,7 @@ def test_a_run_remembers_how_it_was_started(tmp_path):
     assert f"python {sys.version.split()[0]}" in (folder.root / "env.txt").read_text()
 
 
-def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
+def test_run_in_use_is_refused_without_changes(tmp_path):
     """The holder is a real process: this one's child, waiting for its input to close."""
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     code = (
@@ -95,7 +95,7 @@ def test_a_run_in_use_is_refused_and_left_alone(tmp_path):
     assert open_run(cfg, "train", [], None).root == run
 
 
-def test_a_lock_of_a_dead_process_whose_id_lives_again_is_taken(tmp_path):
+def test_stale_lock_with_a_reused_process_id_is_replaced(tmp_path):
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     folder = open_run(cfg, "train", [], None)
     lock = folder.root / "lock"
@@ -106,20 +106,20 @@ def test_a_lock_of_a_dead_process_whose_id_lives_again_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("what", ["a file", "below a file"])
-def test_an_unusable_output_folder_is_one_line_with_a_cure(tmp_path, what):
+def test_unusable_output_folder_error_contains_a_fix(tmp_path, what):
     (tmp_path / "taken").write_text("")
     parent = tmp_path / "taken" if what == "a file" else tmp_path / "taken" / "deeper"
     with pytest.raises(EmbodyError, match=r"Cannot write to .*runner\.output_dir"):
         open_run(toy_config(tmp_path, f"runner.output_dir={parent}"), "train", [], None)
 
 
-def test_a_failed_run_is_unlocked(tmp_path):
+def test_failed_run_releases_its_lock(tmp_path):
     with pytest.raises(EmbodyError):
         train(toy_config(tmp_path, "env.kwargs.fault=raise", "env.kwargs.where=init"))
     assert not (tmp_path / "run" / "lock").exists()
 
 
-def test_weights_come_from_a_run_a_checkpoint_or_a_policy_folder(tmp_path):
+def test_weights_load_from_run_checkpoint_or_policy_folder(tmp_path):
     run = train_toy(tmp_path, "runner.save_interval=1")
     newest = run / "checkpoints" / "step_000002"
     assert resolve_weights(str(run)) == newest / "policy"
@@ -129,7 +129,7 @@ def test_weights_come_from_a_run_a_checkpoint_or_a_policy_folder(tmp_path):
         resolve_weights(str(tmp_path))
 
 
-def test_a_run_notes_its_code_its_machine_and_what_it_cost(tmp_path):
+def test_run_folder_contains_code_version_machine_and_cost(tmp_path):
     folder = open_run(toy_config(tmp_path, "runner.on_existing=resume"), "train", [], None)
     spent = sum(k * k for k in range(2_000_000))
     folder.close()

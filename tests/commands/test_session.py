@@ -25,7 +25,7 @@ def fill(folder: Path) -> None:
     (folder / "weights.bin").chmod(0o600)  # as safetensors does
 
 
-def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path):
+def test_asynchronous_save_returns_before_completion(tmp_path):
     one = session(tmp_path, "checkpoint.async_save=true", "checkpoint.keep=1")
     gate = threading.Event()
     one._writer.submit(gate.wait, 60)
@@ -43,7 +43,7 @@ def test_an_asynchronous_save_returns_before_the_checkpoint_is_complete(tmp_path
     assert store.steps() == [2]
 
 
-def test_the_best_of_runs_that_never_succeed_is_the_one_with_the_best_return(tmp_path):
+def test_best_checkpoint_without_success_has_the_highest_return(tmp_path):
     one = session(tmp_path, "checkpoint.keep=1", "runner.save_interval=1")
     one.record_score(0.0, 99.0)  # of the start, which has no checkpoint
     for mean_return in (-3.0, -1.0, -2.0):
@@ -67,7 +67,7 @@ def test_only_a_step_with_a_checkpoint_can_be_the_best(tmp_path):
     assert (store.steps(), store.best()) == ([2, 4], 2)
 
 
-def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
+def test_synchronous_save_returns_after_completion(tmp_path):
     one = session(tmp_path)
     one.step = 1
     path = one.save(fill, {})
@@ -76,7 +76,7 @@ def test_a_synchronous_save_returns_with_a_complete_checkpoint(tmp_path):
     store.verify(path)
 
 
-def test_a_failure_of_an_asynchronous_save_is_raised_later(tmp_path):
+def test_asynchronous_save_error_is_raised_later(tmp_path):
     one = session(tmp_path, "checkpoint.async_save=true")
     one.step = 1
     one.save(lambda folder: (folder / "x").symlink_to("/etc/hostname"), {})
@@ -85,7 +85,7 @@ def test_a_failure_of_an_asynchronous_save_is_raised_later(tmp_path):
     assert CheckpointStore(one.folder.checkpoints).steps() == []
 
 
-def test_an_asynchronous_run_leaves_the_same_checkpoints(tmp_path):
+def test_asynchronous_saving_leaves_the_same_checkpoints(tmp_path):
     words = ("runner.max_steps=3", "runner.save_interval=1", "checkpoint.keep=2", "runner.deterministic=true")
     runs = [
         train_toy(tmp_path, *words, f"checkpoint.async_save={value}", name=f"r-{value}") for value in ("false", "true")
@@ -99,7 +99,7 @@ def test_an_asynchronous_run_leaves_the_same_checkpoints(tmp_path):
     assert weights(runs[0], 3) == weights(runs[1], 3)
 
 
-def test_restarts_are_counted_over_all_processes_of_a_run(tmp_path):
+def test_restart_count_continues_after_resume(tmp_path):
     run = train_toy(tmp_path, "runner.max_steps=1")
     row = rows(run)[0] | {"env/restarts": 4.0}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -107,7 +107,7 @@ def test_restarts_are_counted_over_all_processes_of_a_run(tmp_path):
     assert rows(run)[1]["env/restarts"] == 4.0
 
 
-def test_the_best_is_kept_where_it_is_asked_for(tmp_path):
+def test_keep_best_keeps_the_best_checkpoint(tmp_path):
     for keep, steps in (("true", [1, 3]), ("false", [3])):
         words = ("checkpoint.keep=1", "runner.save_interval=1", "runner.val_check_interval=1")
         one = session(tmp_path / keep, *words, f"checkpoint.keep_best={keep}")

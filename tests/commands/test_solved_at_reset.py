@@ -28,7 +28,7 @@ def is_solved(reset_id: int) -> bool:
 
 @pytest.mark.needs("reporting")
 @pytest.mark.parametrize("env_id", ["goal_env:Started", "goal_env:started_vector"])
-def test_evaluation_names_the_episodes_that_begin_solved(tmp_path: Path, env_id: str) -> None:
+def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) -> None:
     from embodyrl.extensions.reporting.card import card_of
 
     quiet = (
@@ -56,7 +56,7 @@ def test_evaluation_names_the_episodes_that_begin_solved(tmp_path: Path, env_id:
 
 
 @pytest.mark.needs("tabletop")
-def test_tabletop_compares_its_goal_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tabletop_detects_goals_solved_at_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.envs.tabletop.world import new_world
 
     cfg = load_config("eval", ["env=tabletop", "model=scripted"])

@@ -124,18 +124,18 @@ def test_a_key_without_effect_gives_one_warning(
         ("model=mlp env=gym env.id=CartPole-v1 model.likelihood=dsrl", "model_type 'mlp'"),
     ],
 )
-def test_wrong_values_and_unknown_keys_stay_errors(words: str, said: str) -> None:
+def test_wrong_values_and_unknown_keys_are_errors(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config("train", words.split())
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_values_of_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_values_from_files_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert warnings_of(caplog, "train", "experiment=tabletop_dsrl") == []
     assert warnings_of(caplog, "eval", "experiment=cartpole video=none") == []
 
 
-def test_keys_for_text_give_one_warning_with_a_policy_of_actions(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_keys_give_one_warning_with_a_robot_policy(caplog: pytest.LogCaptureFixture) -> None:
     cfg = load_config("train", ["experiment=cartpole", "algorithm.sampling_params.top_k=5"])
     build_run_plan(cfg, training=True)
     (line,) = (record.getMessage() for record in caplog.records)
@@ -157,7 +157,7 @@ PENDULUM = "env=gym env.id=Pendulum-v1 model=mlp algorithm=sac model.squashed=tr
         ("env=tabletop algorithm=ppo env.train.max_steps_per_rollout_epoch=64", ""),
     ],
 )
-def test_keys_that_the_parts_do_not_read_give_one_warning(
+def test_keys_unused_by_the_components_give_one_warning(
     caplog: pytest.LogCaptureFixture, words: str, reason: str
 ) -> None:
     build_run_plan(load_config("train", words.split()), training=True)
@@ -169,7 +169,7 @@ def test_keys_that_the_parts_do_not_read_give_one_warning(
 
 
 @pytest.mark.needs("demonstrations")
-def test_every_condition_names_keys_that_exist() -> None:
+def test_key_conditions_name_existing_keys() -> None:
     for command in ROOTS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = keys_of(type(cfg)).keys() | branches_of(type(cfg)) | {"data.val_split"}  # of rows of text
@@ -178,7 +178,7 @@ def test_every_condition_names_keys_that_exist() -> None:
 
 
 @pytest.mark.needs("sweep")
-def test_a_sweep_over_algorithms_accepts_the_keys_of_each() -> None:
+def test_sweep_over_algorithms_accepts_keys_of_each_algorithm() -> None:
     words = [
         "algorithm=grpo,ppo",
         "actor.optim.value_lr=1e-4",

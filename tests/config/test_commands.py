@@ -24,7 +24,7 @@ REFUSED = [
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("command", "words"), REFUSED, ids=[f"{c} {w}" for c, w in REFUSED])
-def test_keys_and_groups_of_other_parts_are_refused(command: str, words: str) -> None:
+def test_keys_and_groups_of_other_components_are_refused(command: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(command, words.split())
     (problem,) = caught.value.problems
@@ -49,7 +49,7 @@ FINE = [
 
 @pytest.mark.needs("demonstrations")
 @pytest.mark.parametrize(("command", "words"), FINE, ids=[f"{c} {w}" for c, w in FINE])
-def test_what_nobody_typed_is_nobodys_fault(command: str, words: str, tmp_path: Path) -> None:
+def test_defaults_and_group_choices_load_from_a_saved_config(command: str, words: str, tmp_path: Path) -> None:
     if command == "collect" and "experiment" in words:
         with pytest.raises(ConfigError, match="experiment"):  # collect has no experiments
             load_config(command, words.split())
@@ -76,7 +76,7 @@ NONSENSE = [
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", NONSENSE, ids=[w[:50] for w in NONSENSE])
-def test_nonsense_is_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_override_is_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words.split(), "--dry-run"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -95,7 +95,7 @@ def test_nonsense_is_one_line_and_exit_code_2(words: str, capsys: pytest.Capture
         ("sft data.path=/nope --dry-run", 2, "data.path=/nope"),
     ],
 )
-def test_what_is_not_there_is_noticed_before_anything_starts(words, code, fragment, capsys) -> None:
+def test_missing_paths_and_names_are_errors_before_the_start(words, code, fragment, capsys) -> None:
     assert main(words.split()) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert fragment in line
@@ -105,13 +105,13 @@ def test_what_is_not_there_is_noticed_before_anything_starts(words, code, fragme
     ("name", "value"),
     [("env.env_type", "os:system"), ("algorithm.loss_type", "os:getcwd"), ("launcher.name", "os:abort")],
 )
-def test_what_is_no_part_is_never_called(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_component_objects_are_never_called(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", f"{name}={value}", "--dry-run"]) == 2
     assert value in capsys.readouterr().err
 
 
 @pytest.mark.needs("tabletop")
-def test_a_run_of_an_earlier_version_loads(tmp_path: Path) -> None:
+def test_config_of_an_older_version_loads(tmp_path: Path) -> None:
     """It has keys of all parts, and some that are gone."""
     save_config(load_config("train", []), tmp_path / "config.yaml")
     with (tmp_path / "config.yaml").open("a") as file:

@@ -46,14 +46,12 @@ def folder(tmp_path: Path) -> Path:
         ({"extra": "late"}, {"seed": 2, "env.x": 2, "model.y": 2}),
     ],
 )
-def test_later_files_win_and_typed_options_win_over_those_of_files(
-    folder: Path, groups: dict[str, str], values: dict[str, int]
-) -> None:
+def test_overrides_take_precedence_over_files(folder: Path, groups: dict[str, str], values: dict[str, int]) -> None:
     found = {s.key: s.value for s in compose_files("root", tuple(groups.items()), (folder,))}
     assert {key.replace("env.deep.", "env."): value for key, value in found.items()} == values
 
 
-def test_each_value_names_the_file_that_set_it(folder: Path, tmp_path: Path) -> None:
+def test_each_value_has_its_source_file(folder: Path, tmp_path: Path) -> None:
     more = tmp_path / "more"
     (more / "extra").mkdir(parents=True)
     (more / "extra" / "mine.yaml").write_text("# @package _global_\ndefaults: [{override /env: b}]\nz: 9\n")
@@ -71,12 +69,12 @@ def test_each_value_names_the_file_that_set_it(folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("option", "fragment"), [("nowhere", "envv"), ("missing", "extra/gone"), ("none", "extra/none")]
 )
-def test_what_cannot_be_composed_is_an_error(folder: Path, option: str, fragment: str) -> None:
+def test_config_that_cannot_be_composed_is_an_error(folder: Path, option: str, fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         compose_files("root", (("extra", option),), (folder,))
 
 
-def test_an_application_of_hydra_in_this_process_stays_as_it_is(folder: Path) -> None:
+def test_compose_keeps_the_hydra_state_of_the_process(folder: Path) -> None:
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         found = compose_files("root", (("env", "b"),), (folder,))
         assert [s.value for s in found if s.key == "env.x"] == [2]
@@ -97,7 +95,7 @@ def test_an_application_of_hydra_in_this_process_stays_as_it_is(folder: Path) ->
     ],
     ids=["aliases", "chain", "cycle", "defaults", "deep", "bytes", "tag", "list"],
 )
-def test_files_of_a_config_dir_are_plain_yaml(tmp_path, text: bytes, says: str) -> None:
+def test_config_dir_files_must_be_plain_yaml(tmp_path, text: bytes, says: str) -> None:
     folder = tmp_path / "env"
     folder.mkdir()
     (folder / "other.yaml").write_bytes(b"a: &a [x]\nb: *a\n")
@@ -106,7 +104,7 @@ def test_files_of_a_config_dir_are_plain_yaml(tmp_path, text: bytes, says: str) 
         load_config("train", ["env=mine"], config_dirs=[tmp_path])
 
 
-def test_a_good_file_of_a_config_dir_is_taken(tmp_path) -> None:
+def test_valid_config_dir_file_is_used(tmp_path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "mine.yaml").write_text("defaults: [gym, _self_]\nid: CartPole-v1\n")
     cfg = load_config("train", ["env=mine", "model=mlp"], config_dirs=[tmp_path])

@@ -126,7 +126,7 @@ def word(rng: random.Random) -> str:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("part", range(5))
-def test_whatever_is_typed(part: int) -> None:
+def test_random_overrides_give_a_config_or_a_config_error(part: int) -> None:
     rng = random.Random(part)
     accepted = 0
     for _ in range(120):

@@ -5,12 +5,12 @@ import pytest
 from embodyrl.config import paths
 
 
-def test_a_checkout_has_both_folders():
+def test_checkout_contains_config_and_asset_folders():
     assert (paths.conf_dir() / "train.yaml").is_file()
     assert (paths.assets_dir() / "openvla_oft_tiny" / "config.json").is_file()
 
 
-def test_an_installed_package_wins_over_the_checkout(tmp_path, monkeypatch):
+def test_installed_package_takes_precedence_over_the_checkout(tmp_path, monkeypatch):
     package = tmp_path / "site" / "embodyrl"
     (package / "conf").mkdir(parents=True)
     monkeypatch.setattr(paths, "_PACKAGE", package)
@@ -20,11 +20,11 @@ def test_an_installed_package_wins_over_the_checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["assets/openvla_oft_tiny", "assets/a/b"])
-def test_assets_resolve_whatever_the_working_directory(path, tmp_path, monkeypatch):
+def test_assets_resolve_from_any_working_directory(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert paths.resolve_asset(path) == paths.assets_dir() / path.removeprefix("assets/")
 
 
-def test_other_paths_stay():
+def test_other_paths_are_not_changed():
     assert paths.resolve_asset("models/x") == Path("models/x")
     assert paths.resolve_asset("~/x") == Path.home() / "x"

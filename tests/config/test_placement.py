@@ -9,13 +9,13 @@ from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 
 
-def test_components_get_their_nodes():
+def test_placement_assigns_nodes_to_components():
     parsed = parse_placement({"env": "1-3, 5", "rollout,actor": "0"}, 6)
     assert parsed == {"env": (1, 2, 3, 5), "rollout": (0,), "actor": (0,)}
     assert parse_placement({"env,rollout,actor": "all"}, 2)["env"] == (0, 1)
 
 
-def test_hosts_may_be_named():
+def test_placement_accepts_host_names():
     hosts = {"head": 0, "10.0.0.1": 0, "sim-1": 1, "10.0.0.2": 1, "fe80::2": 2}
     named = {"env": "sim-1, fe80::2", "rollout": "10.0.0.2", "actor": "head"}
     assert parse_placement(named, 3, hosts=hosts) == {"env": (1, 2), "rollout": (1,), "actor": (0,)}
@@ -25,7 +25,7 @@ def test_hosts_may_be_named():
         parse_placement({"env,rollout,actor": "gone"}, 3, hosts=hosts)
 
 
-def test_an_override_replaces_the_default_of_its_component():
+def test_component_placement_replaces_the_default():
     pytest.importorskip("ray")
     words = ["launcher.name=ray", "cluster.num_nodes=2", "cluster.component_placement={env:1}"]
     placement = load_config("train", words).cluster.component_placement
@@ -52,6 +52,6 @@ def test_neighbouring_ranks_share_a_node(world, nodes, placed):
         ({"env,rollout": "0", "actor": "1"}, "share a process"),
     ],
 )
-def test_nonsense_is_refused_by_name(placement, fragment):
+def test_invalid_placement_error_names_the_value(placement, fragment):
     with pytest.raises(ConfigError, match=fragment):
         parse_placement(placement, 2, separate=False)

@@ -35,7 +35,7 @@ load_config("eval", [*words, "notes.lines=5"])
 """
 
 
-def test_an_installed_package_adds_a_section(tmp_path: Path) -> None:
+def test_installed_package_adds_a_config_section(tmp_path: Path) -> None:
     (tmp_path / "notes_of_mine.py").write_text(MODULE)
     info = tmp_path / "notes_of_mine-1.dist-info"
     info.mkdir()

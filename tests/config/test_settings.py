@@ -62,7 +62,7 @@ class Brush(Settings):
     """Thickness of each."""
 
 
-def test_joined_classes_have_the_keys_of_all_parts_and_travel() -> None:
+def test_joined_settings_have_all_keys_and_can_be_pickled() -> None:
     both = join(Paint, Brush, Settings)
     assert both is join(Paint, Brush, Settings)
     assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.layers", "p.colour", "p.inner.depth", "p.inner.width"]
@@ -73,13 +73,13 @@ def test_joined_classes_have_the_keys_of_all_parts_and_travel() -> None:
     assert join(Settings, Paint) is Paint
 
 
-def test_values_are_checked_as_json_is() -> None:
+def test_values_are_validated_strictly() -> None:
     for text in ('{"inner": {"depth": "2"}}', '{"inner": {"depth": true}}', '{"inner": {"depth": 2.5}}', '{"x": 1}'):
         with pytest.raises(ValidationError):
             Paint.model_validate_json(text, strict=True)
 
 
-def test_a_key_says_what_it_is() -> None:
+def test_key_has_description_type_and_expectation() -> None:
     keys = keys_of(join(Paint, Brush))
     assert keys["inner.depth"].doc == "How deep, in layers."
     assert keys["colour"].expectation == "one of red, blue"
@@ -92,7 +92,7 @@ def test_a_key_says_what_it_is() -> None:
     assert found.free
 
 
-def test_updated_changes_a_leaf_and_nothing_else() -> None:
+def test_updated_changes_one_leaf_only() -> None:
     assert Paint().updated({"inner.depth": 7, "colour": Colour.blue}) == Paint(colour=Colour.blue, inner=Inner(depth=7))
     assert Paint().updated({"inner.depth": 7, "inner.width": 8}) == Paint(inner=Inner(depth=7, width=8))
     assert plain(Paint()) == {"colour": "red", "inner": {"depth": 2, "width": 3}}
@@ -124,7 +124,7 @@ def test_every_number_has_an_upper_bound() -> None:
         (Name, ["a", "1.5"], ["", ".a", "a/b", "a b", "a" * 101]),
     ],
 )
-def test_both_ends_of_every_kind(kind: Any, fits: list, wrong: list) -> None:
+def test_bounds_of_every_value_type_are_checked(kind: Any, fits: list, wrong: list) -> None:
     one: type[Settings] = create_model("One", __base__=Settings, value=(kind, ...))
     for value in fits:
         assert one.model_validate_json(json.dumps({"value": value}), strict=True).value == value
@@ -133,11 +133,11 @@ def test_both_ends_of_every_kind(kind: Any, fits: list, wrong: list) -> None:
             one.model_validate_json(json.dumps({"value": value}), strict=True)
 
 
-def test_wording_may_be_given() -> None:
+def test_constraint_wording_can_be_customized() -> None:
     assert any(isinstance(m, Must) for m in all_keys()["video"].metadata)
 
 
-def test_defaults_are_not_shared_and_values_are_checked() -> None:
+def test_mutable_defaults_are_not_shared() -> None:
     class Needy(Settings):
         size: Count
 

@@ -22,7 +22,7 @@ DERIVED = {
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_a_stored_run_loads_with_its_values(run: Path) -> None:
+def test_stored_config_loads_with_its_values(run: Path) -> None:
     stored = dict(_leaves(read_plain_yaml(run / "config.yaml")))
     found = dict(_leaves(plain(load_saved_config(run, [], command=run.name.partition("_")[0]))))
     # Which keys of data there are depends on its path: version 0.1 also wrote those of other paths.
@@ -34,7 +34,7 @@ def test_a_stored_run_loads_with_its_values(run: Path) -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("task", ["copy", "reverse", "arithmetic", "countdown", "length", "colour"])
-def test_a_stored_run_names_the_former_module_of_a_text_task(task: str, tmp_path: Path) -> None:
+def test_stored_config_accepts_the_former_text_task_module(task: str, tmp_path: Path) -> None:
     path = f"embodyrl.datasets.tasks:{task}"
     text = (RUNS[0].parent / "train_text" / "config.yaml").read_text(encoding="utf-8")
     (tmp_path / "config.yaml").write_text(text.replace("embodyrl.datasets.tasks:copy", path), encoding="utf-8")

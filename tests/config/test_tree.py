@@ -10,7 +10,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import save_config
 
 
-def test_yaml_of_settings(tmp_path: Path) -> None:
+def test_plain_yaml_is_parsed_strictly(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text("a: 1e-4\nb: 2026-08-23\nc: .5\nd: 1_000\ne: [true, ~, 'no', -inf, .nan]\n1: x\n")
     found = tree.read_plain_yaml(file)
@@ -28,7 +28,7 @@ def test_yaml_of_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("libero")
-def test_perturbed_suites_follow_from_their_names() -> None:
+def test_perturbed_suite_settings_are_derived_from_the_name() -> None:
     found = tree.options("env")
     names = [name for name in found if name.startswith(("libero_pro_", "libero_plus_"))]
     assert len(names) == 32
@@ -40,7 +40,7 @@ def test_perturbed_suites_follow_from_their_names() -> None:
 
 
 @pytest.mark.needs("libero")
-def test_a_perturbed_suite_may_follow_the_weights_of_a_run(tmp_path: Path) -> None:
+def test_perturbed_suite_can_replace_the_suite_of_a_run(tmp_path: Path) -> None:
     save_config(load_config("train", ["env=libero_object"]), tmp_path / "config.yaml")
     env = load_config("eval", ["env=libero_pro_object_swap"], base=tmp_path / "config.yaml").env
     assert (env.task_suite_name, env.eval.state_ids) == ("libero_object_swap", [0, 9])

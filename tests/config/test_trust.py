@@ -34,7 +34,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("value", DOORS, ids=str)
-def test_what_could_run_code_is_refused_unless_it_is_typed(value: Any) -> None:
+def test_code_paths_from_files_are_refused_unless_typed(value: Any) -> None:
     (line,) = distrusted({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
     assert line.startswith(f"{FILE}: env.x: ")
     assert f"add {TRUST};" in line
@@ -45,16 +45,16 @@ def test_what_could_run_code_is_refused_unless_it_is_typed(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", FINE, ids=str)
-def test_names_and_files_are_fine(value: Any) -> None:
+def test_component_names_and_file_paths_are_trusted(value: Any) -> None:
     assert not distrusted({"env.x": value}, {}, FILE)
 
 
-def test_a_key_may_name_code() -> None:
+def test_code_path_in_a_key_is_untrusted() -> None:
     assert distrusted({"reward.weights.mine:f": 0.5}, {}, FILE)
 
 
 @pytest.mark.needs("text")
-def test_trust_is_a_word_of_its_own() -> None:
+def test_trust_flag_is_a_separate_argument() -> None:
     assert split_trust([TRUST, "seed=1", "env.x=trust=true"]) == ([TRUST], ["seed=1", "env.x=trust=true"])
     assert trust_words(load_config("train", ["env=text/copy", "model=causal_lm_tiny"])) == []
     own = load_config(

@@ -43,13 +43,13 @@ TEXT = ("env=text/copy", "model=causal_lm_tiny")
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_a_training_without_validations_says_how_its_run_will_be_evaluated() -> None:
+def test_training_without_validation_describes_its_evaluation() -> None:
     words = ("eval.episodes=4", "env.eval.max_episode_steps=9", "env.eval.task_ids=[0]", "video=none")
     cfg = load_config("train", ["runner.val_check_interval=-1", *words])
     assert (cfg.eval.episodes, cfg.env.eval.max_episode_steps, cfg.env.eval.task_ids) == (4, 9, [0])
 
 
-def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> None:
+def test_disabled_validation_is_not_checked(tmp_path: Path) -> None:
     """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
     cfg = toy_config(tmp_path, "~env.eval.state_ids")
     assert cfg.env.eval.state_ids == [90000, 94999]
@@ -57,20 +57,20 @@ def test_validations_that_nobody_asked_for_refuse_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.needs("text")
-def test_episodes_of_each_task_win_over_the_total_of_a_preset() -> None:
+def test_episodes_per_task_replaces_the_total_of_a_preset() -> None:
     assert load_config("train", [*TEXT]).eval.episodes is not None
     cfg = load_config("train", [*TEXT, "eval.episodes_per_task=3"])
     assert (cfg.eval.episodes, cfg.eval.episodes_per_task) == (None, 3)
 
 
-def test_problems_of_all_components_come_together() -> None:
+def test_problems_of_all_components_are_reported_together() -> None:
     text = "\n".join(problems_of("env.env_type=libreo", "model.model_type=openvlaoft", "algorithm.adv_type=gpro"))
     for fragment in ("libreo", "openvla", "gpro"):
         assert fragment in text
 
 
 @pytest.mark.needs("libero")
-def test_env_type_may_be_code_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_type_accepts_user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_kitchen.py").write_text(
         "from embodyrl.envs.settings import EnvSettings\n"
         "class Settings(EnvSettings):\n"

@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.needs("checkpoints")
 @pytest.mark.parametrize("name", ["2026_11_24", "1e-4", "1.50", "007", "+5"])
-def test_a_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> None:
+def test_number_like_name_is_kept_as_typed(name: str) -> None:
     assert found("train", f"runner.experiment_name={name}")["runner.experiment_name"] == name
     assert found("eval", f"ckpt={name}")["ckpt"] == name
     with_seed = found("train", "seed=1_0", "runner.experiment_name=${seed}")
@@ -33,7 +33,7 @@ def test_a_name_that_looks_like_a_number_stays_as_it_was_typed(name: str) -> Non
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_what_was_not_set_has_its_default_for_others_too() -> None:
+def test_interpolations_resolve_to_default_values() -> None:
     """Fails where `${seed}` is known only if somebody wrote a seed."""
     words = ["env=gym", "env.kwargs.a=[${seed},${env.reward_coef}]", "env.eval.max_episode_steps=${env.kwargs.b}"]
     values = found("train", *words, "env.kwargs.b=7", "runner.max_steps=${algorithm.group_size}")
@@ -42,7 +42,7 @@ def test_what_was_not_set_has_its_default_for_others_too() -> None:
 
 
 @pytest.mark.needs("text")
-def test_an_empty_mapping_that_was_typed_leaves_out_what_files_say() -> None:
+def test_empty_mapping_override_replaces_values_from_files() -> None:
     assert found("train", "env=text/calculator")["data.kwargs"] == {"digits": 2}
     assert found("train", "env=text/calculator", "data.kwargs={}")["data.kwargs"] == {}
     assert found("train", "env=text/calculator", "data.kwargs={}", "data.kwargs.rows=9")["data.kwargs"] == {"rows": 9}
@@ -50,7 +50,7 @@ def test_an_empty_mapping_that_was_typed_leaves_out_what_files_say() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
+def test_eval_null_removes_the_protocol_of_a_run(run: Path) -> None:
     save_config(load_config("train", ["eval=tabletop_axes"]), run)
     assert found("eval", base=run)["eval.protocol.name"] == "tabletop_axes"
     values = found("eval", "eval=null", base=run)
@@ -63,7 +63,7 @@ def test_no_protocol_may_be_chosen_for_a_run_that_had_one(run: Path) -> None:
 
 
 @pytest.mark.needs("libero")
-def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() -> None:
+def test_overrides_win_over_protocols_and_later_protocols_win() -> None:
     words = ["env=libero_10", "eval=libero_standard", "eval.episodes_per_task=3", "env.eval.task_ids=[1]"]
     values, each = found("eval", *words), "eval.episodes_per_task"
     assert (values[each], values["env.eval.task_ids"], values["env.eval.state_ids"]) == (3, [1], None)
@@ -72,7 +72,7 @@ def test_what_is_typed_wins_over_a_protocol_and_the_last_protocol_over_others() 
 
 
 @pytest.mark.needs("text")
-def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tmp_path: Path) -> None:
+def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n')
     words = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path / 'rows.jsonl'}"]
     save_config(load_config("train", words), run)
@@ -87,7 +87,7 @@ def test_replies_are_as_long_as_the_task_that_is_played_wants_them(run: Path, tm
 
 
 @pytest.mark.needs("tabletop")
-def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
+def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
     """It was given grpo's groups of 8, which one slot cannot hold."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
     values = found("train", base=run)
@@ -108,7 +108,7 @@ def test_a_trained_run_learns_on_by_its_own_algorithm(run: Path) -> None:
 
 
 @pytest.mark.needs("sweep")
-def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -> None:
+def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
     """Fails where `-m` refuses a key of the run's own model."""
     from embodyrl.extensions.sweep.sweep import sweep
 
@@ -122,14 +122,14 @@ def test_several_runs_are_checked_with_the_run_that_they_start_from(run: Path) -
 
 
 @pytest.mark.needs("text")
-def test_an_answer_pattern_must_be_a_regular_expression(tmp_path: Path) -> None:
+def test_answer_pattern_must_be_a_regular_expression(tmp_path: Path) -> None:
     text = ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={tmp_path}/rows.jsonl"]
     with pytest.raises(ConfigError, match="must be a regular expression"):
         load_config("train", [*text, "data.answer_pattern='('"])
 
 
 @pytest.mark.needs("text")
-def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> None:
+def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
     from embodyrl.extensions.text.dataset import open_rows
 
     (tmp_path / "main").mkdir()
@@ -159,7 +159,7 @@ def test_a_function_and_files_may_stand_beside_each_other(tmp_path: Path) -> Non
         ("runner.resume_dir=a ckpt=b", "Use one of them"),
     ],
 )
-def test_what_cannot_stand_beside_each_other(words: str, problem: str) -> None:
+def test_incompatible_data_keys_are_refused(words: str, problem: str) -> None:
     if not problem:
         assert load_config("train", words.split())
         return
@@ -168,7 +168,7 @@ def test_what_cannot_stand_beside_each_other(words: str, problem: str) -> None:
     assert len(caught.value.problems) == 1
 
 
-def test_a_run_is_the_base_and_typed_keys_lie_on_top(run: Path) -> None:
+def test_overrides_apply_on_top_of_a_saved_run(run: Path) -> None:
     words = ["experiment=cartpole", "runner.max_steps=7", "runner.experiment_name=first", "seed=3"]
     save_config(load_config("train", words), run)
     values = found("train", f"ckpt={run.parent}", "actor.optim.lr=0.5", base=run)
@@ -180,7 +180,7 @@ def test_a_run_is_the_base_and_typed_keys_lie_on_top(run: Path) -> None:
 
 @pytest.mark.needs("text")
 @pytest.mark.parametrize("words", [("data.path=local",), ("data={path: local}",)])
-def test_an_overridden_path_of_data_is_not_fetched(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+def test_overridden_data_path_is_not_downloaded(words: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
     fetched: list[str] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **_: fetched.append(repo))
     (tmp_path / "experiment").mkdir()

@@ -32,7 +32,7 @@ APART = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=1"
         ("57", 3, "575", "57"),
     ],
 )
-def test_simulators_get_what_is_left_or_share_all(gpus, policies, acting, drawing):
+def test_simulators_use_the_remaining_gpus_or_share_all(gpus, policies, acting, drawing):
     dealt = deal_devices(gpus, policies)
     assert ("".join(dealt.policies), "".join(dealt.simulators)) == (acting, drawing)
 
@@ -50,12 +50,12 @@ def test_simulators_get_what_is_left_or_share_all(gpus, policies, acting, drawin
         ("all", ()),
     ],
 )
-def test_gpus_are_counted_as_cuda_counts_them(visible, gpus, monkeypatch):
+def test_gpu_count_follows_cuda_visible_devices(visible, gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert visible_gpus() == gpus
 
 
-def test_a_linux_below_windows_has_the_gpus_that_its_driver_lists(tmp_path, monkeypatch):
+def test_wsl_uses_the_gpus_listed_by_the_driver(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(devices, "DEV", tmp_path)
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(1000, 1000))
@@ -84,7 +84,7 @@ SPLIT = ("0", "GPU-a", "81559", "81559", "Enabled", "580.65.06", "NVIDIA H100 80
         ("MIG-1", [SPLIT], 9000),
     ],
 )
-def test_memory_is_what_is_free_on_the_gpus_that_are_visible(visible, rows, mib, tmp_path, monkeypatch):
+def test_free_memory_is_that_of_visible_gpus(visible, rows, mib, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *rows)
     cuda = "class cuda:\n    device_count = lambda: 1\n    mem_get_info = lambda number: (9000 * 2**20, 0)\n"
     (tmp_path / "torch.py").write_text(cuda)  # which sees slices of a GPU as devices
@@ -94,7 +94,7 @@ def test_memory_is_what_is_free_on_the_gpus_that_are_visible(visible, rows, mib,
     assert Gpus().free == mib * 2**20
 
 
-def test_cuda_numbers_unlike_gpus_in_an_order_of_its_own(tmp_path, monkeypatch):
+def test_free_memory_of_mixed_gpus_uses_cuda_order(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, DISPLAY, H100)
     (tmp_path / "torch.py").write_text(
         "class cuda:\n    device_count = lambda: 1\n    mem_get_info = lambda n: (7, 7)\n"
@@ -128,7 +128,7 @@ def seen_by_processes(folder, run_plan):
 
 
 @pytest.mark.integration
-def test_each_process_sees_the_gpu_of_its_plan(tmp_path, monkeypatch):
+def test_each_process_gets_its_planned_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
     run_plan = build_run_plan(toy_config(tmp_path, *APART, "actor.fsdp.size=2"), training=True)
     seen = seen_by_processes(tmp_path, run_plan)
@@ -137,14 +137,14 @@ def test_each_process_sees_the_gpu_of_its_plan(tmp_path, monkeypatch):
     assert seen_by_processes(tmp_path, blind) == seen | {"env_0": "", "env_1": ""}
 
 
-def test_one_gpu_is_shared_and_none_is_hidden_on_a_host_without(tmp_path, monkeypatch):
+def test_single_gpu_is_shared_and_cpu_hosts_hide_none(tmp_path, monkeypatch):
     for visible, gpu in (("4", "4"), ("", None)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         dealt = build_run_plan(toy_config(tmp_path, *APART), training=True).devices
         assert [dealt.of_policy(0), dealt.of_policy(1), dealt.of_env_worker(1, on_gpu=None)] == [gpu] * 3
 
 
-def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
+def test_batched_simulator_has_one_worker_per_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("embodyrl.plan.run_plan.available_cores", lambda: 16)
     cfg, env = toy_config(tmp_path, "launcher=local"), build_run_plan(toy_config(tmp_path), training=True).env
     batched = replace(env, simulator=SimulatorSpec(lockstep=True, on_gpu=True))
@@ -155,7 +155,7 @@ def test_a_batched_simulator_gets_one_worker_per_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("off_policy")
-def test_an_average_of_weights_is_kept_on_all_gpus(tmp_path, monkeypatch):
+def test_weight_averaging_uses_all_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     words = ("launcher=local", "algorithm=filtered_bc", "algorithm.average=0.9", "actor.fsdp.size=-1")
     assert build_run_plan(toy_config(tmp_path, *words), training=True).ranks == 2

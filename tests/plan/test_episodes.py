@@ -47,7 +47,7 @@ def plan_of(cfg: TrainConfig, step: int = 0, *, counts_chunk_steps: bool = False
     return train_episodes(cfg, ENV, step, counts_chunk_steps=counts_chunk_steps)
 
 
-def test_a_plan_depends_on_seed_and_step_alone(config):
+def test_episode_plan_depends_on_seed_and_step_only(config):
     cfg = config("env.train.total_num_envs=8")
     assert plan_of(cfg, 5) == plan_of(config("env.train.total_num_envs=8"), 5)
     assert plan_of(cfg, 5) != plan_of(cfg, 6)
@@ -56,7 +56,7 @@ def test_a_plan_depends_on_seed_and_step_alone(config):
     assert plan_of(cfg, 5) == plan_of(other_machine, 5)
 
 
-def test_members_of_a_group_share_reset_id_and_seed_but_not_noise(config):
+def test_group_members_share_reset_id_and_seed_but_not_noise(config):
     episodes = episodes_of(plan_of(config("env.train.total_num_envs=8", "algorithm.group_size=4"), 3))
     assert [e.episode_id for e in episodes] == list(range(8))
     for group in (0, 1):
@@ -74,7 +74,7 @@ def test_noise_and_seeds_never_repeat_between_steps(config):
     assert len({e.seed for e in episodes}) == len(episodes) // 2
 
 
-def test_every_reset_id_comes_equally_often(config):
+def test_reset_ids_are_used_equally_often(config):
     """Five groups per step do not divide twelve ids: the stream goes on over the step's border."""
     cfg = config("env.train.total_num_envs=10")
     stream = [e.reset_id for step in range(24) for e in episodes_of(plan_of(cfg, step)) if e.member == 0]
@@ -84,7 +84,7 @@ def test_every_reset_id_comes_equally_often(config):
     assert stream[:12] != stream[12:24], "each pass has an order of its own"
 
 
-def test_more_groups_than_reset_ids_wrap_around(config):
+def test_reset_ids_repeat_if_there_are_more_groups(config):
     cfg = config("env.train.total_num_envs=40")
     drawn = Counter(e.reset_id for e in episodes_of(plan_of(cfg)) if e.member == 0)
     assert set(drawn) == set(range(12))
@@ -99,7 +99,7 @@ def test_task_ids_select_reset_ids(config):
         selected_reset_ids(ENV, config("env.train.task_ids=[3]").env.train)
 
 
-def test_auto_reset_makes_one_queue_of_all_epochs_and_its_absence_one_wave_per_epoch(config):
+def test_auto_reset_joins_epochs_into_one_wave(config):
     refilled = plan_of(config("algorithm.rollout_epoch=3"))
     assert [len(wave.queues) for wave in refilled.waves] == [1]
     assert [e.episode_id for e in refilled.waves[0].queues[0]] == list(range(12))
@@ -108,7 +108,7 @@ def test_auto_reset_makes_one_queue_of_all_epochs_and_its_absence_one_wave_per_e
     assert episodes_of(refilled) == [e for wave in waves for e in wave.queues[0]]
 
 
-def test_deterministic_mode_deals_the_same_episodes_to_fixed_slots(config):
+def test_deterministic_mode_assigns_episodes_to_fixed_slots(config):
     words = ("algorithm.rollout_epoch=3", "algorithm.group_size=4")
     dealt = plan_of(config(*words, "runner.deterministic=true"))
     assert [[e.episode_id for e in q] for q in dealt.waves[0].queues] == [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]
@@ -116,7 +116,7 @@ def test_deterministic_mode_deals_the_same_episodes_to_fixed_slots(config):
     assert sorted(episodes_of(dealt), key=lambda e: e.episode_id) == episodes_of(shared)
 
 
-def test_a_quota_wave_never_runs_out_of_episodes(config):
+def test_step_quota_never_runs_out_of_episodes(config):
     """A chunk may end an episode, so a slot needs as many episodes as it has chunk steps."""
     cfg = config("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=18", "algorithm.rollout_epoch=2")
     plan = plan_of(cfg, counts_chunk_steps=True)
@@ -129,7 +129,7 @@ def test_a_quota_wave_never_runs_out_of_episodes(config):
     assert len(set(ids)) == len(ids) == 40
 
 
-def test_a_quota_without_auto_reset_has_one_episode_per_slot(config):
+def test_step_quota_without_auto_reset_has_one_episode_per_slot(config):
     cfg = config("algorithm=ppo", "env.train.auto_reset=false")
     assert [len(q) for q in plan_of(cfg, counts_chunk_steps=True).waves[0].queues] == [1, 1, 1, 1]
 
@@ -148,7 +148,7 @@ def test_free_reset_ids_differ_in_every_step_and_epoch(config):
     assert len({tuple(e.reset_id for queue in wave.queues for e in queue) for wave in waves}) == 6
 
 
-def test_continued_episodes_take_free_reset_ids(config):
+def test_continued_episodes_use_free_reset_ids(config):
     """A slot that continues an episode is in another state than the plan of its step says."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=64", "env.train.use_fixed_reset_state_ids=true")
     for continues in (True, False):
@@ -169,13 +169,13 @@ def test_an_evaluation_covers_tasks_and_states_evenly(config):
     assert all(a.task_id <= b.task_id for a, b in pairwise(episodes)), "a worker loads one task after the other"
 
 
-def test_a_total_of_evaluation_episodes_is_spread_over_the_tasks(config):
+def test_total_evaluation_episodes_are_split_over_tasks(config):
     episodes = episodes_of(eval_episodes(config("eval.episodes=5", "env.eval.task_ids=[1,2]"), ENV, POLICY))
     assert Counter(e.task_id for e in episodes) == {1: 3, 2: 2}
     assert plan_slots(config("eval.episodes=1")) == 1
 
 
-def test_samples_of_an_evaluation_share_their_starts_and_nothing_else(config):
+def test_evaluation_samples_share_initial_states_but_not_noise(config):
     words = ("eval.episodes_per_task=2", "eval.sampling_params.do_sample=true")
     once = episodes_of(eval_episodes(config(*words), ENV, POLICY))
     thrice = episodes_of(eval_episodes(config(*words, "eval.samples=3"), ENV, POLICY))
@@ -190,7 +190,7 @@ def plan_slots(cfg: TrainConfig) -> int:
     return eval_episodes(cfg, ENV, POLICY).num_slots
 
 
-def test_evaluations_of_different_seeds_start_from_the_same_states(config):
+def test_evaluations_with_other_seeds_use_the_same_initial_states(config):
     def starts(cfg):
         return [(e.episode_id, e.reset_id, e.seed) for e in episodes_of(eval_episodes(cfg, ENV, POLICY))]
 
@@ -201,7 +201,7 @@ def eval_starts(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec = POLICY) -> 
     return [(e.reset_id, e.seed) for e in episodes_of(eval_episodes(cfg, env, policy))]
 
 
-def test_an_evaluation_never_plays_an_exact_copy(config):
+def test_evaluation_never_repeats_an_identical_episode(config):
     """Where a reset id decides everything and the policy takes no noise, a second time would show nothing new."""
     fixed = replace(ENV, seeded_tasks=(1,))
     greedy = config("eval.episodes_per_task=6")
@@ -218,7 +218,7 @@ def test_an_evaluation_never_plays_an_exact_copy(config):
 
 
 @pytest.mark.needs("tabletop")
-def test_which_policies_take_noise():
+def test_noise_is_planned_for_stochastic_policies_only():
     for words, takes in (
         (["model=scripted"], False),
         (["model=scripted", "model.expert_noise=0.1"], True),
@@ -238,7 +238,7 @@ def suites_env() -> EnvSpec:
     )
 
 
-def test_training_stays_in_the_own_suite_and_evaluation_covers_all(config):
+def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
     env = suites_env()
     assert {e.task_id for e in train_episodes(config(), env, 0, counts_chunk_steps=False).episodes} <= {0, 1}
     assert {*selected_reset_ids(env, config().env.train)} == set(range(8))
@@ -251,7 +251,7 @@ def test_training_stays_in_the_own_suite_and_evaluation_covers_all(config):
         selected_reset_ids(env, config("env.eval.task_ids=[2]").env.eval)
 
 
-def test_tasks_are_drawn_by_weight_and_by_how_open_they_are(config):
+def test_tasks_are_sampled_by_weight_and_success_variance(config):
     """Twelve groups a step: by weight alone, then half of them where success is neither rare nor certain."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
 
@@ -286,7 +286,7 @@ def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
     assert drawn({"0": [0.0, 98.0], "1": [49.0, 98.0], "2": [98.0, 98.0]})[1] >= 7
 
 
-def test_groups_in_place_of_filtered_ones_are_drawn_by_the_same_weights(config):
+def test_refill_groups_are_sampled_by_the_same_weights(config):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
     first, again = (list(refill_episodes(cfg, ENV, 0, attempt, 6).episodes) for attempt in (0, 1))
     for episodes in (first, again):
@@ -299,7 +299,7 @@ def test_groups_in_place_of_filtered_ones_are_drawn_by_the_same_weights(config):
     assert drawn[1] >= 16
 
 
-def test_one_task_is_drawn_row_by_row(config):
+def test_curriculum_of_one_task_samples_reset_ids(config):
     cfg = config(
         "env.train.total_num_envs=16", "algorithm.group_size=4", "env.train.task_ids=[1]", "algorithm.curriculum=1"
     )
@@ -311,7 +311,7 @@ def test_one_task_is_drawn_row_by_row(config):
     assert {*drawn} <= {4, 5, 6, 7}
 
 
-def test_refills_differ_from_step_to_step_and_repeat_nothing(config):
+def test_refill_groups_differ_between_steps_and_never_repeat(config):
     cfg = config("env.train.total_num_envs=8", "algorithm.group_size=4")
     plans = {(s, a): [*refill_episodes(cfg, ENV, s, a, 2).episodes] for s in range(6) for a in range(2)}
     starts = {place: tuple(e.reset_id for e in plan if e.member == 0) for place, plan in plans.items()}
@@ -322,7 +322,7 @@ def test_refills_differ_from_step_to_step_and_repeat_nothing(config):
     assert len({e.noise_seed for plan in plans.values() for e in plan}) == 12 * 8
 
 
-def test_rounds_of_refills_of_different_sizes_share_no_episode_id(config):
+def test_refill_rounds_share_no_episode_ids(config):
     """A first round of four groups, then two rounds of one."""
     cfg = config("env.train.total_num_envs=16", "algorithm.group_size=4")
     rounds = [plan_of(cfg), *(refill_episodes(cfg, ENV, 0, attempt, n) for attempt, n in enumerate((4, 1, 1)))]
@@ -331,7 +331,7 @@ def test_rounds_of_refills_of_different_sizes_share_no_episode_id(config):
 
 
 @pytest.mark.parametrize("words", ["env.train.task_weights=[1, 2, 3]", "algorithm.curriculum=1"])
-def test_weighted_tasks_and_their_refills_stay_within_the_states_of_the_split(config, words):
+def test_weighted_tasks_and_refills_use_states_of_the_split(config, words):
     cfg = config("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.state_ids=[1,2]", words)
     first, refills = plan_of(cfg), refill_episodes(cfg, ENV, 0, 0, 12)
     for plan in (first, refills):
@@ -341,7 +341,7 @@ def test_weighted_tasks_and_their_refills_stay_within_the_states_of_the_split(co
 @pytest.mark.needs("demonstrations")
 @pytest.mark.needs("text")
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shuffle):
+def test_unshuffled_text_rows_keep_their_order(tmp_path, shuffle):
     cfg = text_config(tmp_path, f"data.shuffle={shuffle}".lower(), "data.kwargs={rows: 40}")
     env = ENVS.get("text").spec(cfg.env, env_context(cfg))
     rows = [
@@ -354,7 +354,7 @@ def test_rows_of_text_keep_their_order_where_they_are_not_shuffled(tmp_path, shu
 
 
 @pytest.mark.needs("demonstrations")
-def test_every_split_has_its_own_limits(config):
+def test_train_and_eval_have_separate_step_limits(config):
     cfg = config("env.train.max_episode_steps=8", "env.eval.max_episode_steps=5", "env.eval.ignore_terminations=true")
     plans = plan_of(cfg), eval_episodes(cfg, ENV, POLICY)
     assert [(plan.max_episode_steps, plan.ignore_terminations) for plan in plans] == [(8, False), (5, True)]

@@ -107,7 +107,7 @@ def problems_of(overrides: list[str]) -> list[str]:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize(("typed", "fragments"), BAD, ids=[b[0] for b in BAD])
-def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) -> None:
+def test_config_error_is_one_line_with_a_fix(typed: str, fragments: list[str]) -> None:
     overrides = [typed] if "{" in typed else typed.split(" ")
     problems = problems_of(overrides)
     assert len(problems) == 1, problems
@@ -117,7 +117,7 @@ def test_bad_config_is_one_line_with_its_cure(typed: str, fragments: list[str]) 
 
 
 @pytest.mark.needs("libero")
-def test_all_problems_come_together() -> None:
+def test_config_problems_are_reported_together() -> None:
     bad = "env=libero_11 sed=1 ++x=2 algorithm.group_size=a algorithm.clip_ratio_low=700 b=[ seed=${q}"
     problems = problems_of(bad.split(" "))
     text = "\n".join(problems)
@@ -127,7 +127,7 @@ def test_all_problems_come_together() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_conflicts_wait_until_single_values_are_right() -> None:
+def test_conflicts_are_checked_after_single_values() -> None:
     problems = problems_of(["env.train.total_num_env=4", "algorithm.group_size=3"])
     assert len(problems) == 1
     assert "unknown key" in problems[0]
@@ -139,7 +139,7 @@ def option_files() -> list[str]:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("override", option_files())
-def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
+def test_every_yaml_composes_and_has_a_description(override: str) -> None:
     if override == "launcher=ray":
         pytest.importorskip("ray")
     group, _, option = override.partition("=")
@@ -150,7 +150,7 @@ def test_every_yaml_composes_and_says_what_it_is(override: str) -> None:
 
 @pytest.mark.needs("libero")
 @pytest.mark.parametrize("suite", ["libero_spatial", "libero_object", "libero_goal"])
-def test_the_simplevla_recipe_brings_its_horizon(suite: str) -> None:
+def test_simplevla_preset_sets_its_horizon(suite: str) -> None:
     env = load_config("train", ["algorithm=simplevla", f"env={suite}"]).env
     assert (env.train.max_episode_steps, env.eval.max_episode_steps) == (512, 512)
 
@@ -172,14 +172,14 @@ def test_every_yaml_below_conf_belongs_to_a_group() -> None:
 
 
 @pytest.mark.needs("libero")
-def test_what_suits_environment_and_model_is_set_beside_them() -> None:
+def test_env_and_model_pair_sets_matching_weights() -> None:
     assert load_config("train", []).model.path == "assets/openvla_oft_tabletop"
     assert load_config("train", ["env=libero_10"]).model.path == "assets/openvla_oft_tiny"
     assert load_config("eval", ["model.path=mine"]).model.path == "mine"
 
 
 @pytest.mark.needs("libero")
-def test_command_line_wins_over_experiment_over_group() -> None:
+def test_command_line_overrides_experiment_overrides_group() -> None:
     cfg = load_config("train", ["experiment=libero_laptop", "env=libero_goal", "runner.max_steps=7"])
     assert cfg.env.task_suite_name == "libero_goal"
     assert cfg.env.train.max_episode_steps == 200
@@ -188,7 +188,7 @@ def test_command_line_wins_over_experiment_over_group() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_free_mappings_take_anything() -> None:
+def test_free_mappings_accept_any_key() -> None:
     words = ["env=gym", "env.kwargs.a.b=[1,x]", "env.kwargs={speed: 2}", "env.kwargs.c=${seed}", "seed=5"]
     assert load_config("train", words).env.kwargs == {"a": {"b": [1, "x"]}, "c": 5, "speed": 2}
 
@@ -204,12 +204,12 @@ def test_free_mappings_take_anything() -> None:
         ("env=gym env.kwargs.a={} env.kwargs.a.b=1", "env.kwargs", {"a": {"b": 1}}),
     ],
 )
-def test_the_last_of_two_words_holds(words: str, key: str, value: object) -> None:
+def test_last_of_two_overrides_wins(words: str, key: str, value: object) -> None:
     assert dict(leaves(load_config("train", words.split())))[key] == value
 
 
 @pytest.mark.needs("libero")
-def test_commands_agree_on_the_keys_that_they_share() -> None:
+def test_commands_agree_on_shared_keys() -> None:
     words = ["env=libero_goal", "seed=3"]
     trained, measured = (dict(leaves(load_config(command, words))) for command in ("train", "eval"))
     assert measured.items() <= trained.items()
@@ -217,7 +217,7 @@ def test_commands_agree_on_the_keys_that_they_share() -> None:
 
 
 @pytest.mark.needs("libero")
-def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
+def test_config_dir_options_are_validated_strictly(tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "mine.yaml").write_text("# My kitchen\nenv_type: libero\nreward_coef: 5\n")
     (tmp_path / "env" / "typo.yaml").write_text("env_type: libero\nreward_coeff: 5\n")
@@ -241,7 +241,7 @@ def test_config_dir_adds_options_and_is_as_strict(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("libero")
-def test_sources_name_the_last_writer() -> None:
+def test_value_source_is_the_last_file_that_set_it() -> None:
     origin = load_config("train", ["experiment=libero_laptop", "seed=3"]).sources
     assert origin["seed"] == "command line"
     assert origin["env.train.max_episode_steps"] == "conf/experiment/libero_laptop.yaml"
@@ -263,14 +263,14 @@ def test_saved_config_round_trips(tmp_path: Path) -> None:
     assert differences == [(("seed", 0), ("seed", 9))]
 
 
-def test_a_number_that_python_cannot_read_is_no_traceback(tmp_path: Path) -> None:
+def test_unparsable_number_gives_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"seed: {'9' * 5000}\n")
     with pytest.raises(ConfigError):
         load_saved_config(tmp_path, [])
 
 
 @pytest.mark.needs("libero", "tabletop")
-def test_saved_config_is_as_strict(tmp_path: Path) -> None:
+def test_saved_config_is_validated_strictly(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
         "sed: 1\nalgorithm: {update_epoch: x}\nenv: {env_type: tabletop}\n"
@@ -309,7 +309,7 @@ def test_every_key_is_documented() -> None:
 
 
 @pytest.mark.needs("demonstrations", "libero", "tabletop")
-def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> None:
+def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
     save_config(load_config("train", []), tmp_path / "small.yaml")
     save_config(load_config("sft", ["data.path=demos"]), tmp_path / "large.yaml")
     for command in ("train", "eval"):
@@ -322,7 +322,7 @@ def test_weights_of_a_run_bring_its_model_and_its_pictures(tmp_path: Path) -> No
 
 
 @pytest.mark.needs("demonstrations", "libero", "tabletop")
-def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None:
+def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     """Fails where they are trained in the environment of the default run because none was typed."""
     base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
     save_config(load_config("train", [*demos.split(), "algorithm=ppo"]), base)
@@ -351,7 +351,7 @@ def test_weights_of_a_run_are_trained_in_its_environment(tmp_path: Path) -> None
 
 @pytest.mark.needs("demonstrations", "serving", "tabletop")
 @pytest.mark.parametrize("command", ["train", "eval", "collect", "serve"])
-def test_every_command_that_acts_takes_the_start_of_its_pair(command: str, tmp_path: Path) -> None:
+def test_rollout_commands_use_the_weights_of_the_env_model_pair(command: str, tmp_path: Path) -> None:
     words = [f"collect.out={tmp_path}"] * (command == "collect")
     cfg = load_config(command, ["env=tabletop", "model=openvla_oft_tiny", *words])
     assert (cfg.model.path, cfg.env.init_params.camera_heights) == ("assets/openvla_oft_tabletop", 56)
@@ -360,7 +360,7 @@ def test_every_command_that_acts_takes_the_start_of_its_pair(command: str, tmp_p
 
 
 @pytest.mark.needs("demonstrations", "libero", "tabletop")
-def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path) -> None:
+def test_eval_of_a_run_uses_its_validation_settings(tmp_path: Path) -> None:
     base = tmp_path / "config.yaml"
     words = ["eval.episodes=33", "eval.sampling_params.do_sample=true", "eval.sampling_params.temperature=0.7"]
     save_config(load_config("train", words), base)
@@ -383,7 +383,7 @@ def test_a_run_is_evaluated_as_it_evaluated_itself(tmp_path: Path) -> None:
     assert load_config("eval", ["env=libero_10"], base=base).runner.val_suites == []
 
 
-def test_keys_of_a_part_that_is_missing_are_not_reported_one_by_one(tmp_path: Path) -> None:
+def test_keys_of_a_missing_component_give_one_error(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("model_type: gone\nown_key: 1\n")
     with pytest.raises(ConfigError) as raised:

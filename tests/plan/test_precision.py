@@ -26,7 +26,7 @@ def processor(monkeypatch: pytest.MonkeyPatch, folder: Path, *features: str) -> 
 
 
 @pytest.mark.needs("demonstrations")
-def test_float32_is_the_default_on_a_processor_without_bfloat16(words, tmp_path, monkeypatch):
+def test_float32_is_the_default_on_cpus_without_bfloat16(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", words)
     assert cfg.model.precision is Precision.fp32
@@ -40,7 +40,7 @@ def test_float32_is_the_default_on_a_processor_without_bfloat16(words, tmp_path,
 
 
 @pytest.mark.needs("demonstrations")
-def test_a_typed_precision_and_gpus_keep_bfloat16(words, tmp_path, monkeypatch):
+def test_bfloat16_is_kept_on_gpus_and_if_configured(words, tmp_path, monkeypatch):
     processor(monkeypatch, tmp_path)
     cfg = load_config("sft", [*words, "model.precision=bf16"])
     assert cfg.model.precision is Precision.bf16

@@ -9,7 +9,7 @@ from embodyrl.plan.run_plan import build_run_plan
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_a_run_without_a_planner_takes_the_least_memory_and_names_the_extension(tmp_path, monkeypatch):
+def test_run_without_planner_extension_uses_least_memory(tmp_path, monkeypatch):
     planned = build_run_plan(toy_config(tmp_path), training=True)
     assert planned.resources.checkpoint > 0
     monkeypatch.setattr(PLANNERS, "group", "none")

@@ -12,7 +12,7 @@ def run_plan(*overrides, training=False):
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
+def test_only_cameras_used_by_the_policy_are_rendered():
     both = ("model=openvla_oft_tiny", "env.init_params.camera_names=[front,wrist]")
     one = run_plan(*both)
     assert one.env.cameras.names == ("front",)
@@ -28,7 +28,7 @@ def test_only_cameras_that_the_policy_reads_are_rendered_and_stored():
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
-def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
+def test_task_weights_are_refused_with_free_reset_ids(words):
     """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
@@ -38,7 +38,7 @@ def test_weights_of_tasks_are_refused_where_slots_choose_freely(words):
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_weights_are_as_many_as_what_is_drawn_by_them():
+def test_task_weights_must_match_the_number_of_tasks():
     """It was found when the first step was planned, after all workers had started."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
     run_plan(*words, "env.train.task_weights=[1,1,2]", training=True)
@@ -48,7 +48,7 @@ def test_weights_are_as_many_as_what_is_drawn_by_them():
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("model", ["scripted", "random"])
-def test_rl_refuses_policies_without_probabilities(model):
+def test_rl_refuses_policies_without_log_probabilities(model):
     with pytest.raises(ConfigError, match=rf"model '{model}' cannot be trained: it has no weights"):
         run_plan(f"model={model}", training=True)
 
@@ -62,7 +62,7 @@ def test_rl_refuses_policies_without_probabilities(model):
         (["env=text/copy", "model=cnn"], "choose another model, for example model=causal_lm_tiny"),
     ],
 )
-def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, fix):
+def test_mismatched_model_error_suggests_a_suitable_model(words, fix):
     with pytest.raises(ConfigError) as caught:
         build_run_plan(load_config("train", words), training=True)
     assert fix in caught.value.problems[0]
@@ -71,7 +71,7 @@ def test_a_model_of_another_kind_is_refused_with_one_that_fits(words, fix):
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("stale", [0, 2])
-def test_every_last_observation_has_a_record(stale):
+def test_record_capacity_includes_final_observations(stale):
     """Of 4 slots, in each of 2 epochs 3 chunks: 24 chunks of 12 episodes, of which 8 may be cut; of all open steps."""
     words = ("algorithm=ppo", "env.train.total_num_envs=4", "algorithm.rollout_epoch=2", "model.num_action_chunks=4")
     limits = ("env.train.max_episode_steps=8", "env.train.max_steps_per_rollout_epoch=12")
@@ -80,7 +80,7 @@ def test_every_last_observation_has_a_record(stale):
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_epochs_end_a_run_unless_its_steps_are_fewer():
+def test_run_ends_at_max_epochs_or_max_steps():
     """Twelve states and four groups a step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")
     words = (*words, "env.train.state_ids=[0,3]", "runner.max_epochs=3")
