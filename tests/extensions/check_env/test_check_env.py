@@ -57,7 +57,7 @@ def levels(cfg: EnvSettings) -> set[str]:
 
 
 @pytest.mark.parametrize("plant", PLANTS)
-def test_each_planted_fault_is_found_by_its_check_only(plant):
+def test_each_seeded_fault_is_found_by_its_check_only(plant):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     # All reset ids may begin alike: some environments have one start.
     found = warned(cfg) if plant == "reset_id_ignored" else list(failed(cfg))
@@ -78,12 +78,12 @@ def test_each_planted_fault_is_found_by_its_check_only(plant):
         ("last_state_missing", "reset: expected no error, found KeyError: 3 (faulty_env.py:"),
     ],
 )
-def test_a_violation_names_field_expected_and_found(plant, said):
+def test_violation_contains_field_expected_and_actual_value(plant, said):
     cfg = env_of(env_type="faulty_env:FACTORY", kwargs={"plant": plant, "tasks": 2})
     assert said in failed(cfg)[PLANTS[plant]]
 
 
-def test_without_a_fault_the_faulty_environment_passes():
+def test_environment_without_seeded_fault_passes():
     assert levels(env_of(env_type="faulty_env:FACTORY", kwargs={"plant": "none", "tasks": 2})) == {"ok"}
 
 
@@ -100,11 +100,11 @@ def test_without_a_fault_the_faulty_environment_passes():
     ],
     ids=["toy", "toy, 3 tasks", "scripted", "tabletop", "tabletop, one camera", "discrete actions", "bounded actions"],
 )
-def test_sound_environments_pass(cfg):
+def test_valid_environments_pass(cfg):
     assert levels(cfg) == {"ok"}
 
 
-def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
+def test_hanging_simulator_is_reported_and_later_checks_skipped():
     cfg = env_of(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
     found = {f.check: f for f in check_env(cfg, timeout_s=3.0)}
     assert "TimeoutError: no answer within 3 s" in str(found["step"].violations[0])
@@ -113,7 +113,7 @@ def test_a_simulator_that_hangs_is_reported_and_what_builds_on_it_skipped():
 
 
 @pytest.mark.integration
-def test_a_killed_check_leaves_no_simulator_behind_that_hangs(tmp_path):
+def test_killed_check_leaves_no_hanging_simulator(tmp_path):
     marker = tmp_path / "hangs"
     kwargs = (f"env.kwargs.once={marker}", "env.kwargs.fault=hang", "env.kwargs.where=step")
     command = start_cli("check-env", "env.env_type=toy_env:FACTORY", *kwargs, cwd=tmp_path)
@@ -128,12 +128,12 @@ def test_a_killed_check_leaves_no_simulator_behind_that_hangs(tmp_path):
         command.stop()
 
 
-def test_tasks_whose_answers_are_text_are_refused_in_one_line(capsys):
+def test_text_tasks_are_refused_with_one_line(capsys):
     assert main(["check-env", "env=text/arithmetic"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_command_ends_with_3_and_prints_expected_and_found(capsys):
+def test_failed_check_exits_3_with_expected_and_actual_value(capsys):
     words = ["env.env_type=faulty_env:FACTORY", "env.kwargs.plant=nan_in_state"]
     assert main(["check-env", *words]) == 3
     printed = capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_the_command_ends_with_3_and_prints_expected_and_found(capsys):
     assert [c["violations"] for c in report["checks"] if c["check"] == "observe"] == [[violation]]
 
 
-def test_the_default_of_the_command_is_the_built_in_table(capsys):
+def test_check_env_defaults_to_tabletop(capsys):
     assert main(["check-env"]) == 0
     assert f"{len(CHECKS)} checks ok, 0 failed, 0 skipped" in capsys.readouterr().out
 
@@ -160,12 +160,12 @@ def test_the_default_of_the_command_is_the_built_in_table(capsys):
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
 )
-def test_wrong_words_are_refused_before_anything_is_built(word, said, capsys):
+def test_wrong_arguments_are_refused_before_building(word, said, capsys):
     assert main(["check-env", word]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_arguments_of_a_training_are_accepted_with_one_warning(caplog):
+def test_training_arguments_are_accepted_with_one_warning(caplog):
     words = ["model=mlp", "launcher=inline", "algorithm=ppo", "reward.path=a:b", "runner.max_steps=1", "ckpt=runs/a"]
     cfg = load_config("check-env", ["env=tabletop", "env.train.total_num_envs=4", "env.reward_coef=2", *words])
     (line,) = (record.getMessage() for record in caplog.records)
@@ -183,7 +183,7 @@ def test_arguments_of_a_training_are_accepted_with_one_warning(caplog):
         ("serve", ["model=mlp", "launcher=inline"], "algorithm, launcher have no effect"),
     ],
 )
-def test_the_group_of_a_training_that_a_command_does_not_read_is_a_warning(command, words, unread, caplog):
+def test_unused_training_group_gives_a_warning(command, words, unread, caplog):
     load_config(command, ["env=gym", "env.id=CartPole-v1", *sorted([*words, "algorithm=ppo"])])
     lines = [record.getMessage() for record in caplog.records]
     assert [line for line in lines if "has no" in line or "have no" in line] == [

@@ -93,7 +93,7 @@ CHEAP = (
 
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=slow) for n in LEGAL])
-def test_odd_and_legal_ones_pass(name):
+def test_unusual_valid_environments_pass(name):
     found = look(place(name))
     assert not failures(found)
     assert [f.check for f in found if f.level == "warn"] == LEGAL[name]
@@ -101,7 +101,7 @@ def test_odd_and_legal_ones_pass(name):
 
 
 @pytest.mark.parametrize(("name", "level", "said"), [("Walk", "ok", "7 rewards"), ("Drifts", "warn", "step 4 earned")])
-def test_what_it_says_of_goals_is_held_against_its_steps(name, level, said):
+def test_goal_interface_is_checked_against_the_steps(name, level, said):
     """Mutations: the goal is compared with the observation before the step, or only the first step is."""
     found = {f.check: f for f in look(f"env.id=goal_env:{name}")}
     assert [f.check for f in found.values() if f.level == "FAIL"] == []
@@ -144,7 +144,7 @@ ILLEGAL = {
 
 
 @pytest.mark.parametrize("name", [n if n in CHEAP else pytest.param(n, marks=slow) for n in ILLEGAL])
-def test_illegal_ones_are_named_with_their_cure(name):
+def test_invalid_environment_report_contains_a_fix(name):
     check, said = ILLEGAL[name]
     first = failures(look(place(name), timeout_s=8.0 if name == "SleepsLater" else 60.0))[0]
     assert first.startswith(f"{check}: ")
@@ -160,7 +160,7 @@ def test_illegal_ones_are_named_with_their_cure(name):
         pytest.param("LocksLater", "it hangs where Python cannot interrupt it", marks=slow),
     ],
 )
-def test_one_that_takes_its_process_along_is_named(name, said):
+def test_environment_that_kills_its_process_is_reported(name, said):
     found = look(place(name), apart=True, timeout_s=8.0)
     assert [f.split(":")[0] for f in failures(found)] == ["lasts"]
     assert said in failures(found)[0]
@@ -168,7 +168,7 @@ def test_one_that_takes_its_process_along_is_named(name, said):
 
 
 @pytest.mark.integration
-def test_json_is_valid_whatever_the_environment_prints(capfd):
+def test_json_is_valid_if_the_environment_prints(capfd):
     assert main(["check-env", "env=gym", "env.id=odd_envs:Chatty", "--json"]) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out)["failed"] == 0
@@ -217,7 +217,7 @@ minatar.gym:MinAtar/Breakout-v1""".splitlines()
 @pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.parametrize("env_id", REAL)
-def test_real_ones_pass_where_they_are_installed(env_id):
+def test_installed_gymnasium_environments_pass(env_id):
     words = [f"env.id={env_id}"]
     words += [MINIGRID] if env_id.startswith("minigrid") else []
     # Without a seed its constructor samples other tasks in every slot.
@@ -231,7 +231,7 @@ def test_real_ones_pass_where_they_are_installed(env_id):
 
 
 @pytest.mark.integration
-def test_threads_and_processes_that_close_leaves_are_named_and_ended():
+def test_threads_and_processes_left_by_close_are_reported():
     found = {f.check: f for f in look("env.id=foreign_envs:LeavesThreads", apart=True)}
     assert found["close"].level == "warn"
     assert re.search(r"thread motor.*process (\d+) \(sleep 1000\)", str(found["close"].violations[0]))

@@ -27,7 +27,7 @@ def answer(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
-def test_ls_shows_complete_checkpoints_and_the_best(run, capsys):
+def test_ls_lists_complete_checkpoints_and_the_best(run, capsys):
     rows = answer(capsys, "ls", run)
     assert [row["step"] for row in rows] == [1, 2, 3]
     best = json.loads((run / "checkpoints" / "step_000003" / "loop.json").read_text())["best_step"]
@@ -39,7 +39,7 @@ def test_ls_shows_complete_checkpoints_and_the_best(run, capsys):
     (run / "checkpoints" / "step_000009").rmdir()
 
 
-def test_a_full_export_is_the_policy_with_a_card(run, tmp_path, capsys):
+def test_full_export_contains_policy_and_model_card(run, tmp_path, capsys):
     out = tmp_path / "models" / "mine"
     answer(capsys, "export", "trust=true", run / "checkpoints" / "step_000002", out)
     assert {p.name: p.read_bytes() for p in out.glob("*.safetensors")} == weights(run, 2)
@@ -70,7 +70,7 @@ def test_export_merges_adapters(tmp_path, capsys):
     assert changed > 5
 
 
-def test_verify_names_the_broken_file_and_fails(tmp_path, capsys):
+def test_verify_names_the_damaged_file_and_fails(tmp_path, capsys):
     run = train_toy(tmp_path, *WORDS)
     assert answer(capsys, "verify", run)["problems"] == []
     victim = run / "checkpoints" / "step_000002" / "training_state.safetensors"
@@ -84,7 +84,7 @@ def test_verify_names_the_broken_file_and_fails(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_prune_keeps_the_newest_and_the_best(tmp_path, capsys):
+def test_prune_keeps_newest_and_best(tmp_path, capsys):
     run = train_toy(tmp_path, *VALIDATED)
     best = json.loads((run / "checkpoints" / "step_000003" / "loop.json").read_text())["best_step"]
     answer(capsys, "prune", run, "--keep", "1")
@@ -95,5 +95,5 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [[], ["list"], ["ls"], ["ls", "nowhere"], ["export", "nowhere"]])
-def test_misuse_is_a_usage_error(words):
+def test_wrong_ckpt_arguments_are_usage_errors(words):
     assert main(["ckpt", *words]) == 2

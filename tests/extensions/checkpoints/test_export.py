@@ -69,7 +69,7 @@ def generated(folder: Path, prompt: str, pictures: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("adapters", "tied"), [((), False), (LORA, False), (LORA, True), (WHOLE_HEAD, True), (LORA, None)]
 )
-def test_an_exported_model_generates_in_transformers_as_in_eval(
+def test_exported_lm_generates_the_same_text_in_transformers(
     tmp_path: Path, adapters: tuple[str, ...], tied: bool | None, recwarn: pytest.WarningsRecorder
 ):
     """None: a model of random weights from the seed, without a folder."""
@@ -92,7 +92,7 @@ def test_an_exported_model_generates_in_transformers_as_in_eval(
 
 
 @pytest.mark.integration
-def test_an_exported_vision_language_model_generates_in_transformers_as_in_eval(tmp_path: Path):
+def test_exported_vlm_generates_the_same_text_in_transformers(tmp_path: Path):
     words = [*TRAINED, *LORA, *QUIET[2:], "model=vision_lm_tiny", "data.kwargs={rows: 40}"]
     run = train(text_config(tmp_path / "runs", *words, task="colour")).run
     out = export(run, 1, tmp_path / "out")
@@ -109,7 +109,7 @@ def test_an_exported_vision_language_model_generates_in_transformers_as_in_eval(
 
 
 @pytest.mark.integration
-def test_an_export_looks_up_neither_rows_nor_rewards(tmp_path: Path):
+def test_export_needs_neither_data_nor_rewards(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     words = [f"data.path={tmp_path}/rows.jsonl", "data.prompt_key=prompt", "data.answer_key=answer"]
     own = "reward.path=plain_rewards:moody"
@@ -122,7 +122,7 @@ def test_an_export_looks_up_neither_rows_nor_rewards(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_adapters_that_learned_from_rows_are_exported(tmp_path: Path):
+def test_adapters_trained_by_text_sft_are_exported(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
     words = [f"data.path={tmp_path}/rows.jsonl", "model=causal_lm_tiny", *LORA, *QUIET, "runner.max_steps=1"]
     small = ("actor.global_batch_size=4", "actor.micro_batch_size=4", f"runner.output_dir={tmp_path}/runs")
@@ -131,7 +131,7 @@ def test_adapters_that_learned_from_rows_are_exported(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_whole_modules_beside_adapters_are_evaluated_in_bfloat16(tmp_path: Path):
+def test_fully_trained_modules_with_adapters_evaluate_in_bfloat16(tmp_path: Path):
     model = ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=False)}", "model.precision=bf16"]
     run = train(text_config(tmp_path / "runs", *TRAINED, *WHOLE_HEAD, *model)).run
     words = [f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}"]

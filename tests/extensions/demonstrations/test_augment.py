@@ -12,7 +12,7 @@ from embodyrl.extensions.demonstrations.augment import augment, draw, jitter, sh
 CPU = torch.device("cpu")
 
 
-def test_hue_and_saturation_equal_the_colour_model() -> None:
+def test_hue_and_saturation_match_the_colour_model() -> None:
     rng = np.random.default_rng(0)
     colours = np.vstack([rng.random((200, 3)), np.eye(3), 1 - np.eye(3), [[0.5, 0.5, 0.5], [0, 0, 0], [1, 1, 1]]])
     for factor, turn in ((1.0, 0.0), (0.8, 0.05), (1.2, -0.05), (1.2, 0.3)):
@@ -25,7 +25,7 @@ def test_hue_and_saturation_equal_the_colour_model() -> None:
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 
 
-def test_shifts_reach_the_margin_of_the_crop_and_no_further() -> None:
+def test_random_shifts_stay_within_the_crop_margin() -> None:
     frames = torch.arange(100, dtype=torch.uint8)[None, :, None, None].expand(3, 100, 100, 3)
     # The crop keeps 0.9487 of each side, so its margin is 2.57 of 100 pixels: whole shifts of -2 to 2.
     moved = shift(frames, torch.tensor([0.0, 0.5, 0.999]), torch.tensor([0.5, 0.5, 0.5]))
@@ -35,7 +35,7 @@ def test_shifts_reach_the_margin_of_the_crop_and_no_further() -> None:
     assert rows[2] == [*range(2, 100), 99, 99]
 
 
-def test_draws_in_the_middle_change_nothing() -> None:
+def test_neutral_jitter_does_not_change_pixels() -> None:
     pixels = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(jitter(pixels, torch.full((4, 2), 0.5)), pixels, atol=1e-6, rtol=0)
 
@@ -48,7 +48,7 @@ def test_brightness_and_contrast_follow_their_formulas() -> None:
     torch.testing.assert_close(jitter(pixels, draws), ((brighter - mean) * 0.8 + mean).clamp(0, 1), atol=1e-6, rtol=0)
 
 
-def test_frames_differ_from_each_other_but_not_between_calls() -> None:
+def test_augmentation_differs_by_frame_and_is_deterministic() -> None:
     frame = np.random.default_rng(0).integers(0, 256, (1, 1, 40, 40, 3), np.uint8)
     images = np.repeat(np.repeat(frame, 3, axis=0), 2, axis=1)
     one, two = (augment(images, draw(6, 7).unflatten(1, (3, 2)), CPU) for _ in range(2))
@@ -60,7 +60,7 @@ def test_frames_differ_from_each_other_but_not_between_calls() -> None:
     assert images.base is None or (images[0, 0] == frame[0, 0]).all()
 
 
-def test_turns_of_a_third_of_the_circle_either_way() -> None:
+def test_hue_rotation_by_120_degrees_matches_colorsys() -> None:
     rng = np.random.default_rng(1)
     colours = rng.random((300, 3))
     for turn in (-1 / 3, 1 / 3):
@@ -71,7 +71,7 @@ def test_turns_of_a_third_of_the_circle_either_way() -> None:
         np.testing.assert_allclose(found.numpy(), np.array(expected), atol=1e-6)
 
 
-def test_rows_and_columns_are_shifted_by_their_own_draws() -> None:
+def test_row_and_column_shifts_are_sampled_independently() -> None:
     frames = torch.from_numpy(np.random.default_rng(2).integers(0, 256, (2, 40, 60, 3), np.uint8))
     moved = shift(frames, torch.tensor([0.0, 0.999]), torch.tensor([0.999, 0.0]), 2)
     torch.testing.assert_close(moved[0, 2:, :-2], frames[0, :-2, 2:])

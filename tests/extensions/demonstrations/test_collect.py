@@ -54,7 +54,7 @@ def sources(root: Path) -> list[tuple[int, int, int, int]]:
     return rows  # type: ignore[return-value]
 
 
-def test_every_step_of_the_demonstrator_is_written(tmp_path: Path) -> None:
+def test_every_expert_step_is_recorded(tmp_path: Path) -> None:
     result = run(tmp_path, "collect.episodes=7")
     root = tmp_path / "demos"
     assert (result.episodes, result.tried, result.succeeded, result.dropped) == (7, 7, 7, 0)
@@ -78,7 +78,7 @@ def test_every_step_of_the_demonstrator_is_written(tmp_path: Path) -> None:
     assert table["next.success"].to_pylist() == table["next.done"].to_pylist()
 
 
-def test_the_actions_of_an_episode_lead_through_its_states(tmp_path: Path) -> None:
+def test_replayed_actions_reproduce_recorded_states(tmp_path: Path) -> None:
     """Played again from its initial state, an episode shows what was recorded: each action belongs to its step."""
     places = [f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline"]
     collect(load_config("collect", ["env=tabletop", "collect.episodes=3", "runner.logger.backends=[jsonl]", *places]))
@@ -93,7 +93,7 @@ def test_the_actions_of_an_episode_lead_through_its_states(tmp_path: Path) -> No
     env.close()
 
 
-def test_rewards_and_success_are_those_of_the_step(tmp_path: Path) -> None:
+def test_rewards_and_success_belong_to_their_step(tmp_path: Path) -> None:
     """Shaken so hard that the goal is lost again: success is what the next state says, rewards its change."""
     hard = ("model.expert_noise=1.0", "env.kwargs.goal=0.4", "env.train.ignore_terminations=true")
     run(tmp_path, *hard, "collect.episodes=6", "collect.filter=all")
@@ -107,7 +107,7 @@ def test_rewards_and_success_are_those_of_the_step(tmp_path: Path) -> None:
     assert lost, "or this shows little"
 
 
-def test_the_card_describes_the_environment(tmp_path: Path) -> None:
+def test_dataset_card_describes_the_environment(tmp_path: Path) -> None:
     run(tmp_path, "collect.episodes=2")
     card = read_card(tmp_path / "demos")
     env = toy_spec(2)
@@ -120,7 +120,7 @@ def test_the_card_describes_the_environment(tmp_path: Path) -> None:
     assert (card.fps, card.collected["model"], card.collected["seed"]) == (20, "scripted", 0)
 
 
-def test_noise_moves_the_states_but_not_the_recorded_actions(tmp_path: Path) -> None:
+def test_action_noise_changes_states_but_not_recorded_actions(tmp_path: Path) -> None:
     run(tmp_path, "collect.episodes=2", "model.expert_noise=0.3", "env.train.max_episode_steps=30")
     demos = load_demonstrations(tmp_path / "demos")
     assert set(np.unique(demos.action[:, 0])) == {-0.5, 0.5}
@@ -129,7 +129,7 @@ def test_noise_moves_the_states_but_not_the_recorded_actions(tmp_path: Path) -> 
     assert steps.std() > 0.05
 
 
-def test_failures_are_replaced_by_later_trials_of_the_same_task(tmp_path: Path) -> None:
+def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> None:
     """Eight noisy steps for a goal that takes five clean ones: some episodes miss it."""
     hard = ("model.expert_noise=1.0", "env.kwargs.goal=2.5", "collect.episodes=12")
     result = run(tmp_path, *hard)
@@ -146,12 +146,12 @@ def test_without_a_filter_every_episode_is_kept(tmp_path: Path) -> None:
     assert {row["embodyrl/success"] for row in read_episodes(tmp_path / "demos")} == {True, False}
 
 
-def test_a_task_that_never_succeeds_ends_with_a_cure(tmp_path: Path) -> None:
+def test_task_without_success_error_contains_a_fix(tmp_path: Path) -> None:
     with pytest.raises(EmbodyError, match=r"task 0 .* only 0 of 20 episodes .*collect.filter=all"):
         run(tmp_path, "env.kwargs.goal=50", "collect.episodes=2")
 
 
-def test_more_episodes_go_on_where_the_folder_ends(tmp_path: Path) -> None:
+def test_collecting_more_episodes_appends_to_the_folder(tmp_path: Path) -> None:
     run(tmp_path, "collect.episodes=4")
     before = load_demonstrations(tmp_path / "demos")
     result = run(tmp_path, "collect.episodes=10")
@@ -165,7 +165,7 @@ def test_more_episodes_go_on_where_the_folder_ends(tmp_path: Path) -> None:
         run(tmp_path, "collect.episodes=12", "seed=1")
 
 
-def test_workers_and_stages_do_not_change_the_data(tmp_path: Path) -> None:
+def test_data_are_independent_of_workers_and_stages(tmp_path: Path) -> None:
     run(tmp_path / "a", "collect.episodes=9")
     run(tmp_path / "b", "collect.episodes=9", "env.train.total_num_envs=3", "rollout.pipeline_stage_num=1")
     for name in ("images", "state", "action", "start"):
@@ -173,7 +173,7 @@ def test_workers_and_stages_do_not_change_the_data(tmp_path: Path) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-def test_a_policy_that_plans_chunks_is_recorded_step_by_step(tmp_path: Path) -> None:
+def test_chunked_policy_is_recorded_step_by_step(tmp_path: Path) -> None:
     words = ("model=random", "model.num_action_chunks=4", "eval.sampling_params.do_sample=true")
     result = run(tmp_path, *words, "env.kwargs.goal=9", "collect.episodes=3", "collect.filter=all")
     assert result.frames == 3 * 8
@@ -184,7 +184,7 @@ def test_a_policy_that_plans_chunks_is_recorded_step_by_step(tmp_path: Path) -> 
         assert len(np.unique(action, axis=0)) == 8, "every query draws its own noise"
 
 
-def test_chunks_are_executed_to_their_end_as_in_an_evaluation(tmp_path: Path) -> None:
+def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
     """Two episodes at a time, ten steps each: the third chunk is cut."""
     words = ("model=random", "model.num_action_chunks=4", "eval.sampling_params.do_sample=true", "collect.filter=all")
     words = (*words, "env.kwargs.goal=99", "env.train.max_episode_steps=10", "env.train.total_num_envs=2")
@@ -205,7 +205,7 @@ def test_chunks_are_executed_to_their_end_as_in_an_evaluation(tmp_path: Path) ->
 
 
 @pytest.mark.integration
-def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_episodes(tmp_path: Path) -> None:
+def test_killed_collect_resumes_to_the_same_episodes(tmp_path: Path) -> None:
     """SIGKILL after the first file is complete; the second call fills the folder up."""
     overrides = words(tmp_path, "collect.episodes=70", "env.train.max_episode_steps=30", "env.kwargs.goal=9")
     command = start_cli("collect", *overrides, cwd=tmp_path)
@@ -247,6 +247,6 @@ def test_splits_use_only_their_initial_states() -> None:
         (["data.path=x"], "data.path=x: env_type 'toy_env:FACTORY' does not read data.path; leave it out"),
     ],
 )
-def test_keys_that_collect_needs_or_never_reads(tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_collect_reports_missing_and_unused_keys(tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, *overrides)

@@ -28,7 +28,7 @@ def configure(command: str, folder: Path, *words: str):
     return cfg
 
 
-def test_the_policy_acts_and_the_expert_labels(tmp_path: Path) -> None:
+def test_dagger_executes_policy_actions_and_records_expert_labels(tmp_path: Path) -> None:
     out = tmp_path / "labelled"
     words = ("model=random", "collect.labels=expert", "collect.filter=all", "eval.sampling_params.do_sample=true")
     collect(configure("collect", tmp_path, *words, f"collect.out={out}", "collect.episodes=4"))
@@ -41,7 +41,7 @@ def test_the_policy_acts_and_the_expert_labels(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["data.path", "data.more", "data.val_path"])
-def test_data_that_do_not_fit_the_environment_are_refused_before_the_first_round(tmp_path: Path, place: str) -> None:
+def test_dagger_refuses_mismatched_data_before_the_first_round(tmp_path: Path, place: str) -> None:
     for name in ("demos", "other"):
         collect(configure("collect", tmp_path, f"collect.out={tmp_path}/{name}", "collect.episodes=4"))
     card = tmp_path / "other" / "meta" / "embodyrl.json"
@@ -81,7 +81,7 @@ def learning(folder: Path, *words: str):
     return configure("dagger", folder, *few, *model, *places, *words)
 
 
-def test_what_was_interrupted_goes_on_with_the_same_command(tmp_path: Path, monkeypatch, capsys) -> None:
+def test_interrupted_dagger_resumes_with_the_same_command(tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "interrupting.py").write_text(INTERRUPTING)
     monkeypatch.syspath_prepend(tmp_path)
     collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
@@ -95,7 +95,7 @@ def test_what_was_interrupted_goes_on_with_the_same_command(tmp_path: Path, monk
 
 
 @pytest.mark.integration
-def test_each_round_learns_from_all_labels_so_far(tmp_path: Path) -> None:
+def test_each_dagger_round_trains_on_all_labels(tmp_path: Path) -> None:
     collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
     result = dagger(learning(tmp_path, "dagger.rounds=2"))
     rounds = [read_episodes(folder) for folder in result.data]

@@ -36,7 +36,7 @@ def write(root: Path, count: int, *, video: bool = False) -> Path:
     return root
 
 
-def test_files_and_info_are_those_of_the_layout(root: Path) -> None:
+def test_files_and_info_follow_the_lerobot_layout(root: Path) -> None:
     files = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
     assert files == {
         "meta/info.json",
@@ -59,7 +59,7 @@ def test_files_and_info_are_those_of_the_layout(root: Path) -> None:
     assert check_layout(root) == []
 
 
-def test_rows_hold_what_other_readers_expect(root: Path) -> None:
+def test_data_rows_contain_the_columns_of_the_layout(root: Path) -> None:
     table = pq.read_table(root / "data/chunk-000/file-000.parquet")
     assert table["index"].to_pylist() == list(range(30))
     assert table["episode_index"].to_pylist() == [e for e in range(5) for _ in range(4 + e)]
@@ -82,7 +82,7 @@ def test_rows_hold_what_other_readers_expect(root: Path) -> None:
     assert json.loads(tasks.schema.metadata[b"pandas"])["index_columns"] == ["task"]
 
 
-def test_episode_rows_carry_offsets_statistics_and_source(root: Path) -> None:
+def test_episode_rows_contain_offsets_statistics_and_source(root: Path) -> None:
     rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
     assert [r["dataset_from_index"] for r in rows] == [0, 4, 9, 15, 22]
     assert [r["length"] for r in rows] == [4, 5, 6, 7, 8]
@@ -104,7 +104,7 @@ def test_episode_rows_carry_offsets_statistics_and_source(root: Path) -> None:
     }
 
 
-def test_aggregated_statistics_equal_those_of_all_frames(root: Path) -> None:
+def test_aggregated_statistics_match_those_of_all_frames(root: Path) -> None:
     stats = json.loads((root / "meta/stats.json").read_text())
     action = np.concatenate([demonstration(n, 4 + n).action for n in range(5)]).astype(np.float64)
     np.testing.assert_allclose(stats["action"]["mean"], action.mean(0), rtol=1e-9)
@@ -122,7 +122,7 @@ def test_aggregated_statistics_equal_those_of_all_frames(root: Path) -> None:
     assert np.ravel(stats["observation.images.wrist"]["max"]).tolist() == frames.max(0).tolist()
 
 
-def test_videos_lie_where_the_layout_puts_them(tmp_path: Path) -> None:
+def test_video_paths_follow_the_layout(tmp_path: Path) -> None:
     root = write(tmp_path / "demos", 3, video=True)
     assert check_layout(root) == []
     film = root / "videos/observation.images.wrist/chunk-000/file-000.mp4"
@@ -208,13 +208,13 @@ DATA, EPISODES = "data/chunk-000/file-000.parquet", "meta/episodes/chunk-000/fil
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_the_check_names_what_is_wrong(root: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_layout_check_reports_each_violation(root: Path, damage: Callable[[Path], object], said: str) -> None:
     damage(root)
     problems = check_layout(root)
     assert any(said in p for p in problems), problems
 
 
-def test_what_another_program_wrote_is_described_by_its_own_files(root: Path) -> None:
+def test_foreign_dataset_is_described_by_its_own_files(root: Path) -> None:
     (root / layout.CARD_PATH).unlink()
     edit_json(root, layout.INFO_PATH, lambda info: info.update(fps=29.97, robot_type="arm"))
     tasks = pq.read_table(root / layout.TASKS_PATH)

@@ -30,7 +30,7 @@ def write(root: Path, demonstrations: list[Demonstration], **options: bool) -> N
     writer.close()
 
 
-def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None:
+def test_images_states_and_actions_round_trip_exactly(tmp_path: Path) -> None:
     written = [demonstration(n, 3 + n % 4) for n in range(23)]  # more than one file
     write(tmp_path, written)
     assert len(list(tmp_path.glob("data/*/*.parquet"))) == 2
@@ -45,7 +45,7 @@ def test_frames_states_and_actions_come_back_bit_for_bit(tmp_path: Path) -> None
     assert read_card(tmp_path).env == ENV
 
 
-def test_videos_come_back_nearly(tmp_path: Path) -> None:
+def test_videos_round_trip_approximately(tmp_path: Path) -> None:
     ramp = np.linspace(0, 200, 24, dtype=np.uint8)[None, None, None, :, None]
     cameras = np.array([0, 40], np.uint8)[None, :, None, None, None]
     smooth = [
@@ -59,7 +59,7 @@ def test_videos_come_back_nearly(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.action, np.concatenate([d.action for d in smooth]))
 
 
-def test_one_dimensional_states_and_no_state_at_all(tmp_path: Path) -> None:
+def test_one_dimensional_and_missing_states_round_trip(tmp_path: Path) -> None:
     for width in (0, 1):
         root = tmp_path / str(width)
         writer = DatasetWriter(root, replace(card(), env=replace(ENV, state_dim=width)))
@@ -71,7 +71,7 @@ def test_one_dimensional_states_and_no_state_at_all(tmp_path: Path) -> None:
         np.testing.assert_array_equal(load_demonstrations(root).state, d.state[:, :width])
 
 
-def test_chunks_repeat_the_last_action_at_the_end_of_an_episode(tmp_path: Path) -> None:
+def test_action_chunks_are_padded_with_the_last_action(tmp_path: Path) -> None:
     write(tmp_path, [demonstration(0, 4), demonstration(1, 3)])
     demos = load_demonstrations(tmp_path)
     chunks = demos.chunks(np.array([0, 2, 3, 4, 6]), 3)
@@ -79,7 +79,7 @@ def test_chunks_repeat_the_last_action_at_the_end_of_an_episode(tmp_path: Path) 
     np.testing.assert_array_equal(chunks, demos.action[np.array(picked)])
 
 
-def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_during_writing_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Die at every single file of the second batch: what was complete stays readable, and can be continued."""
     write_file = writer_module.layout.write_file
     first, second = [demonstration(n) for n in (0, 2, 4)], [demonstration(n) for n in (3, 5)]  # of another task
@@ -120,7 +120,7 @@ def test_a_crash_between_the_files_loses_only_the_last_batch(tmp_path: Path, mon
         np.testing.assert_array_equal(load_demonstrations(root).action, expected)
 
 
-def test_a_folder_with_other_contents_or_other_settings_is_refused(tmp_path: Path) -> None:
+def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(EmbodyError, match="not empty and holds no data set"):
@@ -135,7 +135,7 @@ def test_a_folder_with_other_contents_or_other_settings_is_refused(tmp_path: Pat
         DatasetWriter(tmp_path / "seeded", card())
 
 
-def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
+def test_damaged_or_missing_dataset_is_named(tmp_path: Path) -> None:
     with pytest.raises(EmbodyError, match=r"is no folder.*embodyrl collect"):
         load_demonstrations(tmp_path / "nowhere")
     write(tmp_path / "d", [demonstration(0)])
@@ -144,7 +144,7 @@ def test_a_damaged_or_missing_data_set_is_named(tmp_path: Path) -> None:
         load_demonstrations(tmp_path / "d")
 
 
-def test_what_came_of_an_episode_is_known_without_its_steps(tmp_path: Path) -> None:
+def test_episode_row_contains_success_and_return(tmp_path: Path) -> None:
     """It succeeded on the way and earned before and after."""
     success, reward = np.zeros(6, np.bool_), np.array([0, 0.5, 1, 0, -0.25, 0], np.float32)
     success[2] = True
@@ -153,7 +153,7 @@ def test_what_came_of_an_episode_is_known_without_its_steps(tmp_path: Path) -> N
     assert (row["embodyrl/success"], row["embodyrl/return"]) == (True, 1.25)
 
 
-def test_of_joined_sets_each_episode_keeps_what_is_its_own(tmp_path: Path) -> None:
+def test_joined_datasets_keep_each_episode_unchanged(tmp_path: Path) -> None:
     for name, numbers in (("a", (0, 1)), ("b", (1, 2, 3))):
         write(tmp_path / name, [demonstration(n, 3 + n) for n in numbers])
     parts = [load_demonstrations(tmp_path / name) for name in ("a", "b")]
@@ -164,7 +164,7 @@ def test_of_joined_sets_each_episode_keeps_what_is_its_own(tmp_path: Path) -> No
         np.testing.assert_array_equal(getattr(both, name), np.concatenate([getattr(part, name) for part in parts]))
 
 
-def test_pairs_are_of_one_initial_state_and_the_better_first(tmp_path: Path) -> None:
+def test_preference_pairs_share_an_initial_state(tmp_path: Path) -> None:
     """Success before return; equals, other initial states and those that nobody knows are no pairs."""
     lengths, earned = (5, 4, 3, 5, 4, 4), (0.0, 3.0, 0.0, 1.0, 0.0, 2.0)
     won, states = (True, False, False, False, False, False), (0, 0, 0, 5, -1, -1)
@@ -182,7 +182,7 @@ def test_pairs_are_of_one_initial_state_and_the_better_first(tmp_path: Path) -> 
     assert np.flatnonzero(demos.shown).tolist() == [2], "the next episode begins without it"
 
 
-def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
+def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:
     write(tmp_path / "once", [demonstration(n) for n in range(4)])
     for numbers in (range(2), range(2, 4)):
         write(tmp_path / "twice", [demonstration(n) for n in numbers])
@@ -198,7 +198,7 @@ def test_statistics_are_of_all_that_was_written(tmp_path: Path) -> None:
     assert image_stats(pixel_counts(frames), 40)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
 
 
-def test_constant_numbers_of_single_episodes_do_not_narrow_the_quantiles(tmp_path: Path) -> None:
+def test_constant_values_in_an_episode_do_not_narrow_quantiles(tmp_path: Path) -> None:
     """A gripper that is closed in one episode and open in the next has both ends as quantiles."""
     for n in range(4):
         d = demonstration(n, 5)
@@ -209,14 +209,14 @@ def test_constant_numbers_of_single_episodes_do_not_narrow_the_quantiles(tmp_pat
 
 
 @pytest.mark.parametrize("field", ["state", "action", "reward"])
-def test_non_finite_numbers_are_never_written(tmp_path: Path, field: str) -> None:
+def test_non_finite_values_are_never_written(tmp_path: Path, field: str) -> None:
     bad = demonstration(0)
     getattr(bad, field)[2] = np.nan
     with pytest.raises(EmbodyError, match=r"of step 2 of 'sweep the floor' \(reset id 0\) is"):
         write(tmp_path, [demonstration(1), bad])
 
 
-def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_are_limited_to_80_percent_of_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, [demonstration(0, 4)])
     needed = demonstration(0, 4).images.nbytes
     monkeypatch.setattr(reader, "available_bytes", lambda: needed / 0.8 + 1)
@@ -226,7 +226,7 @@ def test_frames_take_at_most_four_fifths_of_the_free_memory(tmp_path: Path, monk
         load_demonstrations(tmp_path)
 
 
-def test_cards_of_the_first_release_are_read():
+def test_dataset_cards_of_the_first_release_are_read():
     """Their environment has all fields of that release's declaration, memory estimates among them."""
     text = json.dumps(json.loads(card().to_json()) | {"collected": {}})
     raw = json.loads(text)

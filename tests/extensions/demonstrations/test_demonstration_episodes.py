@@ -11,7 +11,7 @@ from embodyrl.plan.config import load_config
 ENV = toy_spec(3)  # reset ids 0..11, four per task
 
 
-def test_demonstrations_stay_within_the_states_of_the_split():
+def test_demonstrations_use_only_states_of_the_split():
     words = ("env.kwargs.tasks=3", "collect.out=demos", "env.train.state_ids=[1,2]")
     plan = demonstration_episodes(
         load_config("collect", [*TOY_COLLECT, *words]), ENV, [(1, trial) for trial in range(8)]
@@ -19,7 +19,7 @@ def test_demonstrations_stay_within_the_states_of_the_split():
     assert {e.reset_id for e in plan.episodes} == {5, 6}
 
 
-def test_demonstrations_visit_their_states_in_orders_of_their_own():
+def test_demonstration_order_of_states_differs_per_task():
     """Each lap of a task has another order, each trial a seed and noise of its own."""
     cfg = load_config("collect", [*TOY_COLLECT, "env.kwargs.tasks=3", "collect.out=demos"])
     plan = [*demonstration_episodes(cfg, ENV, [(task, trial) for task in (0, 1) for trial in range(24)]).episodes]

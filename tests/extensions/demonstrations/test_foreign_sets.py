@@ -30,7 +30,7 @@ def assert_frames(demos: Demonstrations, *, tolerance: int = 0) -> None:
     assert np.abs(demos.images.astype(int) - expected).max() <= tolerance
 
 
-def test_rows_are_found_by_index_whatever_file_the_table_names(tmp_path: Path) -> None:
+def test_rows_are_found_by_index_despite_a_wrong_file_number(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", data_files=(0, 1, 2))
     edit_episodes(root, lambda rows: [row.update({"data/file_index": 0}) for row in rows][:0])
     demos = load_demonstrations(root)
@@ -49,11 +49,11 @@ def test_rows_may_be_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [(0, 0, 0), (0, 1, 1), (2, 1, 0)])
-def test_videos_are_read_at_the_times_of_each_camera(tmp_path: Path, files: tuple[int, ...]) -> None:
+def test_each_camera_is_read_at_its_own_timestamps(tmp_path: Path, files: tuple[int, ...]) -> None:
     assert_frames(load_demonstrations(write_set(tmp_path / "set", video_files=files)), tolerance=6)
 
 
-def test_video_time_outside_of_its_episode_is_named(tmp_path: Path) -> None:
+def test_video_timestamp_outside_its_episode_is_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     key = "videos/observation.images.wrist/to_timestamp"
     edit_episodes(root, lambda rows: rows[1].update({key: rows[1][key] - 0.3}))
@@ -61,7 +61,7 @@ def test_video_time_outside_of_its_episode_is_named(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_video_that_is_too_short_is_named(tmp_path: Path) -> None:
+def test_too_short_video_is_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     for edge in ("from", "to"):
         key = f"videos/observation.images.front/{edge}_timestamp"
@@ -70,7 +70,7 @@ def test_video_that_is_too_short_is_named(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_missing_video_columns_and_files_are_named(tmp_path: Path) -> None:
+def test_missing_video_columns_and_files_are_errors(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", video_files=(0, 1, 1))
     (root / "videos/observation.images.wrist/chunk-000/file-001.mp4").unlink()
     with pytest.raises(EmbodyError, match=r"wrist/chunk-000/file-001.mp4 cannot be read"):
@@ -80,7 +80,7 @@ def test_missing_video_columns_and_files_are_named(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_video_may_have_more_frames_per_second_than_the_data(tmp_path: Path) -> None:
+def test_video_frame_rate_may_exceed_the_data_rate(tmp_path: Path) -> None:
     """Its frames are shown twice, and the time stamps choose every second one."""
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     for camera, order in (("front", (0, 1, 2)), ("wrist", (2, 1, 0))):
@@ -93,40 +93,40 @@ def test_video_may_have_more_frames_per_second_than_the_data(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("names", [("channels", "height", "width"), None, ("height", "width", "channels")])
 @pytest.mark.parametrize("files", [None, (0, 0, 0)])
-def test_channels_may_come_first(tmp_path: Path, names: Any, files: Any) -> None:
+def test_channels_first_images_are_read(tmp_path: Path, names: Any, files: Any) -> None:
     root = write_set(tmp_path / "set", shape=(3, 32, 32), names=names, video_files=files)
     assert_frames(load_demonstrations(root), tolerance=6 if files else 0)
 
 
 @pytest.mark.parametrize("fps", [29.97, 30000 / 1001, 12.5])
 @pytest.mark.parametrize("files", [None, (0, 1, 1)])
-def test_frame_rates_need_not_be_whole(tmp_path: Path, fps: float, files: Any) -> None:
+def test_fractional_frame_rates_are_accepted(tmp_path: Path, fps: float, files: Any) -> None:
     root = write_set(tmp_path / "set", fps=fps, video_files=files)
     assert_frames(load_demonstrations(root), tolerance=6 if files else 0)
     assert read_card(root).fps == fps
 
 
-def test_time_stamps_of_another_rate_are_named(tmp_path: Path) -> None:
+def test_timestamps_of_another_frame_rate_are_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", fps=10, info={"fps": 20})
     with pytest.raises(EmbodyError, match=r"episode 0: step 1 comes 0.1000 s after .* fps 20 means 0.0500 s"):
         load_demonstrations(root)
 
 
-def test_an_episode_may_have_two_instructions_or_an_empty_one(tmp_path: Path) -> None:
+def test_episode_can_have_two_instructions_or_an_empty_one(tmp_path: Path) -> None:
     tasks = ("pick the cube", "", "place the cube")
     root = write_set(tmp_path / "set", tasks=tasks, task_of=lambda e, t: 1 if e == 1 else 2 * (t >= 3))
     expected = [tasks[1 if e == 1 else 2 * (t >= 3)] for e, t in STEPS]
     assert load_demonstrations(root).instruction.tolist() == expected
 
 
-def test_instruction_that_the_episode_does_not_have_is_named(tmp_path: Path) -> None:
+def test_undeclared_instruction_is_an_error(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", tasks=("a", "b"), task_of=lambda e, t: e % 2)
     edit_episodes(root, lambda rows: rows[1].update(tasks=["a"]))
     with pytest.raises(EmbodyError, match="episode 1: task_index 1 is 'b'"):
         load_demonstrations(root)
 
 
-def test_columns_of_other_names_are_given_by_keys(tmp_path: Path) -> None:
+def test_column_names_are_configurable(tmp_path: Path) -> None:
     columns = {"actions": numbers(3), "state": numbers(4)}
     root = write_set(tmp_path / "set", cameras=("image", "wrist_image"), columns=columns)
     with pytest.raises(ConfigError, match=r"data.cameras=\{image: image, wrist_image: wrist_image\}"):
@@ -145,12 +145,12 @@ def test_columns_of_other_names_are_given_by_keys(tmp_path: Path) -> None:
     np.testing.assert_array_equal(demos.state, [numbers(4)(e, t) for e, t in STEPS])
 
 
-def test_data_may_have_no_state(tmp_path: Path) -> None:
+def test_dataset_without_state_is_read(tmp_path: Path) -> None:
     demos = load_demonstrations(write_set(tmp_path / "set", columns={"action": numbers(3)}))
     assert (demos.state.shape, demos.action.shape) == ((21, 0), (21, 3))
 
 
-def test_pictures_may_be_files_below_the_data_set_but_not_outside(tmp_path: Path) -> None:
+def test_image_files_outside_the_dataset_are_refused(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", cameras=("observation.images.front",))
     table = pq.read_table(root / DATA)
     (root / "images").mkdir()
@@ -220,7 +220,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda r: (r / DATA).unlink(), "holds no .parquet file"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_missing_files_and_columns_are_named(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     root = write_set(tmp_path / "set")
     damage(root)
     with pytest.raises(EmbodyError, match=said):
@@ -229,7 +229,7 @@ def test_what_is_missing_is_named(tmp_path: Path, damage: Callable[[Path], objec
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e300, None])
 @pytest.mark.parametrize(("key", "width"), [("action", 3), ("observation.state", 4)])
-def test_non_finite_rows_are_rejected_or_their_episode_left_out(
+def test_non_finite_rows_are_rejected_or_skip_their_episode(
     tmp_path: Path, key: str, width: int, value: float | None
 ) -> None:
     good = numbers(width)
@@ -253,7 +253,7 @@ def test_non_finite_rows_are_rejected_or_their_episode_left_out(
 
 
 @pytest.mark.parametrize("files", [None, (0, 0, 0)])
-def test_episodes_that_are_left_out_take_their_words_states_and_frames_along(tmp_path: Path, files: Any) -> None:
+def test_skipped_episodes_remove_all_their_data(tmp_path: Path, files: Any) -> None:
     good = numbers(3)
     columns = {"observation.state": numbers(4), "action": lambda e, t: [np.nan] * 3 if e == 1 else good(e, t)}
     root = write_set(
@@ -267,7 +267,7 @@ def test_episodes_that_are_left_out_take_their_words_states_and_frames_along(tmp
     assert np.abs(demos.images.astype(int) - expected).max() <= (6 if files else 0)
 
 
-def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:
+def test_gripper_convention_must_match_the_actions(tmp_path: Path) -> None:
     opens = {"action": lambda e, t: [0.1, 0.2, float(t % 2)], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=opens)
     fits = Reading(gripper=GripperConvention(open=1.0, closed=0.0), image_rotation_deg=180)
@@ -292,6 +292,6 @@ def test_gripper_convention_must_fit_the_actions(tmp_path: Path) -> None:
         ((32, 48, 3), ("height", "width", "rgb")),
     ],
 )
-def test_names_of_a_shape_tell_its_height(tmp_path: Path, shape: Any, names: Any) -> None:
+def test_image_height_is_found_by_axis_names(tmp_path: Path, shape: Any, names: Any) -> None:
     root = write_set(tmp_path / "set", shape=shape, names=names)
     assert read_card(root).env.cameras.size == (32, 48)

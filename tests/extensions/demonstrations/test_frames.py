@@ -36,7 +36,7 @@ def picture(width: int, height: int, kind: str = "PNG") -> bytes:
     ],
     ids=["large", "bomb", "other", "eps", "ppm", "cut", "chunk", "empty"],
 )
-def test_unfit_pictures_are_refused(content):
+def test_unsupported_images_are_refused(content):
     made = content()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(EmbodyError, match="frame"):
@@ -45,7 +45,7 @@ def test_unfit_pictures_are_refused(content):
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "TIFF"])
-def test_common_formats_are_read(kind):
+def test_common_image_formats_are_read(kind):
     out = DECLARED.copy() + 1
     decode_png(picture(8, 8, kind), out)
     assert not out.any()
@@ -54,7 +54,7 @@ def test_common_formats_are_read(kind):
     assert np.array_equal(out, noise)
 
 
-def test_videos_of_another_size_are_refused_by_their_header(tmp_path: Path):
+def test_video_of_another_size_is_refused_by_its_header(tmp_path: Path):
     encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
     assert frame_rate(tmp_path / "a.mp4", 10.0, (48, 64)) == 10.0
     with pytest.raises(EmbodyError, match=r"frames of 48x64, the data set declares 64x48"):

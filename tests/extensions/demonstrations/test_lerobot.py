@@ -21,7 +21,7 @@ LENGTHS = (5, 7, 4)
 
 
 @pytest.mark.parametrize(("kind", "error"), [("image", 0.0), ("video", 2.0)])
-def test_what_lerobot_wrote_is_read(kind: str, error: float) -> None:
+def test_datasets_written_by_lerobot_are_read(kind: str, error: float) -> None:
     assert check_layout(FILES / kind) == []
     demos, card = load_demonstrations(FILES / kind), read_card(FILES / kind)
     assert (card.fps, card.video, card.env.name) == (10, kind == "video", "so100")
@@ -40,7 +40,7 @@ def test_what_lerobot_wrote_is_read(kind: str, error: float) -> None:
         assert np.abs(demos.images[:, camera].astype(int) - expected).mean() <= error
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
     shutil.copytree(FILES / "image", tmp_path / "old")
     info = json.loads((tmp_path / "old" / "meta" / "info.json").read_text())
     for change, said in (
@@ -55,7 +55,7 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
             load_demonstrations(tmp_path / "old")
 
 
-def test_lerobot_reads_ours(tmp_path: Path) -> None:
+def test_lerobot_reads_our_datasets(tmp_path: Path) -> None:
     """Where it is installed; it wants other versions of torch and more, so nothing here installs it."""
     lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
     written = [demonstration(n) for n in range(5)]

@@ -58,7 +58,7 @@ def refusal(*words: str) -> str:
     return str(caught.value)
 
 
-def test_a_run_goes_out_and_comes_back_with_equal_weights(hub: Hub, tmp_path: Path, capsys) -> None:
+def test_pushed_run_is_downloaded_with_equal_weights(hub: Hub, tmp_path: Path, capsys) -> None:
     run = train_toy(tmp_path / "runs", "runner.max_steps=1", "runner.save_interval=1")
     first = pushed(capsys, run, "me/toy", "trust=true")
     assert not list(run.glob(".push*"))
@@ -71,7 +71,7 @@ def test_a_run_goes_out_and_comes_back_with_equal_weights(hub: Hub, tmp_path: Pa
     assert {name for _, name in hub.repositories} == {"me/toy"}
 
 
-def test_a_card_names_where_its_run_began(hub: Hub, tmp_path: Path, capsys) -> None:
+def test_pushed_card_names_the_initial_weights(hub: Hub, tmp_path: Path, capsys) -> None:
     words = ("runner.max_steps=1", "runner.save_interval=1")
     policy = train_toy(tmp_path / "runs", *words) / "checkpoints/step_000001/policy"
     begun = train_toy(tmp_path / "runs", *words, f"ckpt={policy}", name="second")
@@ -82,7 +82,7 @@ def test_a_card_names_where_its_run_began(hub: Hub, tmp_path: Path, capsys) -> N
     assert "\nbase_model: me/toy\n" in read(hub, pushed(capsys, again, "me/more", "trust=true")).split("---")[1]
 
 
-def test_a_card_lists_task_data_and_results_for_the_hub(hub: Hub, tmp_path: Path, capsys) -> None:
+def test_pushed_card_lists_task_data_and_results(hub: Hub, tmp_path: Path, capsys) -> None:
     collected = tmp_path / "demos"
     few = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=3")
     collect(load_config("collect", [*TOY_COLLECT, f"collect.out={collected}", f"runner.output_dir={tmp_path}/r", *few]))
@@ -110,7 +110,7 @@ def read(hub: Hub, pinned: str) -> str:
     return hub.repositories["model", name].commits[commit]["README.md"].decode()
 
 
-def test_a_pinned_commit_stays_what_it_was_and_needs_no_hub(hub: Hub, tmp_path: Path, capsys) -> None:
+def test_pinned_commit_loads_offline_and_unchanged(hub: Hub, tmp_path: Path, capsys) -> None:
     first = pushed(capsys, POLICY, "me/flow")
     cfg = load_config("eval", [*FLOW, "model.path=me/flow"])
     other = tmp_path / "other"
@@ -132,7 +132,7 @@ def test_a_pinned_commit_stays_what_it_was_and_needs_no_hub(hub: Hub, tmp_path: 
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
-def test_a_download_that_broke_off_goes_on(hub: Hub, monkeypatch, capsys) -> None:
+def test_interrupted_download_resumes(hub: Hub, monkeypatch, capsys) -> None:
     pushed(capsys, POLICY, "me/flow")
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 100_000)
     size, hub.cut_after = (POLICY / "model.safetensors").stat().st_size, 1_000_000
@@ -143,7 +143,7 @@ def test_a_download_that_broke_off_goes_on(hub: Hub, monkeypatch, capsys) -> Non
     assert found.read_bytes() == (POLICY / "model.safetensors").read_bytes()
 
 
-def test_programs_and_pickles_stay_there(hub: Hub, capsys, tmp_path: Path) -> None:
+def test_code_and_pickle_files_are_not_downloaded(hub: Hub, capsys, tmp_path: Path) -> None:
     pushed(capsys, POLICY, "me/flow")
     files = hub.repositories["model", "me/flow"].commits[hub.repositories["model", "me/flow"].refs["main"]]
     files |= {"modeling_evil.py": b"raise SystemExit", "pytorch_model.bin": b"cos\nsystem\n", "x.pkl": b"."}
@@ -151,7 +151,7 @@ def test_programs_and_pickles_stay_there(hub: Hub, capsys, tmp_path: Path) -> No
     assert {file.name for file in folder.iterdir()} == {file.name for file in POLICY.iterdir()}
 
 
-def test_demonstrations_go_out_and_come_back(hub: Hub, tmp_path: Path, capsys) -> None:
+def test_pushed_demonstrations_are_downloaded_unchanged(hub: Hub, tmp_path: Path, capsys) -> None:
     write(tmp_path / "mine", [demonstration(n) for n in range(4)])
     pinned = pushed(capsys, tmp_path / "mine", "me/demos")
     cfg = load_config("sft", ["data.path=me/demos", "model=openvla_oft_tiny"])
@@ -163,7 +163,7 @@ def test_demonstrations_go_out_and_come_back(hub: Hub, tmp_path: Path, capsys) -
     assert hub.repositories["dataset", "me/demos"].refs["v3.0"] == pinned.partition("@")[2], "where lerobot looks"
 
 
-def test_rows_of_text_are_known_as_such(hub: Hub, tmp_path: Path) -> None:
+def test_text_dataset_on_the_hub_is_detected(hub: Hub, tmp_path: Path) -> None:
     from hub_server import Repository
 
     rows = b'{"prompt": "1+1=", "answer": "2"}\n' * 4
@@ -172,7 +172,7 @@ def test_rows_of_text_are_known_as_such(hub: Hub, tmp_path: Path) -> None:
     assert cfg.data.path == "me/sums@" + "a" * 40
 
 
-def test_what_is_not_there_is_one_line(hub: Hub, monkeypatch, capsys, tmp_path: Path) -> None:
+def test_missing_repository_is_a_one_line_error(hub: Hub, monkeypatch, capsys, tmp_path: Path) -> None:
     assert "model.path=me/none: no such folder here, and the hub" in refusal(*FLOW, "model.path=me/none")
     pushed(capsys, POLICY, "me/flow")
     assert "no such repository or revision" in refusal(*FLOW, "model.path=me/flow@v9")
@@ -188,7 +188,7 @@ def test_what_is_not_there_is_one_line(hub: Hub, monkeypatch, capsys, tmp_path: 
     assert "cannot be reached" in refusal(*FLOW, "model.path=me/flow")
 
 
-def test_only_what_is_no_path_here_is_looked_for_there(hub: Hub, tmp_path: Path) -> None:
+def test_local_paths_are_not_looked_up_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "demos").mkdir()
     assert load_config("eval", [*FLOW, "model.path=demos/none"]).model.path == "demos/none"
     assert load_config("eval", [*FLOW, "model.path=runs/none"]).model.path == "runs/none"

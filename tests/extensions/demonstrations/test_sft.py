@@ -88,7 +88,7 @@ def success(folder: Path, *overrides: str) -> float:
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: SftResult, tmp_path: Path) -> None:
+def test_sft_on_twenty_demonstrations_solves_the_tasks(trained: SftResult, tmp_path: Path) -> None:
     assert read_loop(trained.checkpoint) == (60, [-trained.metrics["eval/loss"]], 60), "the least loss is the best"
     assert trained.metrics["train/token_accuracy"] > 0.95
     assert trained.metrics["eval/token_accuracy"] > 0.95
@@ -104,7 +104,7 @@ def test_twenty_demonstrations_are_learnt_and_the_policy_then_succeeds(trained: 
 
 
 @pytest.mark.integration
-def test_what_to_do_next_trusts_the_environment_of_the_demonstrations(trained: SftResult) -> None:
+def test_suggested_eval_command_contains_trust(trained: SftResult) -> None:
     """Fails where the words that are printed are refused: `toy_env:FACTORY` is code that the run itself never names."""
     said = (trained.run / "logs" / "events.log").read_text()
     assert f"embodyrl eval ckpt={trained.run} trust=true\n" in said
@@ -113,7 +113,7 @@ def test_what_to_do_next_trusts_the_environment_of_the_demonstrations(trained: S
     assert load_config("eval", [f"ckpt={trained.run}", "trust=true"], base=trained.run / "config.yaml")
 
 
-def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) -> None:
+def test_l1_head_learns_the_demonstrations(demos: Path, tmp_path: Path) -> None:
     l1 = "model.action_head=l1"
     result = train(tmp_path, demos, l1, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=2e-4")
     first, last = rows(result.run)[0], result.metrics
@@ -123,9 +123,7 @@ def test_an_l1_head_learns_the_same_demonstrations(demos: Path, tmp_path: Path) 
 
 
 @pytest.mark.integration
-def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training_data(
-    trained: SftResult, demos: Path, tmp_path: Path
-) -> None:
+def test_sft_checkpoint_contains_training_data_statistics(trained: SftResult, demos: Path, tmp_path: Path) -> None:
     policy = trained.checkpoint / "policy"
     assert {"config.json", "model.safetensors", "tokenizer.json", "dataset_statistics.json"} <= {
         p.name for p in policy.iterdir()
@@ -146,7 +144,7 @@ def test_the_checkpoint_has_the_public_layout_and_the_statistics_of_the_training
     assert len(entry["proprio"]["q99"]) == 1
 
 
-def test_checkpoint_states_its_inputs_and_other_ones_are_rejected(trained: SftResult, tmp_path: Path) -> None:
+def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path) -> None:
     policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
     cfg = load_config("eval", [*TOY_EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
     env = build_run_plan(cfg, training=False).env
@@ -160,7 +158,7 @@ def test_checkpoint_states_its_inputs_and_other_ones_are_rejected(trained: SftRe
     assert first_weights(cfg.updated({"model.cameras": list(env.cameras.names[:1])}), env) == policy
 
 
-def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
+def test_validation_episodes_are_excluded_from_training(demos: Path, tmp_path: Path) -> None:
     cfg = config(tmp_path, demos, "data.val_share=0.25")
     training, validation = load_samples(cfg, toy_spec(2), TOY_POLICY)
     assert validation is not None
@@ -186,7 +184,7 @@ def test_validation_episodes_never_train(demos: Path, tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.timeout(240)
-def test_better_episodes_of_an_initial_state_are_preferred(tmp_path: Path) -> None:
+def test_dpo_prefers_better_episodes_of_an_initial_state(tmp_path: Path) -> None:
     """DPO on what a clumsy expert reached from four states: ln 2 at the start, then less; whole states are held out."""
     places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "model.expert_noise=1.5")
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=24", "collect.filter=all")
@@ -208,7 +206,7 @@ def test_better_episodes_of_an_initial_state_are_preferred(tmp_path: Path) -> No
     assert (sides[0][::2] == sides[0][1::2]).all()
 
 
-def test_episodes_of_two_environments_are_no_pairs(demos: Path, tmp_path: Path) -> None:
+def test_episodes_of_different_environments_are_not_paired(demos: Path, tmp_path: Path) -> None:
     """Their reset ids may be equal: fails where only the sizes of what is seen and done are compared."""
     other = shutil.copytree(demos, tmp_path / "other")
     for name in ("embodyrl.json", "info.json"):
@@ -221,7 +219,7 @@ def test_episodes_of_two_environments_are_no_pairs(demos: Path, tmp_path: Path) 
         load_samples(cfg, toy_spec(2), TOY_POLICY)
 
 
-def test_statistics_follow_their_definition() -> None:
+def test_normalisation_statistics_match_their_definition() -> None:
     rng = np.random.default_rng(0)
     actions, states = rng.normal(size=(1000, 7)).astype(np.float32), rng.normal(size=(1000, 3)).astype(np.float32)
     entry = data_statistics(actions, states, toy_spec(), 5)
@@ -243,7 +241,7 @@ def straight(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.integration
-def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, tmp_path: Path) -> None:
+def test_resumed_sft_matches_an_uninterrupted_run(straight: Path, demos: Path, tmp_path: Path) -> None:
     run = train(tmp_path, demos, *LENGTH, "runner.max_steps=3", "actor.optim.schedule=constant").run
     sft(load_saved_config(run, ["runner.max_steps=6"]), resume=run)
     other = train(tmp_path / "other", demos, *LENGTH, "actor.optim.schedule=constant").run
@@ -253,7 +251,7 @@ def test_resuming_gives_the_same_curve_and_weights(straight: Path, demos: Path, 
 
 
 @pytest.mark.integration
-def test_a_resume_that_does_not_fit_leaves_the_run_as_it_was(demos: Path, tmp_path: Path) -> None:
+def test_mismatched_resume_does_not_change_the_run(demos: Path, tmp_path: Path) -> None:
     places = (f"data.path={demos}", f"runner.output_dir={tmp_path}", "launcher=inline", "model=mlp")
     run = sft(load_config("sft", [*places, *SMALL, "runner.max_steps=1"])).run
     saved = (run / "config.yaml").read_text()
@@ -264,7 +262,7 @@ def test_a_resume_that_does_not_fit_leaves_the_run_as_it_was(demos: Path, tmp_pa
 
 
 @pytest.mark.integration
-def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tmp_path: Path) -> None:
+def test_killed_sft_resumes_from_its_checkpoint(straight: Path, demos: Path, tmp_path: Path) -> None:
     command = start_cli("sft", *words(tmp_path, demos, *LENGTH), cwd=tmp_path)
     saved = tmp_path / "sft/checkpoints/step_000003/manifest.json"
     try:
@@ -278,7 +276,7 @@ def test_killed_it_continues_from_its_checkpoint(straight: Path, demos: Path, tm
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_them(demos: Path, tmp_path: Path) -> None:
+def test_sft_on_two_ranks_matches_one_rank_and_resumes_on_one(demos: Path, tmp_path: Path) -> None:
     words = (*LENGTH, "actor.optim.schedule=constant", "actor.micro_batch_size=3")
     one = train(tmp_path / "one", demos, *words).run
     two = train(tmp_path / "two", demos, *words, "runner.max_steps=3", "launcher=local", "actor.fsdp.size=2").run
@@ -293,14 +291,14 @@ def test_two_ranks_learn_what_one_learns_and_one_goes_on_from_them(demos: Path, 
 
 
 @pytest.mark.integration
-def test_the_seed_decides_everything(straight: Path, demos: Path, tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_sft_runs(straight: Path, demos: Path, tmp_path: Path) -> None:
     again = train(tmp_path / "same", demos, *LENGTH).run
     assert weights(again, 6) == weights(straight, 6)
     other = train(tmp_path / "other", demos, *LENGTH, "seed=1").run
     assert weights(other, 6) != weights(straight, 6)
 
 
-def test_a_callback_sees_every_step_and_ends_the_run(demos: Path, tmp_path: Path) -> None:
+def test_sft_callback_gets_every_step_and_can_stop_the_run(demos: Path, tmp_path: Path) -> None:
     losses: list[float] = []
 
     def on_step(step: int, metrics: Mapping[str, float]) -> bool:
@@ -312,7 +310,7 @@ def test_a_callback_sees_every_step_and_ends_the_run(demos: Path, tmp_path: Path
     assert rows(result.run)[-1]["actor/loss"] == pytest.approx(sum(losses) / 2)
 
 
-def test_micro_batches_do_not_change_the_gradient(demos: Path, tmp_path: Path) -> None:
+def test_sft_gradient_is_independent_of_micro_batches(demos: Path, tmp_path: Path) -> None:
     one = ("runner.max_steps=1", "runner.val_check_interval=-1")
     whole = rows(train(tmp_path / "whole", demos, *one).run)[-1]
     parts = rows(train(tmp_path / "parts", demos, *one, "actor.micro_batch_size=3").run)[-1]
@@ -320,7 +318,7 @@ def test_micro_batches_do_not_change_the_gradient(demos: Path, tmp_path: Path) -
     assert parts["actor/grad_norm"] == pytest.approx(whole["actor/grad_norm"], rel=1e-4)
 
 
-def test_a_learning_rate_that_explodes_stops_with_its_own_code(demos: Path, tmp_path: Path) -> None:
+def test_diverging_learning_rate_has_its_own_exit_code(demos: Path, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"Lower actor.optim.lr"):
         train(tmp_path, demos, "actor.optim.lr=1000", "runner.max_steps=5", "runner.val_check_interval=-1")
 
@@ -331,19 +329,19 @@ def test_a_learning_rate_that_explodes_stops_with_its_own_code(demos: Path, tmp_
         (["data.path=null"], "data.path is not set"),
     ],
 )
-def test_keys_that_sft_needs_or_never_reads(demos: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
+def test_sft_reports_missing_and_unused_keys(demos: Path, tmp_path: Path, overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, demos, *overrides)
 
 
-def test_parts_that_do_not_fit_are_refused_before_training(demos: Path, tmp_path: Path) -> None:
+def test_mismatched_components_are_refused_before_sft(demos: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reads 2 camera images, env 'toy' gives 1"):
         train(tmp_path / "images", demos, "model.num_images_in_input=2")
     with pytest.raises(ConfigError, match=r"model_type 'scripted' .* no checkpoint folder"):
         sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))
 
 
-def test_a_run_that_cannot_begin_leaves_no_folder_and_an_older_one_stays(demos: Path, tmp_path: Path) -> None:
+def test_refused_sft_run_creates_no_folder(demos: Path, tmp_path: Path) -> None:
     name = ["runner.experiment_name=kept", f"runner.output_dir={tmp_path}"]
 
     def begin(*more: str) -> None:
@@ -357,7 +355,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder_and_an_older_one_stays(demos: 
     assert (tmp_path / "kept" / "mine").is_dir()
 
 
-def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: Path) -> None:
+def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> None:
     play = ["env=gym", "env.id=CartPole-v1", "model=random", "collect.episodes=2", "collect.filter=all"]
     quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
     collect(load_config("collect", [*play, *quiet, f"collect.out={tmp_path}/states"]))
@@ -366,7 +364,7 @@ def test_without_pictures_nothing_is_said_of_their_size(demos: Path, tmp_path: P
     assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}"])))["frames"]
 
 
-def test_the_banner_says_what_ends_a_training(demos: Path, tmp_path: Path) -> None:
+def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> None:
     """Fails where epochs that end it are not named, before it or where nothing is left."""
     few = ("runner.max_epochs=1", "runner.max_steps=30", "actor.global_batch_size=80", "actor.micro_batch_size=80")
     assert dict(sft_facts(config(tmp_path, demos, *few)))["training"] == "1 epochs, at most 30 steps, of 80 samples"
@@ -377,13 +375,13 @@ def test_the_banner_says_what_ends_a_training(demos: Path, tmp_path: Path) -> No
     assert f"step {done.step} of {done.step}; raise runner.max_epochs or" in (done.run / "logs/events.log").read_text()
 
 
-def test_demonstrations_stay_as_they_are(demos: Path) -> None:
+def test_sft_does_not_modify_demonstrations(demos: Path) -> None:
     """Collected data are in the environment's units: the gripper conversion works on a copy."""
     np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)
 
 
 @pytest.mark.integration
-def test_every_epoch_has_an_order_and_every_step_pictures_of_its_own(tmp_path: Path) -> None:
+def test_sft_reshuffles_each_epoch_and_augments_each_step(tmp_path: Path) -> None:
     """Sample by sample through one episode, twice, with weights that stay: losses tell what was drawn."""
     places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline")
     few = ("collect.episodes=1", "env.train.task_ids=[0]", "runner.logger.backends=[jsonl]")

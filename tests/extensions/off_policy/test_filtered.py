@@ -56,7 +56,7 @@ def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, fl
     return done.metrics
 
 
-def test_chunks_of_good_episodes_are_kept_with_the_actions_that_followed(make):
+def test_chunks_of_successful_episodes_are_stored(make):
     """Unexecuted actions are none of them; behind an episode's last one it repeats, as in demonstrations."""
     host, actor, arena, tickets = make("algorithm.learning_starts=1000")
     records = records_of(tickets)
@@ -73,7 +73,7 @@ def test_chunks_of_good_episodes_are_kept_with_the_actions_that_followed(make):
     np.testing.assert_array_equal(actor._replay[Record.images][:4], arena[Record.images][records[[0, 1, 4, 5]]])
 
 
-def test_actions_are_kept_in_the_meaning_of_the_policy(make):
+def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
     host, actor, _, tickets = make()
     means, own = actor._gripper, actor._policy.spec.gripper
     assert means is not None
@@ -83,7 +83,7 @@ def test_actions_are_kept_in_the_meaning_of_the_policy(make):
     assert set(np.unique(actor._replay["action"][:3, :, own.index])) <= {own.open, own.closed}
 
 
-def test_an_update_is_that_of_supervised_training(make):
+def test_filtered_bc_update_matches_sft(make):
     """Loss and gradient of the mean over the drawn samples, by plain torch; micro-batches change nothing."""
     host, actor, _, tickets = make("actor.optim.lr=0.01", "actor.optim.clip_grad=1e9", "actor.optim.weight_decay=0")
     twin = deepcopy(actor._policy.module)
@@ -115,7 +115,7 @@ def test_an_update_is_that_of_supervised_training(make):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-4, msg=name)
 
 
-def test_without_a_good_episode_nothing_moves(make):
+def test_filtered_bc_without_successful_episode_changes_no_weights(make):
     host, actor, arena, tickets = make("actor.optim.lr=0.1")
     arena[Record.advantage][records_of(tickets)] = 0.0
     before = deepcopy(actor._policy.module.state_dict())
@@ -123,7 +123,7 @@ def test_without_a_good_episode_nothing_moves(make):
     assert all(torch.equal(before[name], now) for name, now in actor._policy.module.state_dict().items())
 
 
-def test_what_is_saved_goes_on_alike(make, tmp_path):
+def test_restored_filtered_bc_continues_identically(make, tmp_path):
     host, actor, _, tickets = make()
     update(host, tickets)
     list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
@@ -150,7 +150,7 @@ def planned(words: list[str]) -> None:
         (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, words, said):
+def test_incompatible_filtered_bc_settings_are_refused(tmp_path, words, said):
     words = ["algorithm=filtered_bc", *words, f"runner.output_dir={tmp_path}"]
     with pytest.raises(ConfigError, match=said):
         planned(words)
@@ -170,7 +170,7 @@ def test_keys_without_effect_warn(word, reason):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("average", [0.0, 0.75])
-def test_two_ranks_equal_one(tmp_path, average):
+def test_filtered_bc_on_two_ranks_matches_one(tmp_path, average):
     """Also when they go on from a checkpoint, with the trained weights and with those that act."""
     words = (*FILTERED, "actor.micro_batch_size=2", "actor.optim.lr=0.001", f"algorithm.average={average}")
     first = Rollout(name="first", words=words, last=3)
@@ -188,7 +188,7 @@ def test_two_ranks_equal_one(tmp_path, average):
         assert a["replay_size"] == b["replay_size"] > 0
 
 
-def test_the_policy_may_be_the_average_of_what_is_trained(make, tmp_path):
+def test_policy_can_be_the_weight_average(make, tmp_path):
     """One update from w to w' leaves the policy at 0.75 w + 0.25 w', and the next one goes on from w'."""
     plain, moving, again = (make("actor.optim.lr=0.01", *more) for more in ((), *[("algorithm.average=0.75",)] * 2))
     start, weights = deepcopy(moving[1]._policy.module.state_dict()), {}
@@ -207,7 +207,7 @@ def test_the_policy_may_be_the_average_of_what_is_trained(make, tmp_path):
     assert all(torch.equal(weight, after[1][name]) for name, weight in after[0].items())
 
 
-def test_demonstrations_have_their_share_of_each_batch(make, tmp_path):
+def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
     words = (*TOY_COLLECT, "model=random", "collect.filter=all", "collect.episodes=4", "launcher=inline")
     demos = tmp_path / "demos"
     collect(load_config("collect", [*words, f"collect.out={demos}", f"runner.output_dir={tmp_path}"]))
@@ -226,13 +226,13 @@ def test_demonstrations_have_their_share_of_each_batch(make, tmp_path):
     assert all((mine == obs.images[row]).all(axis=(1, 2, 3, 4)).any() for row in range(4))
 
 
-def test_each_training_step_draws_samples_of_its_own(make):
+def test_each_training_step_samples_other_chunks(make):
     """Of a buffer that holds the same three chunks after every step, with weights that stay."""
     host, _, _, tickets = make("algorithm.replay_size=3", "actor.optim.lr=0")
     assert len({round(update(host, tickets, step)["loss"], 6) for step in range(4)}) > 1
 
 
-def test_updates_are_counted_by_all_new_chunks_and_the_rate_moves_with_each(make):
+def test_update_count_and_schedule_follow_new_chunks(make):
     """Six chunks, of which three are good; the last of three updates of the first of two steps is at a third."""
     words = ("algorithm.updates_per_sample=0.5", "actor.optim.schedule=linear", "actor.optim.lr=0.003")
     host, _, _, tickets = make(*words, "runner.max_steps=2")
@@ -241,14 +241,14 @@ def test_updates_are_counted_by_all_new_chunks_and_the_rate_moves_with_each(make
     assert metrics["lr"] == pytest.approx(0.003 * (1 - (2 / 3) / 2))
 
 
-def test_nothing_is_learned_before_there_is_enough_and_a_buffer_need_not_be_saved(make, tmp_path):
+def test_learning_starts_and_save_replay_are_respected(make, tmp_path):
     host, _, _, tickets = make("algorithm.learning_starts=4", "algorithm.save_replay=false")
     assert [update(host, tickets, step)["optimizer_steps"] for step in range(2)] == [0, 1]
     list(host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     assert [file.name for file in (tmp_path / "saved").rglob("replay*")] == []
 
 
-def test_an_update_that_is_left_out_leaves_the_average_as_it_was(make):
+def test_skipped_update_keeps_the_weight_average(make):
     """The weights that are trained have become no numbers; what acts is their average."""
     host, actor, _, tickets = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
     name = next(iter(actor._aside))
@@ -261,7 +261,7 @@ def test_an_update_that_is_left_out_leaves_the_average_as_it_was(make):
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
 
 
-def test_a_token_budget_counts_prompts_and_replies(tmp_path):
+def test_token_budget_counts_prompts_and_replies(tmp_path):
     words = ("env=text/copy", "model=causal_lm_tiny", "algorithm=filtered_bc", "actor.global_batch_size=6")
     words = (*words, "actor.micro_batch_size=6", "actor.max_tokens_per_mbs=40", f"runner.output_dir={tmp_path}")
     run_plan = build_run_plan(load_config("train", [*words, "launcher=inline"]), training=True)

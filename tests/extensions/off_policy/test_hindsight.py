@@ -82,7 +82,7 @@ def by_hand(states: np.ndarray, place: int, last: int, goal: np.ndarray, n_step:
 
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("env", ["Walk", "Ending", "OneByOne"])
-def test_every_reward_of_a_window_is_that_of_the_new_goal(build, env, n_step):
+def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
     """Mutations: the goal of the same or an earlier step, of the neighbour episode; the old rewards, only the first one
     new; no end where the new goal ends it, or the old end kept where it does not; factors left out.
     """
@@ -119,7 +119,7 @@ def test_every_reward_of_a_window_is_that_of_the_new_goal(build, env, n_step):
     assert not blind[found.moved].any()
 
 
-def test_a_ring_that_has_come_round_mixes_no_episodes(build):
+def test_overwritten_replay_buffer_does_not_mix_episodes(build):
     hindsight, buffer = build("Walk"), ReplayBuffer(11, GAMMA, 1)
     for seed in range(6):
         buffer.add(episode(3, seed))
@@ -132,7 +132,7 @@ def test_a_ring_that_has_come_round_mixes_no_episodes(build):
         assert states[source, 4] == states[found.places[row], 4] == states[found.after[row], 4]
 
 
-def test_what_an_older_checkpoint_holds_keeps_its_goals(build):
+def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
     """It does not say where episodes end."""
     hindsight, buffer = build("Walk"), ReplayBuffer(100, GAMMA, 1)
     buffer.add(episode(3, 0))
@@ -145,7 +145,7 @@ def test_what_an_older_checkpoint_holds_keeps_its_goals(build):
     assert set(found.places[found.moved]) == set(again.starts[3:])
 
 
-def test_episodes_in_pieces_are_joined_once_they_are_over():
+def test_cut_episodes_are_joined_at_their_end():
     """Mutations: what a piece ends with is there twice; what nobody goes on with is lost; pieces change places."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]
 
@@ -176,7 +176,7 @@ def test_episodes_in_pieces_are_joined_once_they_are_over():
     assert held.state() == {}
 
 
-def test_a_function_of_single_goals_is_asked_for_each():
+def test_unbatched_goal_reward_is_called_for_each_goal():
     rng = np.random.default_rng(0)
     achieved, desired = rng.uniform(-0.2, 0.2, (2, 50, 2)).astype(np.float32)
     expected = -(np.linalg.norm(achieved.astype(np.float64) - desired, axis=1) > NEAR).astype(np.float32)
@@ -200,7 +200,7 @@ def calls_of(goals: GymGoals, achieved: np.ndarray) -> int:
     return len(count)
 
 
-def test_a_function_that_fails_says_which_goals_it_was_given():
+def test_failing_goal_reward_error_contains_the_goals():
     class Fails(Walk):
         def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
             if np.abs(achieved_goal).max() > 1:
@@ -230,7 +230,7 @@ QUIET = (
         (["reward.path=goal_env:careful"], "leave one of both"),
     ],
 )
-def test_what_has_no_other_goals_is_refused(tmp_path, words, said):
+def test_hindsight_is_refused_without_a_goal_interface(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
@@ -250,7 +250,7 @@ def transitions(run: Path, step: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.integration
 @pytest.mark.parametrize(("env", "killed_at"), [("Walk", 0), ("Ending", 0), ("Walk", 5)])
-def test_the_future_of_an_episode_goes_on_across_steps(tmp_path, env, killed_at):
+def test_hindsight_goals_span_several_training_steps(tmp_path, env, killed_at):
     """Steps of 3 cut episodes of 7; a run that stops in between goes on with new ones, and so does one whose env worker
     dies in the second step. Mutations: pieces are not joined, joined with another slot's, or lost at the end of a run;
     nobody saw what a terminated episode ended with.
@@ -280,7 +280,7 @@ def test_the_future_of_an_episode_goes_on_across_steps(tmp_path, env, killed_at)
 
 
 @pytest.mark.integration
-def test_demonstrations_get_other_goals_as_well(tmp_path):
+def test_demonstrations_are_relabelled_by_hindsight(tmp_path):
     places = f"runner.output_dir={tmp_path}", f"collect.out={tmp_path}/demos", "collect.episodes=3"
     collect(load_config("collect", [*SMALL[:2], "model=random", "launcher=inline", "collect.filter=all", *places]))
     words = [*SMALL, *QUIET, "algorithm=rlpd", f"algorithm.demonstrations=[{tmp_path}/demos]"]

@@ -78,7 +78,7 @@ def make(tmp_path: Path):
         arena.close()
 
 
-def test_one_update_is_that_of_stable_baselines(make):
+def test_sac_update_matches_stable_baselines3(make):
     """Numbers of stable_baselines3 2.9.2, SAC.train(1) with these weights, this batch and torch.manual_seed(0)."""
     rates = ("actor.optim.lr=0.01", "actor.optim.value_lr=0.01", "algorithm.tau=0.1", "algorithm.gamma=0.9")
     host, actor = make(*rates, "algorithm.alpha_init=0.5", "actor.optim.clip_grad=1e6")
@@ -119,7 +119,7 @@ def test_one_update_is_that_of_stable_baselines(make):
     assert weighed(*actor._targets.weights) == pytest.approx([-0.0529712, 0.2461300, 0.2077512], abs=1e-4)
 
 
-def test_the_policy_follows_the_smaller_of_two_critics_and_the_mean_of_more():
+def test_policy_loss_uses_minimum_of_two_or_mean_of_more_critics():
     """The smallest of ten would punish whatever was tried seldom; REDQ and RLPD take the mean."""
     logprob, alpha = torch.tensor([1.0, 3.0]), torch.tensor(0.5)
     values = torch.tensor([[1.0, 8.0], [4.0, 5.0], [4.0, -1.0]])
@@ -127,7 +127,7 @@ def test_the_policy_follows_the_smaller_of_two_critics_and_the_mean_of_more():
     assert float(actor_loss(values, logprob, alpha)) == pytest.approx(((0.5 - 3.0) + (1.5 - 4.0)) / 2)
 
 
-def test_between_its_turns_the_policy_and_the_temperature_stand_still(make):
+def test_policy_and_temperature_update_at_the_policy_interval(make):
     _, actor = make("algorithm.policy_interval=2")
     actor._replay.add(four_chunks())
     chosen = [actor._replay.transitions(actor._replay.starts)]
@@ -155,7 +155,7 @@ def test_between_its_turns_the_policy_and_the_temperature_stand_still(make):
         (False, False, [0, 1], [0.25, 0.25]),
     ],
 )
-def test_steps_of_an_episode_end_where_it_ends(terminated, final, starts, discounts):
+def test_n_step_returns_stop_at_the_episode_end(terminated, final, starts, discounts):
     """Two steps, gamma 1/2: what terminated is worth its rewards, what was cut goes on with what was seen last."""
     buffer = ReplayBuffer(100, 0.5, 2)
     buffer.add(frames(4, terminated=terminated, final=final))
@@ -169,7 +169,7 @@ def test_steps_of_an_episode_end_where_it_ends(terminated, final, starts, discou
     np.testing.assert_array_equal(following[known], np.minimum(found + 2, 4)[known])
 
 
-def test_the_oldest_make_room_and_a_copy_goes_on_alike():
+def test_replay_buffer_is_fifo_and_restores_identically():
     buffer = ReplayBuffer(11, 0.9, 1)
     for episode in range(5):
         buffer.add(frames(3, terminated=False, final=True, episode=episode))
@@ -187,7 +187,7 @@ def test_the_oldest_make_room_and_a_copy_goes_on_alike():
     assert len(smaller.starts) == 3
 
 
-def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
+def test_non_finite_sac_update_changes_no_weights(make, tmp_path):
     host, actor = make()
     batch = four_chunks()
     actor._replay.add(replace(batch, seen={**batch.seen, "observed_state": np.full((4, 3), np.nan, np.float32)}))
@@ -203,7 +203,7 @@ def test_an_update_that_is_not_finite_leaves_all_weights(make, tmp_path):
         other.load(tmp_path / "saved")
 
 
-def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
+def test_image_shift_augmentation_repeats_the_edges(make):
     pixels, count = 2, 40
     _, actor = make("env.id=pixel_env:Dial", "model=cnn", f"algorithm.image_shift={pixels}")
     images = np.random.default_rng(0).integers(0, 256, (count, 1, 8, 8, 3), np.uint8).repeat(2, axis=1)
@@ -229,7 +229,7 @@ def test_an_update_sees_shifted_pictures_with_repeated_edges(make):
         (["model.squashed=false"], "carry gradients"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path, words, said):
+def test_incompatible_sac_settings_are_refused_before_the_start(tmp_path, words, said):
     with pytest.raises(ConfigError, match=said):
         build_run_plan(load_config("train", [*SMALL, f"runner.output_dir={tmp_path}", *words]), training=True)
 
@@ -252,13 +252,13 @@ def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) ->
     return UpdateRequest(step=step, tickets=np.asarray(tickets), episode=numbers, finals=tuple(finals))
 
 
-def test_the_temperature_rises_while_the_entropy_is_below_its_target():
+def test_temperature_rises_if_entropy_is_below_target():
     """-log alpha (mean of log pi + target), by hand."""
     found = temperature_loss(torch.tensor(2.0), torch.tensor([1.0, 3.0]), -1.5)
     assert float(found) == pytest.approx(-2.0 * (2.0 - 1.5))
 
 
-def test_a_cut_episode_does_not_go_on_in_its_neighbour():
+def test_cut_episode_does_not_continue_in_the_next_one():
     """Two episodes in one batch that nobody saw the end of: their last chunks begin nothing."""
     buffer, parts = ReplayBuffer(100, 0.5, 1), [frames(3, terminated=False, final=False, episode=k) for k in range(2)]
     names = ("action", "reward", "acted", "terminated", "episode")
@@ -267,7 +267,7 @@ def test_a_cut_episode_does_not_go_on_in_its_neighbour():
     assert buffer.starts.tolist() == [0, 1, 3, 4]
 
 
-def test_demonstrations_have_their_share_of_each_batch(make):
+def test_each_sac_batch_contains_the_fraction_of_demonstrations(make):
     """Their rewards are 1000, what was played earned 1: the critics' error says how many there were."""
     _, actor = make("algorithm.learning_starts=1", "actor.global_batch_size=64", "algorithm.gamma=1e-6")
     demos, batch = ReplayBuffer(100, 1e-6, 1), frames(4, terminated=True, final=False)
@@ -284,7 +284,7 @@ def test_demonstrations_have_their_share_of_each_batch(make):
     assert result["value_loss"] == pytest.approx(actor._rules.demonstration_share * 1000.0**2, rel=0.05)
 
 
-def test_a_time_limit_is_no_end_to_learn_from(make):
+def test_time_limit_bootstraps(make):
     """Two chunks that terminate, two that a limit ends: only after the first nothing follows."""
     _, actor = make("algorithm.gamma=0.9")
     actor._store(stored(actor, [(2, "terminated"), (2, "truncated")]))
@@ -299,7 +299,7 @@ CHUNKED = {
 
 
 @pytest.mark.parametrize("start", CHUNKED)
-def test_a_chunk_earns_the_sum_of_its_executed_actions_and_ends_where_one_of_them_does(make, start):
+def test_chunk_transition_sums_rewards_of_executed_actions(make, start):
     """Three chunks; the last one of each episode is over after two actions. What was not executed is of old records."""
     _, actor = make("algorithm.gamma=0.9", start=CHUNKED[start])
     request, arena = stored(actor, [(2, "terminated"), (1, "truncated")]), actor._arena
@@ -314,7 +314,7 @@ def test_a_chunk_earns_the_sum_of_its_executed_actions_and_ends_where_one_of_the
     np.testing.assert_allclose(actor._replay["discount"][starts], [0.9, 0.0, 0.9])
 
 
-def test_what_follows_a_limit_is_the_last_observation_of_the_same_episode(make):
+def test_truncation_bootstraps_from_its_own_final_observation(make):
     _, actor = make()
     request, arena = (
         stored(actor, [(2, "truncated"), (1, "truncated"), (1, "terminated"), (1, "truncated")]),
@@ -332,7 +332,7 @@ def test_what_follows_a_limit_is_the_last_observation_of_the_same_episode(make):
     assert then[goes_on].tolist() == [1, 100, 101, 103]
 
 
-def test_a_demonstration_that_goes_on_after_its_success_is_not_over_with_it(make, tmp_path):
+def test_demonstration_may_continue_after_success(make, tmp_path):
     """Chunks of four; success of the last step alone ends a demonstration, also in a chunk that is cut short."""
     words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
     limits = ("collect.episodes=1", "env.train.max_episode_steps=1", f"collect.out={tmp_path}/one")
@@ -364,7 +364,7 @@ def test_a_demonstration_that_goes_on_after_its_success_is_not_over_with_it(make
     np.testing.assert_allclose(demos["reward"][demos.starts], [3.0, 3.0, 11.0, 3.0, 3.0, 4.5])
 
 
-def test_any_pair_of_critics_may_be_the_target(make):
+def test_target_uses_a_random_pair_of_critics(make):
     """Five critics without weights that estimate 0, 1000, ..., 4000: the smaller of the pair shows in the loss."""
     _, actor = make("algorithm.critics=5", "algorithm.gamma=0.9", "algorithm.tau=1e-9", "algorithm.learning_starts=1")
     seen = set()
@@ -392,7 +392,7 @@ def drained(parts):
             return [*found, end.value]
 
 
-def test_what_is_saved_comes_back(make, tmp_path):
+def test_sac_state_round_trips(make, tmp_path):
     """Critics, their slow copies, the temperature and the moments of their optimizers; rates are the config's."""
     _, actor = make()
     actor._replay.add(batch := four_chunks())
@@ -412,7 +412,7 @@ def test_what_is_saved_comes_back(make, tmp_path):
     np.testing.assert_array_equal(other._replay["reward"][other._replay.starts], batch.reward)
 
 
-def test_critics_and_temperature_follow_their_keys(make):
+def test_critic_and_temperature_settings_are_used(make):
     rates = ("actor.optim.lr=0.002", "actor.optim.value_lr=0.05")
     _, plain = make(*rates)
     _, chosen = make(*rates, "algorithm.target_entropy=-3.5", "algorithm.critic_layer_norm=true")
@@ -424,7 +424,7 @@ def test_critics_and_temperature_follow_their_keys(make):
         assert not torch.allclose(*values), "the same weights, normalised in one of them"
 
 
-def test_critics_have_a_gradient_limit_of_their_own(make):
+def test_critics_have_their_own_gradient_clipping(make):
     """A tenth of the first gradient is what Adam's running mean begins with."""
     norms = []
     for words in (("actor.optim.value_clip_grad=0.5",), ()):
@@ -437,7 +437,7 @@ def test_critics_have_a_gradient_limit_of_their_own(make):
     assert norms[1] > 1.0
 
 
-def test_every_training_step_ends_with_an_update_of_the_policy(make):
+def test_each_training_step_ends_with_a_policy_update(make):
     """However seldom it has its turn; before there is enough to learn from, nothing moves."""
     _, actor = make("algorithm.learning_starts=5", "algorithm.policy_interval=100")
     moved = []
@@ -450,7 +450,7 @@ def test_every_training_step_ends_with_an_update_of_the_policy(make):
 
 
 @pytest.mark.parametrize("bad", ["critics", "alpha", "policy"])
-def test_the_error_of_a_gradient_that_is_not_finite_names_what_was_stepped(make, bad):
+def test_non_finite_gradient_error_names_the_updated_parts(make, bad):
     """The losses are finite. Only the gradient of the policy cannot be checked before the critics' step."""
     host, actor = make()
     actor._replay.add(four_chunks())
@@ -474,7 +474,7 @@ def test_the_error_of_a_gradient_that_is_not_finite_names_what_was_stepped(make,
     assert all(p.isfinite().all() for parts in weights.values() for p in parts)
 
 
-def test_updates_that_were_left_out_are_counted(make):
+def test_skipped_sac_updates_are_counted(make):
     _, actor = make("algorithm.learning_starts=1", "faults.on_nonfinite=skip")
     with torch.no_grad():
         actor._critics.biases[-1].fill_(torch.nan)

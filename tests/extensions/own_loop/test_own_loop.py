@@ -52,13 +52,13 @@ def example(name: str):
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_the_names_are_there_to_be_found() -> None:
+def test_public_names_are_listed_and_callable() -> None:
     assert {"train", "evaluate", "make_env", "load_policy", "GRPO"} <= set(dir(embodyrl))
     assert all(callable(getattr(embodyrl, name)) for name in embodyrl.__all__)
 
 
 @pytest.mark.needs("tabletop")
-def test_an_environment_passes_gymnasium_s_own_check() -> None:
+def test_make_env_passes_the_gymnasium_env_checker() -> None:
     check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
     assert {"embodyrl/Libero10-v0", "embodyrl/LiberoObject-v0", "embodyrl/Metaworld-v0"} <= {*gymnasium.registry}
     made = gymnasium.make("embodyrl/Tabletop-v0")
@@ -74,14 +74,14 @@ def test_an_environment_passes_gymnasium_s_own_check() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"), [("text/copy", {}, "GRPO"), ("tabletop", {"task": 99}, "0 to 20")]
 )
-def test_what_an_environment_cannot_be_is_said(name: str, options: dict, said: str) -> None:
+def test_make_env_errors_describe_the_problem(name: str, options: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         embodyrl.make_env(name).reset(options=options)
 
 
 @pytest.mark.needs("tabletop")
 @pytest.mark.integration
-def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
+def test_loaded_run_acts_in_its_environment(run: Path) -> None:
     policy = embodyrl.load_policy(run, device="cpu")
     env = policy.make_env()
     successes = 0
@@ -105,7 +105,7 @@ def test_a_run_is_loaded_and_acts_in_its_environment(run: Path) -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_what_an_observation_lacks_is_said_and_never_made_up() -> None:
+def test_incomplete_observation_is_an_error() -> None:
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
     seen = policy.make_env().reset(seed=0)[0]
     mine = {"image": seen["images"], **{name: part for name, part in seen.items() if name != "images"}}
@@ -117,7 +117,7 @@ def test_what_an_observation_lacks_is_said_and_never_made_up() -> None:
         policy.act({name: part for name, part in seen.items() if name != "instruction"})
 
 
-def test_one_task_needs_no_instruction(tmp_path: Path) -> None:
+def test_single_task_policy_needs_no_instruction(tmp_path: Path) -> None:
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
     few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
     run = embodyrl.train(embodyrl.compose("train", *SMALL, *names, *few, f"runner.output_dir={tmp_path}")).run
@@ -129,7 +129,7 @@ def test_one_task_needs_no_instruction(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_a_loaded_policy_draws_as_its_settings_say() -> None:
+def test_loaded_policy_uses_its_sampling_settings() -> None:
     """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
     warm = embodyrl.load_policy(CHECKPOINT, *words, device="cpu")
@@ -143,7 +143,7 @@ def test_a_loaded_policy_draws_as_its_settings_say() -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
-def test_the_step_by_hand_trains_the_policy() -> None:
+def test_custom_training_loop_example_updates_the_policy() -> None:
     loop = example("custom_loop")
     loop.GROUPS, loop.GROUP_SIZE = 2, 4
     policy = embodyrl.load_policy(CHECKPOINT, "env.eval.task_ids=[0]", trainable=True, device="cpu")
@@ -157,7 +157,7 @@ def test_the_step_by_hand_trains_the_policy() -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
-def test_text_is_trained_in_five_lines(tmp_path: Path) -> None:
+def test_grpo_class_trains_a_text_policy(tmp_path: Path) -> None:
     rows = [{"prompt": word} for word in ("abc", "bcd", "cde", "def")]
     words = ("env.train.total_num_envs=8", "env.eval.total_num_envs=4", "eval.episodes=2", "algorithm.group_size=4")
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "runner.max_steps=1", f"runner.output_dir={tmp_path}")
@@ -178,7 +178,7 @@ def example_reward(prompt: str, response: str, reference: str) -> float:
 
 @pytest.mark.needs("tabletop")
 @pytest.mark.integration
-def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
+def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(
         "import embodyrl\n"
@@ -197,7 +197,7 @@ def test_a_script_without_a_guard_runs_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("serving")
-def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None:
+def test_play_runs_a_gymnasium_environment_until_its_end(tmp_path: Path) -> None:
     """It must not be stepped on after its end, and draws only if it is told at its start."""
     from embodyrl.extensions.serving.play import scene_of
 
@@ -220,7 +220,7 @@ def test_a_gymnasium_environment_is_played_until_it_ends(tmp_path: Path) -> None
 
 @pytest.mark.needs("serving")
 @pytest.mark.integration
-def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
+def test_play_accepts_requests_of_its_own_page_only(run: Path) -> None:
     started = start_cli("play", str(run), cwd=run.parent)
     started.wait_for(started.out, lines=1)
     url = started.out.read_text().split()[1]
@@ -256,7 +256,7 @@ def test_play_takes_instructions_from_its_own_page_only(run: Path) -> None:
 @pytest.mark.needs("serving")
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
-def test_a_person_plays_in_a_browser(run: Path, tmp_path: Path) -> None:
+def test_play_works_in_a_browser(run: Path, tmp_path: Path) -> None:
     started = start_cli("play", str(run), cwd=run.parent)
     started.wait_for(started.out, lines=1)
     url = started.out.read_text().split()[1]
@@ -286,7 +286,7 @@ def test_a_person_plays_in_a_browser(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
-def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+def test_notebook_runs_without_errors(tmp_path: Path) -> None:
     """Its code as one script, with fewer episodes and one small training step."""
     cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -305,7 +305,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("demonstrations", "tabletop")
-def test_commands_of_extensions_are_functions_of_the_package(tmp_path: Path) -> None:
+def test_extension_commands_are_package_functions(tmp_path: Path) -> None:
     words = ("env=tabletop", "collect.episodes=2", "env.train.total_num_envs=2", "launcher=inline")
     cfg = embodyrl.compose("collect", *words, f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}")
     assert embodyrl.collect(cfg).episodes == 2

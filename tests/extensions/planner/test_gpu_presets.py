@@ -94,7 +94,7 @@ def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
 @pytest.mark.parametrize(
     "preset", ["libero_10_lora_1gpu", "libero_10_full_8gpu", "gsm8k_vllm_1gpu", "maniskill_ppo_1gpu"]
 )
-def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
+def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
     if preset.startswith("libero"):
         pytest.importorskip("libero")
     # ManiSkill would build the task on a GPU; this is what it says on a CPU.
@@ -108,7 +108,7 @@ def test_the_dry_run_of_a_preset_is_as_recorded(preset, tmp_path, monkeypatch):
     assert said == golden.read_text()
 
 
-def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
+def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
     """24 GB: what is at its smallest already is not advised, and software rendering frees what simulators draw with."""
     pytest.importorskip("libero")
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
@@ -137,7 +137,7 @@ def test_advice_for_a_small_card_names_what_helps(tmp_path, monkeypatch):
         ("Quadro P400", None),
     ],
 )
-def test_rates_are_those_of_the_named_gpu(name, speed, tmp_path, monkeypatch):
+def test_speed_table_is_found_by_gpu_name(name, speed, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found = rates._speed(Gpus())
@@ -148,7 +148,7 @@ NODES = "cluster.component_placement={env:0-1,rollout:0-1,actor:0-1}"
 TWO_NODES = ("launcher.name=spread_launcher:SpreadLauncher", "cluster.num_nodes=2", NODES)
 
 
-def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
+def test_memory_is_planned_per_node(tmp_path, monkeypatch):
     """16 ranks in two groups of 8, one on each node: no GPU holds more than a rank and its share of env workers."""
     pytest.importorskip("libero")
     ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
@@ -166,7 +166,7 @@ def test_two_nodes_are_planned_each_for_itself(tmp_path, monkeypatch):
         memory.require_memory(plan, replace(needed, env_worker=20 * 2**30))
 
 
-def test_ranks_are_counted_over_all_nodes(tmp_path, monkeypatch):
+def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):
     pytest.importorskip("libero")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
     assert run_plan.count_ranks(cfg) == 16
@@ -175,14 +175,14 @@ def test_ranks_are_counted_over_all_nodes(tmp_path, monkeypatch):
     assert (plan.ranks, {plan.policy_node(rank) for rank in range(8)}) == (8, {1})
 
 
-def test_what_cannot_fit_a_gpu_is_refused(tmp_path, monkeypatch):
+def test_run_that_exceeds_gpu_memory_is_refused(tmp_path, monkeypatch):
     again = ("actor.gradient_checkpointing=false", "actor.micro_batch_size=32")
     with pytest.raises(ConfigError, match=r"needs about 1\d\d\.\d GiB.* a GPU here has 79\.6 GiB"):
         dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, *again)
 
 
 @pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
-def test_ranks_add_up_their_gradients_as_often_as_the_memory_asks(gib, when, tmp_path, monkeypatch):
+def test_gradient_sync_interval_follows_the_memory(gib, when, tmp_path, monkeypatch):
     pytest.importorskip("libero")
     monkeypatch.setattr(Gpus, "free", gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)

@@ -50,7 +50,7 @@ def peak(pid: int) -> int:
     [(), LARGE, (*SOUP, "actor.gradient_checkpointing=true")],
     ids=["default", "large batch", "adapters, recomputed"],
 )
-def test_the_estimate_is_near_the_measured_peak(tmp_path, words):
+def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
     with running_crew(tmp_path, "launcher=local", "env.kwargs.echo=true", *words) as stage:
         run_plan, workers = stage.run_plan, stage.workers
         actors = Actors(workers, run_plan.algorithm, run_plan)
@@ -74,7 +74,7 @@ def test_sharding_divides_weights_and_moments(tmp_path):
     assert plan_memory(replicas).optimizer == one.optimizer // 2
 
 
-def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
+def test_rollout_processes_hold_full_weights(tmp_path):
     words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
     run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
     plan = plan_memory(run_plan)
@@ -85,7 +85,7 @@ def test_processes_that_act_have_a_copy_and_ranks_gather_nothing(tmp_path):
         require_memory(run_plan, replace(plan, acting=10_000 * GIB))
 
 
-def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
+def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
     run_plan = build_run_plan(toy_config(tmp_path), training=True)
     plan = plan_memory(run_plan)
     require_memory(run_plan, plan)
@@ -95,7 +95,7 @@ def test_what_cannot_fit_is_refused_with_keys_that_help(tmp_path):
         require_memory(run_plan, replace(plan, env_worker=10_000 * GIB))
 
 
-def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
+def test_separate_critic_and_teacher_count_with_their_own_size(tmp_path):
     """Fails where both are taken to be as large as the policy, or not to be there."""
     cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
     policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
@@ -118,7 +118,7 @@ def test_a_critic_apart_and_a_teacher_count_by_their_own_size(tmp_path):
     assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
 
 
-def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
+def test_replay_buffer_counts_as_host_memory(tmp_path, monkeypatch):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)
     on_cpu = plan_memory(run_plan)
@@ -129,7 +129,7 @@ def test_a_replay_buffer_lies_on_the_host(tmp_path, monkeypatch):
     assert on_gpu.host(1) >= on_cpu.replay
 
 
-def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_path):
+def test_filtered_bc_plan_includes_buffer_and_weight_average(tmp_path):
     base = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=filtered_bc"]
 
     def plan(*more):
@@ -147,7 +147,7 @@ def test_imitation_of_own_episodes_keeps_what_is_imitated_and_an_average(tmp_pat
     assert averaged.weights - few.weights == averaged.checkpoint - few.checkpoint == trained
 
 
-def test_demonstrations_are_kept_and_read_before_that(tmp_path):
+def test_memory_plan_includes_loading_demonstrations(tmp_path):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", f"runner.output_dir={tmp_path}", "algorithm=rlpd"]
 
     def plan(frames):
@@ -166,13 +166,13 @@ def test_demonstrations_are_kept_and_read_before_that(tmp_path):
     assert many.building - without.building == 2 * (many.replay - without.replay), "frames, and chunks of one each"
 
 
-def test_a_driver_that_hangs_is_a_gpu_of_unknown_size(tmp_path, monkeypatch):
+def test_hanging_nvidia_smi_gives_unknown_gpu_memory(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, H100, more="exec sleep 60")
     monkeypatch.setattr(devices, "_QUERY_S", 0.1)
     assert devices.Gpus().free == 0
 
 
-def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monkeypatch):
+def test_vllm_sleeps_if_its_cache_does_not_fit_with_training(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -195,7 +195,7 @@ def test_vllm_sleeps_where_its_cache_has_no_room_beside_training(tmp_path, monke
     assert "vLLM sleeps while weights are trained" in asked.lines(1, 1)[0][1]
 
 
-def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path, monkeypatch):
+def test_vllm_memory_fraction_leaves_memory_of_other_processes(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -209,7 +209,7 @@ def test_vllms_share_is_of_the_whole_memory_and_leaves_what_others_have(tmp_path
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
 
 
-def test_simulators_count_on_the_gpu_that_they_share(tmp_path, monkeypatch):
+def test_simulators_count_on_their_shared_gpu(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
     words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
 
@@ -230,13 +230,13 @@ ZERO = {field.name: 0 for field in fields(MemoryPlan)} | {"on_gpu": True, "gradi
 
 
 @pytest.mark.parametrize("part", ["weights", "reference", "replay", "optimizer", "process"])
-def test_what_is_always_there_counts_beside_acting_and_training(part):
+def test_permanent_memory_is_added_to_every_phase(part):
     for on_gpu in (True, False):
         for busy in ({"gradients": 3}, {"gathered": 3}):
             assert MemoryPlan(**{**ZERO, "on_gpu": on_gpu, **busy, part: 7}).policy == 10
 
 
-def test_a_peak_is_that_of_acting_or_of_training_and_building_may_exceed_both():
+def test_memory_peak_is_the_maximum_over_phases():
     acting, training = {"gathered": 5, "acting_batch": 3}, {"gradients": 4, "activations": 2, "in_use": 1}
     plan = MemoryPlan(**{**ZERO, **acting, **training})
     assert plan.policy == 8
@@ -249,7 +249,7 @@ def test_a_peak_is_that_of_acting_or_of_training_and_building_may_exceed_both():
     assert replace(plan, saving=5, offloaded=2).host(3) == 11
 
 
-def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
+def test_host_memory_includes_arena_rollout_and_task_data(tmp_path, monkeypatch):
     words = ("launcher=local", "rollout.mode=disaggregated", "rollout.num_workers=3", "actor.fsdp.size=1")
     run_plan = build_run_plan(toy_config(tmp_path, *words), training=True)
     plan = plan_memory(run_plan)
@@ -269,7 +269,7 @@ def test_the_host_holds_arena_acting_processes_and_tasks(tmp_path, monkeypatch):
         require_memory(on_gpus, rest)
 
 
-def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_path):
+def test_replay_buffer_size_includes_next_observations(tmp_path):
     words = ["env=gym", "env.id=Pendulum-v1", "model=mlp", "algorithm=sac", f"runner.output_dir={tmp_path}"]
 
     def plan(*more):
@@ -283,7 +283,7 @@ def test_a_buffer_holds_next_observations_as_far_as_it_reaches_and_is_saved(tmp_
     assert whole.checkpoint - unsaved.checkpoint == whole.replay == unsaved.replay
 
 
-def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
+def test_micro_batch_memory_is_per_rank_within_token_budget(tmp_path):
     def count(*words):
         return memory._micro_batches(build_run_plan(text_config(tmp_path, "launcher=local", *words), training=True))
 
@@ -293,13 +293,13 @@ def test_micro_batches_are_of_one_rank_and_as_large_as_their_budget(tmp_path):
     assert count(*words, f"actor.max_tokens_per_mbs={4 * tokens + 1}") == 4
 
 
-def test_a_server_keeps_the_reference(tmp_path):
+def test_reference_on_a_server_needs_no_local_memory(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "algorithm.reference_url=http://host/v1")
     assert plan_memory(build_run_plan(text_config(tmp_path, *kl[:1]), training=True)).reference > 0
     assert plan_memory(build_run_plan(text_config(tmp_path, *kl), training=True)).reference == 0
 
 
-def test_frozen_weights_are_saved_beside_what_steers_them(tmp_path):
+def test_checkpoint_size_includes_frozen_weights(tmp_path):
     words = [
         "env=tabletop",
         "model=flow_small",

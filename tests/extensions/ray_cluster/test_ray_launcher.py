@@ -46,7 +46,7 @@ def two_nodes(monkeypatch):
     cluster.shutdown()
 
 
-def test_two_nodes_give_the_numbers_of_one_process(tmp_path, two_nodes):
+def test_two_ray_nodes_match_one_process(tmp_path, two_nodes):
     alone = train_toy(tmp_path, *WORDS, name="alone")
     apart = train_toy(tmp_path, *WORDS, *APART, "launcher.env_workers=2", name="apart")
     assert comparable(apart) == comparable(alone)
@@ -59,7 +59,7 @@ def test_two_nodes_give_the_numbers_of_one_process(tmp_path, two_nodes):
     }
 
 
-def test_actor_ranks_on_two_nodes_train_like_one(tmp_path, two_nodes):
+def test_actor_ranks_on_two_nodes_match_one_rank(tmp_path, two_nodes):
     words = (*WORDS, "runner.max_steps=1", "env.train.total_num_envs=8")
     spread = ("launcher.name=ray", "cluster.num_nodes=2", "actor.fsdp.size=2", "launcher.env_workers=1")
     alone, apart = (train_toy(tmp_path, *words, *more, name=f"run{len(more)}") for more in ((), spread))
@@ -69,7 +69,7 @@ def test_actor_ranks_on_two_nodes_train_like_one(tmp_path, two_nodes):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
 
 
-def test_weights_travel_between_nodes(tmp_path, two_nodes):
+def test_weights_are_sent_between_nodes(tmp_path, two_nodes):
     words = (*WORDS, "model.precision=fp32", "rollout.mode=disaggregated")
     alone = train_toy(tmp_path, *words, name="alone")
     spread = (*APART, "cluster.component_placement={env:0,rollout:1,actor:0}", "launcher.env_workers=1")
@@ -78,7 +78,7 @@ def test_weights_travel_between_nodes(tmp_path, two_nodes):
     assert weights(apart, 2) == weights(alone, 2)
 
 
-def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
+def test_run_continues_after_losing_an_env_node(tmp_path, two_nodes):
     cluster, second = two_nodes
     gate = tmp_path / "gate"
 
@@ -97,7 +97,7 @@ def test_a_lost_env_node_is_survived(tmp_path, two_nodes):
     assert logged[0]["env/dropped_episodes"] == 0
 
 
-def test_the_output_of_a_worker_that_dies_is_kept_and_named(tmp_path, two_nodes):
+def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
     from embodyrl.extensions.ray_cluster.launcher import RayLauncher
 
     assert RayLauncher.preview(ClusterSettings(num_nodes=2)).count(f"{socket.gethostname()} (") == 2
@@ -128,7 +128,7 @@ def test_the_output_of_a_worker_that_dies_is_kept_and_named(tmp_path, two_nodes)
     assert "Fatal Python error: Aborted" in Path(deaths["env_0"].log).read_text(), "fetched on the driver's host"
 
 
-def test_a_run_starts_a_cluster_of_its_own_and_survives_its_head(tmp_path):
+def test_run_starts_a_local_cluster_and_survives_its_head(tmp_path):
     """Loopback interface, a token, one line about it; without its head the run is saved."""
     gate = tmp_path / "gate"
     held = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
@@ -164,7 +164,7 @@ def test_nodes_are_numbered_by_address():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_text_task_is_learnt_on_two_nodes(tmp_path, two_nodes):
+def test_text_task_is_learned_on_two_nodes(tmp_path, two_nodes):
     before, after = gain(learn(tmp_path, "length", *APART, "launcher.env_workers=2"))
     assert before < 0.1
     assert after >= 0.9
@@ -172,13 +172,13 @@ def test_a_text_task_is_learnt_on_two_nodes(tmp_path, two_nodes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_the_default_run_gets_better_on_two_nodes(tmp_path, two_nodes):
+def test_default_run_improves_on_two_nodes(tmp_path, two_nodes):
     few = ("runner.max_steps=5", "runner.val_check_interval=5", "runner.deterministic=true", "seed=1", "video=none")
     before, after = gain(train_gate(tmp_path, *few, *APART, "launcher.env_workers=2"))
     assert after >= before + 0.25
 
 
-def test_each_actor_sees_its_own_gpu_and_simulators_one_in_turn(tmp_path, monkeypatch):
+def test_each_ray_actor_gets_its_own_gpu(tmp_path, monkeypatch):
     """Two nodes with two GPUs each, by name only."""
     from ray.cluster_utils import Cluster
 

@@ -95,7 +95,7 @@ def undisturbed(hosts: Hosts, folder: Path, phase: Phase) -> tuple[list[dict[str
 
 
 @by_phase
-def test_a_slow_and_lossy_wire_changes_nothing(hosts, tmp_path, phase):
+def test_slow_lossy_network_does_not_change_results(hosts, tmp_path, phase):
     expected = undisturbed(hosts, tmp_path, phase)
     hosts.wire.delay_s, hosts.wire.loss = 0.02, 0.005
     command = start(hosts, tmp_path, phase, held=False)
@@ -104,7 +104,7 @@ def test_a_slow_and_lossy_wire_changes_nothing(hosts, tmp_path, phase):
 
 
 @by_phase
-def test_a_wire_that_is_cut_for_two_seconds_changes_nothing(hosts, tmp_path, phase):
+def test_two_second_network_outage_does_not_change_results(hosts, tmp_path, phase):
     expected = undisturbed(hosts, tmp_path, phase)
     command = start(hosts, tmp_path, phase, held=True)
     command.wait_for(hosts.gate, deadline_s=200)
@@ -117,7 +117,7 @@ def test_a_wire_that_is_cut_for_two_seconds_changes_nothing(hosts, tmp_path, pha
 
 
 @by_phase
-def test_a_wire_that_stays_cut_costs_the_second_host_and_no_checkpoint(hosts, tmp_path, phase):
+def test_permanent_network_outage_keeps_checkpoints(hosts, tmp_path, phase):
     expected = undisturbed(hosts, tmp_path, phase)
     command = start(hosts, tmp_path, phase, held=True)
     command.wait_for(hosts.gate, deadline_s=200)

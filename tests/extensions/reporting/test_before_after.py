@@ -33,7 +33,7 @@ def row(episode: int, success: bool | None, *, task: int = 0, steps: int = 5, ea
     )
 
 
-def test_what_was_learned_comes_first_then_what_still_fails_of_every_task():
+def test_newly_solved_episodes_are_shown_before_failures():
     before = [row(k, k == 4, task=k // 5) for k in range(10)]
     learned = {1: 3, 2: 9, 7: 4}
     after = [row(k, k in learned, task=k // 5, steps=learned.get(k, 5)) for k in range(10)]
@@ -44,7 +44,7 @@ def test_what_was_learned_comes_first_then_what_still_fails_of_every_task():
     assert sorted(chosen) == list(range(10))
 
 
-def test_without_a_success_signal_the_largest_and_the_smallest_gain_are_shown():
+def test_without_success_largest_and_smallest_gain_are_shown():
     before = [row(k, None, earned=1.0) for k in range(5)]
     after = [row(k, None, earned=gain) for k, gain in enumerate([2.0, 9.0, 0.5, 3.0, 4.0])]
     assert select_episodes_to_record(before, after, 2) == [1, 2]
@@ -54,7 +54,7 @@ WORDS = ("video=changed:2", "runner.val_check_interval=1", "runner.save_interval
 
 
 @pytest.mark.integration
-def test_a_resumed_run_keeps_its_story(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_first_evaluation(tmp_path: Path) -> None:
     run = train_toy(tmp_path, "~video_cfg.base_dir=", *WORDS, "runner.max_steps=1")
     assert len([*(run / "videos").glob("step*.mp4")]) == 4, "two episodes before and after, in the run's own folder"
     result = train(load_saved_config(run, ["trust=true", "runner.max_steps=2"]), resume=run)
@@ -76,7 +76,7 @@ def test_a_resumed_run_keeps_its_story(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None:
+def test_diverged_replay_leaves_no_video(tmp_path: Path) -> None:
     """Two of four episodes are said to have ended otherwise than their actions make them end."""
     run = train_toy(tmp_path, *WORDS, "eval.episodes=4", "runner.max_steps=1")
     folder = run / "eval" / "step_000001"
@@ -96,6 +96,6 @@ def test_a_replay_that_came_out_otherwise_leaves_no_film(tmp_path: Path) -> None
     assert [line.split(" had another outcome")[0] for line in said] == ["episode 1 of step 1", "episode 3 of step 1"]
 
 
-def test_an_evaluation_alone_has_nothing_to_compare():
+def test_single_evaluation_has_no_comparison():
     with pytest.raises(ConfigError, match="video=changed:2 compares two validations"):
         load_config("eval", ["env=tabletop", "video=changed:2"])

@@ -29,7 +29,7 @@ def carded(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_card_is_what_the_files_say(tmp_path: Path) -> None:
+def test_run_card_matches_the_run_files(tmp_path: Path) -> None:
     run = carded(tmp_path)
     card = card_of(run)
     assert (card["commit"], card["embodyrl"], card["command"]) == (
@@ -61,7 +61,7 @@ def test_the_card_is_what_the_files_say(tmp_path: Path) -> None:
     json.dumps(card, allow_nan=False)
 
 
-def test_a_card_counts_states_steps_and_both_directions_of_a_change(tmp_path: Path) -> None:
+def test_card_counts_states_steps_and_discordant_pairs(tmp_path: Path) -> None:
     run = carded(tmp_path)
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "env/steps": {100 * n}}}\n' for n in (1, 2, 3)))
     for folder, successes in zip(sorted((run / "eval").iterdir()), ("TFFFFF", "FTTTFF"), strict=True):
@@ -75,14 +75,14 @@ def test_a_card_counts_states_steps_and_both_directions_of_a_change(tmp_path: Pa
     assert card["costs"]["training_env_steps"] == 600
 
 
-def test_a_resumed_evaluation_costs_all_its_episodes(tmp_path: Path) -> None:
+def test_resumed_evaluation_cost_includes_all_episodes(tmp_path: Path) -> None:
     """Its table has the steps of the last attempt; the six episodes took 10 to 15 steps."""
     run = carded(tmp_path)
     (run / "eval" / "step_000003" / "eval.json").write_text(json.dumps({"env_steps": 29}))
     assert card_of(run)["costs"]["evaluation_env_steps"] == 500 + sum(range(10, 16))
 
 
-def test_the_card_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = carded(tmp_path)
     paths = write_card(run, tmp_path / "assets")
     assert [path.name for path in paths] == ["card.json", "CARD.md"]
@@ -101,7 +101,7 @@ def test_the_card_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         card_of(tmp_path)
 
 
-def test_a_run_without_evaluations_has_a_card(tmp_path: Path) -> None:
+def test_run_without_evaluation_has_a_card(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "plain")
     for file in (run / "eval").rglob("*.jsonl"):
         file.unlink()
@@ -111,7 +111,7 @@ def test_a_run_without_evaluations_has_a_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["openvla_oft_tabletop"])
-def test_shipped_weights_carry_a_card(name: str) -> None:
+def test_included_weights_have_a_card(name: str) -> None:
     folder = Path(__file__).parents[3] / "assets" / name
     card = json.loads((folder / "card.json").read_text())
     assert card["model"]["weights"] == f"assets/{name}"
@@ -119,7 +119,7 @@ def test_shipped_weights_carry_a_card(name: str) -> None:
     assert card_text(card) == (folder / "CARD.md").read_text()
 
 
-def test_what_a_killed_attempt_took_is_not_left_out(tmp_path: Path) -> None:
+def test_card_includes_time_of_killed_attempts(tmp_path: Path) -> None:
     """Only an attempt that ends writes its costs; the rows of the others are there."""
     run = carded(tmp_path)
     row = {"time/step": 3600.0, "time/validate": 1800.0}
@@ -129,7 +129,7 @@ def test_what_a_killed_attempt_took_is_not_left_out(tmp_path: Path) -> None:
     assert {"cpu_hours", "gpu_hours"}.isdisjoint(costs), "of the killed one nobody knows them"
 
 
-def test_protocol_and_seeds_are_those_of_the_last_evaluation(tmp_path: Path) -> None:
+def test_card_uses_protocol_and_seeds_of_the_last_evaluation(tmp_path: Path) -> None:
     run = carded(tmp_path)
     first = run / "eval" / "step_000000"
     (first / "eval.json").write_text(json.dumps({"protocol": {"name": "older", "departures": []}}))

@@ -32,14 +32,14 @@ def lines(folder: Path, *overrides: str, command: str = "train") -> str:
     return "\n".join(text for _, text in evaluation_facts(run_plan))
 
 
-def test_a_training_says_whether_it_is_judged_by_what_it_saw(tmp_path: Path) -> None:
+def test_training_reports_overlap_with_evaluation_states(tmp_path: Path) -> None:
     apart = lines(tmp_path, *SPLITS, "eval.episodes=3")
     assert apart == "3 greedy episodes of 1 initial states\nnone of these initial states is used by training"
     assert "warning: of these 4 initial states training uses 4;" in lines(tmp_path)
     assert "of these 3 initial states training uses 2;" in lines(tmp_path, SPLITS[0], "env.eval.state_ids=[1,3]")
 
 
-def test_copies_are_named() -> None:
+def test_repeated_validation_states_are_reported() -> None:
     words = [
         "runner.val_check_interval=5",
         "eval.episodes=150",
@@ -52,7 +52,7 @@ def test_copies_are_named() -> None:
     )
 
 
-def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
+def test_evaluation_reports_states_used_by_its_run(tmp_path: Path) -> None:
     run = train_toy(tmp_path, *SPLITS, "runner.val_check_interval=2", "eval.episodes=2", name="trained")
     ckpt = (f"ckpt={run}",)
     test = lines(tmp_path, *ckpt, "env.eval.state_ids=[1,1]", command="eval")
@@ -84,7 +84,7 @@ def test_an_evaluation_knows_what_its_run_used(tmp_path: Path) -> None:
         ("env.env_type=toy_env:FACTORY env.train.max_episode_steps=9 env.train.state_ids=null", None, 9),
     ],
 )
-def test_what_learned_from_demonstrations_is_evaluated_on_other_states_of_them(words, states, horizon, tmp_path):
+def test_sft_runs_are_evaluated_on_held_out_states(words, states, horizon, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     save_config(load_config("sft", ["data.path=demos"]), tmp_path / "config.yaml")
     shown = load_config("collect", [*words.split(), "collect.out=demos"])
@@ -95,7 +95,7 @@ def test_what_learned_from_demonstrations_is_evaluated_on_other_states_of_them(w
     assert env.env_type == shown.env.env_type
 
 
-def test_rounds_of_dagger_are_evaluated_like_what_learned_from_demonstrations(tmp_path: Path) -> None:
+def test_dagger_runs_are_evaluated_on_held_out_states(tmp_path: Path) -> None:
     """Fails where states and horizon are those of the default run's environment."""
     (tmp_path / "checkpoints").mkdir()
     words = ["env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=200", "model=mlp"]
@@ -104,7 +104,7 @@ def test_rounds_of_dagger_are_evaluated_like_what_learned_from_demonstrations(tm
     assert (env.id, env.eval.state_ids, env.eval.max_episode_steps) == ("Pendulum-v1", [90_000, 94_999], 200)
 
 
-def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
+def test_used_states_include_all_demonstrations(tmp_path: Path) -> None:
     """Those of `data.more` and of `algorithm.demonstrations` as well as those of `data.path`."""
     env = build_run_plan(toy_config(tmp_path, command="eval"), training=False).env
     folders = [tmp_path / name for name in ("first", "more", "elsewhere")]
@@ -140,7 +140,7 @@ def test_states_of_all_demonstrations_are_used(tmp_path: Path) -> None:
     assert f"demonstrations of {start} uses 1;" in began, "also of the run that it started from"
 
 
-def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> None:
+def test_initial_states_unknown_to_the_evaluation_are_ignored(tmp_path: Path) -> None:
     run = tmp_path / "more"
     (run / "checkpoints").mkdir(parents=True)
     words = ["env=libero_object", "model=openvla_oft_tiny", "runner.val_check_interval=5"]
@@ -151,7 +151,7 @@ def test_initial_states_that_only_the_run_had_are_left_aside(tmp_path: Path) -> 
     assert f"of these 100 initial states training of {run} uses 50, validation of {run} uses 0;" in told
 
 
-def test_rows_of_text_are_known_by_the_shares_and_files_of_the_run(tmp_path: Path) -> None:
+def test_text_rows_are_identified_by_split_and_file(tmp_path: Path) -> None:
     """Rows have numbers only: fails where those of another split, or of other data, are taken for the run's."""
     run, rows = tmp_path / "learned", tmp_path / "rows.jsonl"
     (run / "checkpoints").mkdir(parents=True)
@@ -171,7 +171,7 @@ def test_rows_of_text_are_known_by_the_shares_and_files_of_the_run(tmp_path: Pat
     assert told(f"data.path={other}").startswith("unknown: ")
 
 
-def test_a_validation_on_further_suites_has_used_their_states_too(tmp_path: Path) -> None:
+def test_used_states_include_validation_suites(tmp_path: Path) -> None:
     run = tmp_path / "across"
     (run / "checkpoints").mkdir(parents=True)
     words = ["env.eval.state_ids=[3000,3001]", "runner.val_suites=[base,colours]", "runner.val_check_interval=5"]
@@ -196,7 +196,7 @@ WEIGHTS = sorted(folder.parent for folder in assets_dir().glob("*/model.safetens
 
 
 @pytest.mark.parametrize("folder", WEIGHTS, ids=lambda folder: folder.name)
-def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: Path) -> None:
+def test_included_weights_declare_their_training_states(folder: Path) -> None:
     made = flat(read_plain_yaml(folder / EXPORTED_CONFIG))
     env = made.get("env.task_suite_name", made["env.env_type"])
     model = "openvla_oft_tiny" if folder.name.startswith("openvla") else re.sub("_(tabletop|soup)$", "", folder.name)
@@ -226,7 +226,7 @@ def test_shipped_weights_know_what_they_were_trained_on_and_have_a_card(folder: 
         ["env=maniskill"],
     ],
 )
-def test_presets_hold_out_states_and_leave_some_for_a_test(words: list[str]) -> None:
+def test_presets_reserve_states_for_validation_and_test(words: list[str]) -> None:
     env = load_config("train", words).env
     assert env.train.state_ids is not None
     assert env.eval.state_ids is not None
@@ -236,5 +236,5 @@ def test_presets_hold_out_states_and_leave_some_for_a_test(words: list[str]) -> 
     assert last - first + 1 + high - low + 1 < total
 
 
-def test_the_official_protocol_runs_all_states() -> None:
+def test_official_protocol_evaluates_all_states() -> None:
     assert load_config("eval", ["env=libero_object", "eval=libero_standard"]).env.eval.state_ids is None

@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", HOSTED)
-def test_a_missing_package_is_said_before_anything_starts(name: str) -> None:
+def test_missing_logger_package_is_reported_before_the_start(name: str) -> None:
     problems = missing_loggers(["console", name])
     if importlib.util.find_spec(name) is None:
         assert problems == [
@@ -43,12 +43,12 @@ def test_a_missing_package_is_said_before_anything_starts(name: str) -> None:
         assert problems == []
 
 
-def test_an_unknown_logger_names_the_nearest() -> None:
+def test_unknown_logger_error_suggests_a_name() -> None:
     (problem,) = missing_loggers(["jsonl", "wandbb"])
     assert "Did you mean 'wandb'?" in problem
 
 
-def test_naming_a_logger_imports_no_service() -> None:
+def test_configuring_a_logger_does_not_import_its_package() -> None:
     code = "import sys; from embodyrl.monitor.fanout import MONITORS, missing_loggers as m; m(MONITORS.names()); "
     code += f"print([n for n in {list(HOSTED)} if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -57,7 +57,7 @@ def test_naming_a_logger_imports_no_service() -> None:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", HOSTED)
-def test_a_run_is_logged_offline(name: str, run: Path) -> None:
+def test_run_is_logged_offline(name: str, run: Path) -> None:
     pytest.importorskip(name)
     monitor = build_monitor([name])
     monitor.open(run, RunInfo(run_id="my_run", project="tests", offline=True, total_steps=2))
@@ -81,7 +81,7 @@ def test_a_run_is_logged_offline(name: str, run: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_service_that_breaks_in_the_middle_does_not_stop_the_run(run: Path) -> None:
+def test_failing_logging_service_does_not_stop_the_run(run: Path) -> None:
     pytest.importorskip("mlflow")
     monitor = Fanout({"mlflow": MONITORS.get("mlflow")(), "jsonl": JsonlMonitor()})
     monitor.open(run, RunInfo(run_id="my_run", offline=True))
@@ -96,7 +96,7 @@ def test_a_service_that_breaks_in_the_middle_does_not_stop_the_run(run: Path) ->
 
 
 @pytest.mark.integration
-def test_a_server_that_is_not_there_is_said_at_the_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_logging_server_is_reported_at_the_start(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")

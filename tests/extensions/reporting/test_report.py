@@ -39,20 +39,20 @@ from embodyrl.monitor.paired import pair
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def test_ticks_are_round_and_span_the_data() -> None:
+def test_axis_ticks_are_round_and_span_the_data() -> None:
     assert ticks(0.0, 0.9) == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert ticks(-3, 17) == [-5.0, 0.0, 5.0, 10.0, 15.0, 20.0]
     assert ticks(2.0, 2.0)[0] < 2.0 < ticks(2.0, 2.0)[-1]
 
 
-def test_a_line_goes_from_corner_to_corner() -> None:
+def test_line_plot_spans_the_axes() -> None:
     svg = line_chart([Line(label="a<b", points=[(0, 0.0), (10, 1.0)], band=[(0, 0.0, 0.5), (10, 0.5, 1.0)])])
     assert '<polyline class="line c0" points="52,192 428,12"/>' in svg
     assert '<polygon class="band c0" points="52,102 428,12 428,102 52,192"/>' in svg
     assert "a&lt;b · step 10: 1 [0.5, 1]" in svg
 
 
-def test_bars_are_as_high_as_their_seconds() -> None:
+def test_bar_heights_are_proportional_to_seconds() -> None:
     heights = [
         float(h) for h in re.findall(r'height="([\d.]+)"', stacked_bars([1, 2], {"a": [4, 2], "b": [0, 2]}, "s"))
     ]
@@ -69,7 +69,7 @@ def across(run: Path) -> Path:
     return run
 
 
-def test_what_is_said_of_a_task_is_of_the_own_suite(tmp_path: Path) -> None:
+def test_task_table_covers_the_main_suite_only(tmp_path: Path) -> None:
     """Fails where episodes of all suites are taken together because their tasks are called alike."""
     run = across(write_run(tmp_path / "run"))
     table = _task_table([read_history(run)], TASKS)
@@ -92,7 +92,7 @@ def test_seeds_without_a_common_step_have_no_curve(tmp_path: Path) -> None:
     assert "eval/success_once" not in (tmp_path / "page.html").read_text()
 
 
-def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Path) -> None:
+def test_success_curve_has_a_wilson_band(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     line = curve(history, "train/success_once", "train", 0)
     assert line.points == [(1, 0.25), (2, 0.25), (3, 0.25)]
@@ -104,7 +104,7 @@ def test_success_has_a_wilson_band_and_pools_episodes_of_many_steps(tmp_path: Pa
     assert curve(long, "actor/loss", "loss", 0).band[0] == (2, 0.5, 1.0)
 
 
-def test_a_pooled_rate_weighs_steps_by_their_episodes(tmp_path: Path) -> None:
+def test_pooled_success_rate_is_weighted_by_episodes(tmp_path: Path) -> None:
     """240 steps in 120 points: of each pair the first has 30 episodes and no success, the second 10 and all."""
     rows = tuple(
         {"step": k + 1, "train/success_once": float(k % 2), "train/episodes": 10.0 if k % 2 else 30.0}
@@ -115,7 +115,7 @@ def test_a_pooled_rate_weighs_steps_by_their_episodes(tmp_path: Path) -> None:
     assert line.band[0] == (2, *wilson(10, 40))
 
 
-def test_pairs_agree_in_task_state_and_seed(tmp_path: Path) -> None:
+def test_paired_episodes_share_task_state_and_seed(tmp_path: Path) -> None:
     history = read_history(write_run(tmp_path / "runs" / "a"))
     first, last = history.evaluations
     line = pair(first.episodes, last.episodes).sentence(("A", "B"))
@@ -149,14 +149,14 @@ def played(*episodes: tuple[int, int, bool | None, float]) -> Evaluation:
     return Evaluation(step=0, episodes=tuple(rows))
 
 
-def test_runs_of_two_axes_are_not_compared_in_pairs(tmp_path: Path) -> None:
+def test_runs_with_different_initial_states_are_not_paired(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / axis, f"env.axis={axis}") for axis in ("base", "colours")]
     lines = write_report(runs, tmp_path / "report.html", states=["env.axis"])
     assert lines[-1].endswith("whose initial states differ: env.axis=base and colours")
     assert not any(line.startswith("paired") for line in lines)
 
 
-def test_episodes_of_one_state_pair_by_their_seed() -> None:
+def test_episodes_of_one_state_are_paired_by_seed() -> None:
     """Without the seed, the last of them would stand for all."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
     assert pair(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
@@ -167,7 +167,7 @@ def test_episodes_of_one_state_pair_by_their_seed() -> None:
     assert "no paired test" in pair(first.episodes, played((3, 1002, True, 1.0)).episodes).sentence(("A", "B"))
 
 
-def test_copies_of_an_episode_are_no_evidence() -> None:
+def test_repeated_episodes_do_not_increase_significance() -> None:
     """Five states ten times each: five states are compared, not fifty episodes."""
     before = played(*((s, 1000 + k, False, 0.0) for k in range(10) for s in range(5)))
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
@@ -176,7 +176,7 @@ def test_copies_of_an_episode_are_no_evidence() -> None:
     assert "only B 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
 
 
-def test_returns_stand_for_success_where_it_is_not_known() -> None:
+def test_return_replaces_unknown_success() -> None:
     before = played(*((s, 1000, None, 10.0 * s) for s in range(6)))
     after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
     assert str(before.score()).startswith("25 [")
@@ -185,7 +185,7 @@ def test_returns_stand_for_success_where_it_is_not_known() -> None:
     assert line.endswith("(differ)")
 
 
-def test_the_time_tree_explains_the_whole_step() -> None:
+def test_time_tree_accounts_for_the_whole_step() -> None:
     row = {"time/step": 10.0, "time/validate": 5.0, "time/rollout": 6.0, "time/simulate": 4.0, "time/update": 3.0}
     tree = {phase.name: (phase.depth, phase.seconds, phase.share) for phase in time_tree(row)}
     assert tree["rollout"] == (0, 6.0, 0.4)
@@ -194,7 +194,7 @@ def test_the_time_tree_explains_the_whole_step() -> None:
     assert time_tree({"eval/success_once": 0.5}) == []
 
 
-def test_settings_that_differ() -> None:
+def test_differing_settings_are_listed() -> None:
     assert differing([{"a": {"b": 1, "c": []}, "d": {}}, {"a": {"b": 2, "c": []}, "d": {"e": 1}}]) == [
         ("a.b", [1, 2]),
         ("d", [{}, None]),
@@ -202,7 +202,7 @@ def test_settings_that_differ() -> None:
     ]
 
 
-def test_the_page_holds_everything_and_nothing_is_fetched(tmp_path: Path) -> None:
+def test_report_page_loads_no_external_resources(tmp_path: Path) -> None:
     out = tmp_path / "report.html"
     lines = write_report([write_run(tmp_path / "runs" / "a", "seed=7", videos=2)], out)
     assert lines == ["a: step 3: 66.7 % [30.0, 90.3] (4/6)"]
@@ -229,7 +229,7 @@ def test_recordings_beyond_the_budget_are_linked(tmp_path: Path) -> None:
     assert [(a.step, b.step, a.episode.episode) for a, b in media.pairs_of(cards)] == [(0, 3, 0), (0, 3, 1)]
 
 
-def test_the_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = write_run(tmp_path / "runs" / "a"), write_run(tmp_path / "runs" / "b", "actor.optim.lr=3e-4")
     assert main(["report", str(first), str(second), "--out", str(tmp_path / "c.html"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -305,7 +305,7 @@ def test_videos_play_and_filters_work_in_chromium(tmp_path: Path, embed_bytes: i
 
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
-def test_a_report_fits_a_phone(tmp_path: Path) -> None:
+def test_report_fits_a_phone_screen(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path / "runs" / name, videos=4) for name in ("a_run_with_a_name_that_is_rather_long_indeed", "b")
     ]
@@ -322,7 +322,7 @@ def test_a_report_fits_a_phone(tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_a_watched_report_is_new_at_each_look_and_for_this_machine_only(tmp_path: Path) -> None:
+def test_watch_serves_a_current_report_on_localhost_only(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "mine")
     (run / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     started = start_cli("report", str(run), "--watch", cwd=tmp_path)
@@ -356,7 +356,7 @@ def test_a_watched_report_is_new_at_each_look_and_for_this_machine_only(tmp_path
     assert started.wait() == 130
 
 
-def test_a_run_without_success_is_reported_by_its_return(tmp_path: Path) -> None:
+def test_run_without_success_is_reported_by_return(tmp_path: Path) -> None:
     run = write_run(tmp_path / "runs" / "a")
     for path in run.glob("eval/*/episodes.jsonl"):
         path.write_text(re.sub(r'"success_(once|at_end)": \w+', r'"success_\1": null', path.read_text()))
@@ -375,7 +375,7 @@ def describe(run: Path) -> str:
     return _run_line(**describe_run(run))
 
 
-def test_values_at_the_ends_of_curves_do_not_cover_each_other() -> None:
+def test_curve_end_labels_do_not_overlap() -> None:
     ends = ((0.90, 0), (0.93, 1), (0.91, 2))
     drawn = line_chart([Line(label=str(k), points=[(0, 0.1), (1, y)], color=k) for y, k in ends], limits=(0, 1))
     heights = sorted(float(y) for y in re.findall(r'class="value c\d" x="[\d.]+" y="([\d.]+)"', drawn))
@@ -383,7 +383,7 @@ def test_values_at_the_ends_of_curves_do_not_cover_each_other() -> None:
     assert min(after - before for before, after in pairwise(heights)) >= 12
 
 
-def test_the_tiles_of_a_run_by_hand(tmp_path: Path) -> None:
+def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
     """Three steps of 10 s, 100 env steps and 8 episodes, the last with 5 s of validation; restarts count up."""
     history = read_history(write_run(tmp_path / "runs" / "a"))
     more = [{}, *({"env/restarts": float(n), "env/dropped_episodes": 2.0} for n in (1, 1, 4))]
@@ -399,7 +399,7 @@ def test_the_tiles_of_a_run_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_a_bar_of_many_steps_is_as_high_as_their_mean(tmp_path: Path) -> None:
+def test_bar_of_several_steps_shows_their_mean(tmp_path: Path) -> None:
     """120 steps in 60 bars, each of 4 and 6 s of an update and nothing else."""
     steps = [{"step": k, "time/step": 4.0 + k % 2 * 2, "time/update": 4.0 + k % 2 * 2} for k in range(120)]
     drawn = _timeline(steps)

@@ -29,12 +29,12 @@ stats = pytest.importorskip("scipy.stats")
 
 
 @pytest.mark.parametrize("shape", [(3, 10), (5, 26), (4, 1), (2, 3)])
-def test_interquartile_mean_is_the_trimmed_mean(shape: tuple[int, int]) -> None:
+def test_interquartile_mean_matches_trimmed_mean(shape: tuple[int, int]) -> None:
     scores = np.random.default_rng(3).normal(size=shape)
     assert interquartile_mean(scores) == pytest.approx(stats.trim_mean(scores, 0.25, axis=None), abs=1e-12)
 
 
-def test_probability_of_improvement_is_the_share_of_won_pairs() -> None:
+def test_probability_of_improvement_is_the_fraction_of_won_pairs() -> None:
     rng = np.random.default_rng(5)
     a, b = rng.integers(0, 4, (3, 6)) / 4, rng.integers(0, 4, (5, 6)) / 4
     by_hand = [
@@ -50,7 +50,7 @@ def mean_of_all(drawn: np.ndarray) -> np.ndarray:
     return drawn.mean(axis=(-2, -1))
 
 
-def test_intervals_draw_runs_within_each_task() -> None:
+def test_bootstrap_resamples_runs_within_each_task() -> None:
     """Against an independent bootstrap: every task draws runs of its own."""
     matrix = np.random.default_rng(7).normal(size=(5, 8)) + np.arange(8) * 10
     low, high = stratified_bootstrap([matrix], interquartile_mean)
@@ -67,7 +67,7 @@ def test_intervals_draw_runs_within_each_task() -> None:
     assert low < -0.3 < 0.3 < high, "each task draws runs of its own; of the same ones the mean is always 0"
 
 
-def test_mean_interval_is_students() -> None:
+def test_mean_interval_matches_students_t() -> None:
     mean, low, high = mean_interval([0.80, 0.90, 0.85])
     wanted = stats.t.interval(0.95, 2, loc=0.85, scale=stats.sem([0.80, 0.90, 0.85]))
     assert (mean, low, high) == pytest.approx((0.85, *wanted), rel=1e-3)
@@ -78,7 +78,7 @@ def runs_of(tmp_path: Path, name: str, *overrides: str, seeds: int = 3) -> list[
     return [write_run(tmp_path / f"{name}-{seed}", f"seed={seed}", *overrides) for seed in range(seeds)]
 
 
-def test_runs_that_differ_in_their_seed_are_one_result(tmp_path: Path) -> None:
+def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
     mine, other = runs_of(tmp_path, "mine"), runs_of(tmp_path, "other", "actor.optim.lr=1e-5")
     groups = seed_groups([read_history(run) for run in (mine[0], other[0], mine[1], other[1], mine[2], other[2])])
     assert [group.name for group in groups] == ["mine (3 seeds)", "other (3 seeds)"]
@@ -108,7 +108,7 @@ def scored(tmp_path: Path, name: str, *successes: Sequence[bool | None], tasks: 
     return SeedGroup(tuple(runs))
 
 
-def test_an_improvement_that_shuffled_runs_show_as_well_is_chance(tmp_path: Path) -> None:
+def test_permutation_test_detects_chance_improvements(tmp_path: Path) -> None:
     """The verdict is that of the permutation test; and each run is scored by its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
@@ -122,7 +122,7 @@ def test_an_improvement_that_shuffled_runs_show_as_well_is_chance(tmp_path: Path
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (2, 5), (4, 4)])
-def test_the_permutation_test_of_one_task_is_mann_and_whitneys(sizes: tuple[int, int]) -> None:
+def test_permutation_test_of_one_task_matches_mann_whitney(sizes: tuple[int, int]) -> None:
     rng = np.random.default_rng(1)
     for _ in range(5):
         a, b = rng.normal(size=(sizes[0], 1)), rng.normal(0.7, size=(sizes[1], 1))
@@ -132,7 +132,7 @@ def test_the_permutation_test_of_one_task_is_mann_and_whitneys(sizes: tuple[int,
     assert 0 < far < 0.01, "of more runs than can be dealt in every way"
 
 
-def test_a_seed_that_never_succeeds_counts_as_none_where_only_success_is_told(tmp_path: Path) -> None:
+def test_seed_without_success_counts_as_success_rate_zero(tmp_path: Path) -> None:
     """Fails where the return of one run is averaged with the success rates of others."""
     silent = [None] * 4
     group = scored(tmp_path, "a", silent, [True, None, None, True], [None, True, None, None])
@@ -150,7 +150,7 @@ def silent_end(run: History) -> Evaluation:
     return replace(end, episodes=tuple(said))
 
 
-def test_an_improvement_is_one_in_the_same_tasks(tmp_path: Path) -> None:
+def test_improvement_compares_tasks_by_name(tmp_path: Path) -> None:
     """By name: fails where as many tasks are taken for the same ones, or those of the first in the second's place."""
     first = scored(tmp_path, "a", *[[True, False]] * 2)
     turned = scored(tmp_path, "bb", *[[False, True]] * 2, tasks=TASKS[::-1])
@@ -160,7 +160,7 @@ def test_an_improvement_is_one_in_the_same_tasks(tmp_path: Path) -> None:
     assert "1.00 over 1 tasks" in str(improvement(first, half))
 
 
-def test_bootstrap_intervals_are_of_95_percent() -> None:
+def test_bootstrap_intervals_have_95_percent_level() -> None:
     """Of many runs the interval of a mean is that of the normal distribution."""
     scores = np.random.default_rng(2).normal(size=(300, 1))
     low, high = stratified_bootstrap([scores], mean_of_all)
@@ -174,18 +174,18 @@ def test_ten_runs_have_bootstrap_intervals(tmp_path: Path) -> None:
     assert "0.50 [0." in str(improvement(group, scored(tmp_path, "bb", *[[k % 2 == 0, True] for k in range(10)])))
 
 
-def test_runs_of_one_seed_are_not_joined(tmp_path: Path) -> None:
+def test_runs_with_equal_seeds_are_not_grouped(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / name, "seed=3")) for name in ("before", "after")]
     assert [group.name for group in seed_groups(runs)] == ["before", "after"]
     assert improvement(*seed_groups(runs)) is None
 
 
-def test_one_run_alone_is_no_group(tmp_path: Path) -> None:
+def test_single_run_has_no_group_summary(tmp_path: Path) -> None:
     (group,) = seed_groups([read_history(write_run(tmp_path / "alone"))])
     assert (group.name, group.summary()) == ("alone", [])
 
 
-def test_tasks_of_a_group_are_those_that_all_its_runs_have_played(tmp_path: Path) -> None:
+def test_group_contains_tasks_common_to_all_runs(tmp_path: Path) -> None:
     """A task that one of them lacks would count as never solved."""
     first = scored(tmp_path, "a", [True, True])
     second = scored(tmp_path, "bb", [True, True], tasks=(TASKS[1], "x"))
@@ -194,12 +194,12 @@ def test_tasks_of_a_group_are_those_that_all_its_runs_have_played(tmp_path: Path
     assert group.matrix(group.tasks, rates=True).tolist() == [[1.0], [1.0]]
 
 
-def test_of_three_runs_two_with_one_seed_are_no_sample(tmp_path: Path) -> None:
+def test_repeated_seed_prevents_grouping(tmp_path: Path) -> None:
     runs = [read_history(write_run(tmp_path / f"r{k}", f"seed={seed}")) for k, seed in enumerate((3, 3, 4))]
     assert [len(group.runs) for group in seed_groups(runs)] == [1, 1, 1]
 
 
-def test_returns_have_no_bounds_of_a_rate(tmp_path: Path) -> None:
+def test_return_intervals_are_not_limited_to_zero_to_one(tmp_path: Path) -> None:
     """Four of six episodes earned 90, the others 10."""
     runs = runs_of(tmp_path, "mine", seeds=2)
     for path in (file for run in runs for file in run.glob("eval/*/episodes.jsonl")):

@@ -15,7 +15,7 @@ def write(path: Path, frames: int, value: int, size: tuple[int, int] = (64, 96))
     return path
 
 
-def test_both_recordings_run_in_step_and_the_shorter_one_holds_its_last_frame(tmp_path):
+def test_shorter_video_holds_its_last_frame(tmp_path):
     before, after = write(tmp_path / "a.mp4", 12, 40), write(tmp_path / "b.mp4", 5, 200)
     out = tmp_path / "deep" / "joined.mp4"
     join_side_by_side(before, after, out, labels=("before", "after"), fps=20)
@@ -35,7 +35,7 @@ def test_both_recordings_run_in_step_and_the_shorter_one_holds_its_last_frame(tm
     assert frame[:30, :90].max() > 150 > 100 > frame[:30, 110:].max(), "the first label stands over the first recording"
 
 
-def test_an_animated_picture_shows_pair_after_pair(tmp_path):
+def test_animated_image_shows_pairs_in_sequence(tmp_path):
     pairs = [(write(tmp_path / f"a{k}.mp4", 10, 40 + 40 * k), write(tmp_path / f"b{k}.mp4", 5, 200)) for k in range(2)]
     animate(pairs, tmp_path / "out.gif", labels=("before", "after"))
     with Image.open(tmp_path / "out.gif") as picture:
@@ -50,7 +50,7 @@ def test_an_animated_picture_shows_pair_after_pair(tmp_path):
     assert abs(shown[-1] - 80) < 12
 
 
-def test_a_missing_recording_is_an_error_and_leaves_nothing(tmp_path):
+def test_missing_recording_is_an_error_without_files(tmp_path):
     before = write(tmp_path / "a.mp4", 3, 40)
     with pytest.raises(OSError, match=r"missing\.mp4"):
         join_side_by_side(before, tmp_path / "missing.mp4", tmp_path / "out.mp4", labels=("a", "b"), fps=20)

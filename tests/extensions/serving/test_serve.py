@@ -93,7 +93,7 @@ def evaluated(folder: Path, *words: str) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["episode"])
 
 
-def test_a_served_checkpoint_plays_the_same_episodes(run, openpi, tmp_path):
+def test_served_checkpoint_gives_the_same_episodes(run, openpi, tmp_path):
     alone = evaluated(tmp_path / "alone", f"ckpt={run}")
     remote = ("model=remote", f"model.url={openpi}", "~model.num_images_in_input=", "~model.use_proprio=")
     assert len(alone) == 6
@@ -114,7 +114,7 @@ ENV = EnvSpec(
 )
 
 
-def test_the_client_refuses_what_does_not_fit(openpi):
+def test_client_refuses_a_mismatched_server(openpi):
     seen = Observation(
         images=observation()["observation/image"][None, None],
         state=np.zeros((1, 0), np.float32),
@@ -144,7 +144,7 @@ def test_the_client_refuses_what_does_not_fit(openpi):
         build(openpi, ENV, protocol="vla_eval")
 
 
-def test_a_server_that_floods_is_cut_off():
+def test_client_disconnects_from_a_flooding_server():
     """And what it says of itself ends up in no message as control characters."""
     from websockets.sync.server import serve as listen
 
@@ -155,12 +155,12 @@ def test_a_server_that_floods_is_cut_off():
         server.shutdown()
 
 
-def test_nobody_listening_is_an_error_with_the_fix():
+def test_unreachable_server_error_contains_a_fix():
     with pytest.raises(EmbodyError, match=r"No server was found .* Fix: start the server"):
         build("ws://127.0.0.1:9", ENV, connect_timeout_s=0.3)
 
 
-def test_errors_are_answered_and_the_connection_goes_on(openpi):
+def test_error_reply_keeps_the_connection_open(openpi):
     wrong = [
         (b"\xc1", "no msgpack"),
         (pack([1], bytes_keyed), "a mapping"),
@@ -179,7 +179,7 @@ def test_errors_are_answered_and_the_connection_goes_on(openpi):
         assert unpack(socket.recv(timeout=20))["actions"].shape == (4, 7)
 
 
-def test_any_message_is_answered_and_the_server_goes_on(openpi):
+def test_arbitrary_messages_do_not_stop_the_server(openpi):
     rng, valid = random.Random(0), pack(observation(size=8), bytes_keyed)
     many = [
         b"\xdd\x00\x10\x00\x00" + b"\x90" * (1 << 20),
@@ -215,12 +215,12 @@ def test_clients_beyond_the_limit_are_refused(run, tmp_path):
         assert "serve.max_clients" in (tmp_path / "stderr.txt").read_text()
 
 
-def test_pages_in_a_browser_get_nothing(openpi):
+def test_browser_origins_are_refused(openpi):
     with pytest.raises(InvalidStatus, match="403"):
         client.connect(openpi, proxy=None, origin="http://evil.example")
 
 
-def test_episodes_of_vla_eval(vla_eval, openpi):
+def test_vla_eval_episodes_run_one_action_at_a_time(vla_eval, openpi):
     """One action at a time, of one chunk until it ends or the episode does."""
     with client.connect(openpi, compression=None, proxy=None) as socket:
         socket.recv(timeout=20)
@@ -257,14 +257,14 @@ def test_episodes_of_vla_eval(vla_eval, openpi):
         assert np.array_equal(ask(0, 11), chunks[0][0])
 
 
-def test_our_client_speaks_vla_evals_protocol(vla_eval, openpi, run, tmp_path):
+def test_client_implements_the_vla_eval_protocol(vla_eval, openpi, run, tmp_path):
     words = ("model=remote", "model.num_action_chunks=1", "~model.num_images_in_input=", "~model.use_proprio=")
     one = evaluated(tmp_path / "one", *words, f"model.url={vla_eval}", "model.protocol=vla_eval")
     other = evaluated(tmp_path / "other", *words, f"model.url={openpi}")
     assert one == other
 
 
-def test_no_wait_is_without_a_deadline(vla_eval, request):
+def test_every_wait_has_a_deadline(vla_eval, request):
     """A policy that takes too long, a client that says nothing, a server that says nothing."""
     free, heard = threading.Event(), []
     # In the background of a shell tests inherit that it is ignored, and so would the server.
@@ -314,7 +314,7 @@ class Looking(UntrainedPolicy):
         return out
 
 
-def test_images_come_upright_and_actions_leave_in_the_environments_terms():
+def test_served_policy_converts_image_rotation_and_gripper():
     """LIBERO's: stored upside down, -1 opens the gripper; the policy's: 1 opens, 0 closes."""
     env = replace(ENV, cameras=replace(ENV.cameras, rotation_deg=180), state_dim=2)
     spec = RANDOM.spec(ModelSettings(model_type="random", num_action_chunks=2), env, 0)
@@ -345,7 +345,7 @@ def real(name: str, url: str) -> Any:
 
 
 @real_clients
-def test_the_real_openpi_client(openpi):
+def test_openpi_client_connects(openpi):
     said = real("openpi", openpi)
     assert said["metadata"]["action_horizon"] == 4
     assert said["shape"] == [4, 7]
@@ -354,7 +354,7 @@ def test_the_real_openpi_client(openpi):
 
 
 @real_clients
-def test_the_real_vla_eval_harness(vla_eval):
+def test_vla_eval_harness_evaluates_a_served_policy(vla_eval):
     """Its orchestrator plays two episodes of a benchmark of its own kind, four steps each."""
     said = real("vla_eval", vla_eval)
     assert said["episodes"] == 2
@@ -364,7 +364,7 @@ def test_the_real_vla_eval_harness(vla_eval):
 
 
 @real_clients
-def test_a_real_vla_eval_server_in_our_simulator(tmp_path):
+def test_vla_eval_server_acts_in_our_simulator(tmp_path):
     """Theirs in ours: a model server of vla-eval that answers with chunks, and one that answers action by action."""
     for chunked in ("whole", "single"):
         script = [str(CLIENTS), str(TESTS / "real_clients.py"), "serve", chunked]

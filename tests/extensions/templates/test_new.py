@@ -52,7 +52,7 @@ def own_tests(folder: Path) -> str:
 
 
 @pytest.mark.integration
-def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
+def test_new_env_template_passes_check_env_and_trains(tmp_path):
     said = embodyrl(tmp_path, "new", "env", "my_env")
     assert "embodyrl check-env env=my_env --config-dir my_env/conf" in said
     conf = ("--config-dir", "my_env/conf")
@@ -67,7 +67,7 @@ def test_a_new_environment_passes_the_check_trains_and_evaluates(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_new_batched_environment_passes_the_check_and_trains(tmp_path):
+def test_new_batched_env_template_passes_check_env_and_trains(tmp_path):
     embodyrl(tmp_path, "new", "batched-env", "my_batch")
     assert "1 passed" in own_tests(tmp_path / "my_batch")
     few = ("env.train.total_num_envs=64", "env.train.max_steps_per_rollout_epoch=20", "runner.max_steps=1")
@@ -78,7 +78,7 @@ def test_a_new_batched_environment_passes_the_check_and_trains(tmp_path):
 
 
 @pytest.mark.integration
-def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
+def test_installed_env_is_found_by_its_entry_point(tmp_path):
     pytest.importorskip("hatchling")
     embodyrl(tmp_path, "new", "env", "my_env")
     pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
@@ -91,7 +91,7 @@ def test_an_installed_environment_is_found_by_its_entry_point(tmp_path):
 
 
 @pytest.mark.integration
-def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without(tmp_path):
+def test_new_policy_template_trains_and_evaluates(tmp_path):
     embodyrl(tmp_path, "new", "policy", "my_policy")
     words = ("env=tabletop", "model=my_policy", "algorithm=ppo", "--config-dir", "my_policy/conf")
     embodyrl(tmp_path, "train", *words, *ONE_STEP, package="my_policy")
@@ -104,7 +104,7 @@ def test_a_new_policy_trains_with_values_and_its_checkpoint_is_evaluated_without
 
 
 @pytest.mark.integration
-def test_a_new_algorithm_trains(tmp_path):
+def test_new_algorithm_template_trains(tmp_path):
     embodyrl(tmp_path, "new", "algorithm", "my_algorithm")
     embodyrl(tmp_path, "new", "env", "my_env")
     conf = ("--config-dir", "my_algorithm/conf", "--config-dir", "my_env/conf")
@@ -120,7 +120,7 @@ PARTS = ("env", "policy", "loss", "reward", "logger", "launcher")
 
 
 @pytest.mark.integration
-def test_parts_of_ones_own_bring_their_own_keys(tmp_path):
+def test_user_components_add_their_own_keys(tmp_path):
     """Six packages of one file each train together: typed keys, checked, shown; nothing is edited or registered."""
     for kind in PARTS:
         embodyrl(tmp_path, "new", kind, f"my_{kind}")
@@ -152,7 +152,7 @@ def test_parts_of_ones_own_bring_their_own_keys(tmp_path):
     assert "4 passed" in python(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests, package=package)
 
 
-def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):
+def test_new_experiment_can_be_selected_and_listed(tmp_path):
     embodyrl(tmp_path, "new", "experiment", "kitchen")
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["kitchen.yaml"]
     assert "kitchen" in embodyrl(tmp_path, "list", "experiments", "--config-dir", "conf")
@@ -161,7 +161,7 @@ def test_a_new_experiment_can_be_chosen_and_listed(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
+def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", kind, "mine"]) == 0
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -187,7 +187,7 @@ def test_nothing_is_overwritten(kind, tmp_path, monkeypatch, capsys):
         (["env", "numpy"], "a Python module 'numpy' is installed already"),
     ],
 )
-def test_wrong_words_are_refused_and_nothing_is_written(words, said, tmp_path, monkeypatch, capsys):
+def test_wrong_arguments_write_no_files(words, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["new", *words]) == 2
     assert said in capsys.readouterr().err
@@ -195,7 +195,7 @@ def test_wrong_words_are_refused_and_nothing_is_written(words, said, tmp_path, m
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_template_is_filled_in(kind):
+def test_templates_contain_no_placeholders_after_rendering(kind):
     files = render(kind, "two_words")
     folders = [TEMPLATES / kind, *([TEMPLATES / "package"] if KINDS[kind].entries else [])]
     written = {p.relative_to(folder) for folder in folders for p in folder.rglob("*") if p.is_file()}
@@ -209,7 +209,7 @@ def test_every_template_is_filled_in(kind):
         assert any("class TwoWordsFactory" in text for text in files.values())
 
 
-def test_new_code_is_clean(tmp_path, monkeypatch):
+def test_generated_code_passes_ruff(tmp_path, monkeypatch):
     pytest.importorskip("ruff")
     monkeypatch.chdir(tmp_path)
     for kind in KINDS:

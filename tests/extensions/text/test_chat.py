@@ -57,7 +57,7 @@ def messages(*roles: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("template", [CHATML, ALTERNATING, OTHERS])
-def test_a_template_is_rendered_as_by_transformers(template: str, tmp_path: Path):
+def test_chat_template_matches_transformers(template: str, tmp_path: Path):
     place = folder(tmp_path / "m", template)
     read, tokenizer = ChatTemplate.read(place), AutoTokenizer.from_pretrained(place)
     assert read is not None
@@ -69,7 +69,7 @@ def test_a_template_is_rendered_as_by_transformers(template: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("layout", ["inside", "list", "processor"])
-def test_a_template_is_found_where_transformers_keeps_it(layout: str, tmp_path: Path):
+def test_chat_template_is_found_in_transformers_locations(layout: str, tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
     (place / "chat_template.jinja").unlink()
     config = json.loads((place / "tokenizer_config.json").read_text())
@@ -92,7 +92,7 @@ def test_a_template_is_found_where_transformers_keeps_it(layout: str, tmp_path: 
         (("user", "user"), "change the roles"),
     ],
 )
-def test_a_refused_sequence_of_roles_is_named_with_a_fix(roles: tuple[str, ...], fix: str, tmp_path: Path):
+def test_unsupported_role_sequence_error_contains_a_fix(roles: tuple[str, ...], fix: str, tmp_path: Path):
     template = ChatTemplate.read(folder(tmp_path / "m", ALTERNATING))
     problem = roles_problem(template, roles, parts=False)
     assert fix in problem
@@ -100,7 +100,7 @@ def test_a_refused_sequence_of_roles_is_named_with_a_fix(roles: tuple[str, ...],
     assert roles_problem(template, ("user", "assistant", "user"), parts=False) is None
 
 
-def test_roles_of_a_run_are_tried_before_it_starts(tmp_path: Path):
+def test_roles_are_rendered_before_the_run_starts(tmp_path: Path):
     place = folder(tmp_path / "m", ALTERNATING)
     words = ["model=causal_lm", f"model.path={place}", "data.max_prompt_length=null"]
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
@@ -120,7 +120,7 @@ def test_roles_of_a_run_are_tried_before_it_starts(tmp_path: Path):
     describe(load_config("train", [*tools, "model.chat=false"]))
 
 
-def test_prompts_are_measured_with_the_template(tmp_path: Path):
+def test_prompt_length_includes_the_chat_template(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in (3, 9)))
     keys = {"path": str(tmp_path / "rows.jsonl"), "max_prompt_length": 9, "val_share": 0.0}
     plain, place = RowSettings(**keys), folder(tmp_path / "m", "{{ bos_token }}12+34={{ messages[0]['content'] }}")
@@ -130,7 +130,7 @@ def test_prompts_are_measured_with_the_template(tmp_path: Path):
         open_rows(plain.updated({"max_prompt_length": 8}), tokenizer=place)
 
 
-def test_a_turn_that_ends_with_an_unnamed_token_is_a_warning(tmp_path: Path):
+def test_undeclared_end_of_turn_token_gives_a_warning(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML, ends=1)
     warning = unnamed_end(ChatTemplate.read(place), place, parts=False)
     assert "ends a turn with <eos> (2)" in warning
@@ -143,7 +143,7 @@ def test_a_turn_that_ends_with_an_unnamed_token_is_a_warning(tmp_path: Path):
     assert unnamed_end(ChatTemplate.read(named), named, parts=False) is None
 
 
-def test_control_tokens_in_texts_are_left_out_and_counted(tmp_path: Path):
+def test_control_tokens_in_text_are_removed_and_counted(tmp_path: Path):
     place = folder(tmp_path / "m", CHATML)
     assert without_controls("a<e<eos>os>b", control_tokens(place)) == "ab"
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1<eos>+1=", "answer": "2"}\n')

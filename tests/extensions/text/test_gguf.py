@@ -97,7 +97,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "embodyrl" / "gguf"
 
 
-def test_converted_weights_give_the_logits_of_the_original_model(tmp_path: Path, cache: Path) -> None:
+def test_converted_gguf_weights_give_the_original_logits(tmp_path: Path, cache: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     net = model()
@@ -117,14 +117,14 @@ def test_converted_weights_give_the_logits_of_the_original_model(tmp_path: Path,
     assert [entry.name for entry in cache.iterdir()] == [folder.name]
 
 
-def test_an_unreadable_file_is_an_error_and_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
+def test_unreadable_gguf_file_leaves_no_folder(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(64))
     with pytest.raises(CheckpointError, match=r"broken\.gguf cannot be converted"):
         adapter.language_model_folder(str(tmp_path / "broken.gguf"))
     assert [*cache.iterdir()] == []
 
 
-def test_paths_that_name_no_single_file_are_rejected(tmp_path: Path) -> None:
+def test_gguf_path_must_match_a_single_file(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="2 GGUF files; name one"):

@@ -31,7 +31,7 @@ def jsonl(path: Path, rows: list) -> str:
     return str(path)
 
 
-def test_json_lines_with_template_and_splits(tmp_path: Path):
+def test_json_lines_are_read_with_template_and_splits(tmp_path: Path):
     path = jsonl(tmp_path / "sums.jsonl", ROWS)
     rows = open_rows(
         RowSettings(path=path, prompt_template="Q: {prompt}", system_prompt="Be brief.", **KEYS), tokenizer=None
@@ -44,7 +44,7 @@ def test_json_lines_with_template_and_splits(tmp_path: Path):
     assert (len(both), both.held_out, both[10].reference) == (13, 3, "1")
 
 
-def test_only_a_line_feed_ends_a_row_of_json(tmp_path: Path):
+def test_json_rows_end_at_line_feeds_only(tmp_path: Path):
     """JSON leaves U+2028 and its like unescaped, which Python counts as line ends as well."""
     rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
     path = tmp_path / "odd.jsonl"
@@ -53,7 +53,7 @@ def test_only_a_line_feed_ends_a_row_of_json(tmp_path: Path):
     assert [found[i].messages[0].content for i in range(len(found))] == [row["prompt"] for row in rows]
 
 
-def test_empty_lines_and_a_mark_of_the_encoding_are_no_rows(tmp_path: Path):
+def test_empty_lines_and_byte_order_mark_are_skipped(tmp_path: Path):
     path = tmp_path / "edited.jsonl"
     lines = "\r\n\r\n".join(json.dumps({"prompt": word, "answer": "c"}) for word in "abc")
     path.write_text(f"{lines}\n\n", encoding="utf-8-sig", newline="")
@@ -64,7 +64,7 @@ def test_empty_lines_and_a_mark_of_the_encoding_are_no_rows(tmp_path: Path):
         open_rows(RowSettings(path=str(path)), tokenizer=None)
 
 
-def test_parquet_folders_and_messages(tmp_path: Path):
+def test_parquet_folders_and_chat_messages_are_read(tmp_path: Path):
     talk = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes?"},
@@ -78,7 +78,7 @@ def test_parquet_folders_and_messages(tmp_path: Path):
     assert split_messages("pick up the cup") == (Message(role="user", content="pick up the cup"),)
 
 
-def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Path):
+def test_held_out_rows_repeated_in_training_are_counted(tmp_path: Path):
     asked = ["a", "b", "c", "d", "a", "e", "b", "b"]
     path = jsonl(tmp_path / "again.jsonl", [{"prompt": word, "answer": str(i)} for i, word in enumerate(asked)])
     assert open_rows(RowSettings(path=path, val_share=0.5), tokenizer=None).repeated == 3
@@ -102,7 +102,7 @@ def test_rows_held_out_that_training_asks_too_are_counted_and_said(tmp_path: Pat
         ("countdown", {"rows": 900, "count": 2, "largest": 9}, None),
     ],
 )
-def test_no_generated_row_asks_what_another_asks(name: str, kwargs: dict, rows: int | None):
+def test_generated_rows_have_unique_prompts(name: str, kwargs: dict, rows: int | None):
     cfg = RowSettings(path=f"embodyrl.extensions.text.tasks:{name}", kwargs=kwargs, val_share=0.4)
     found = open_rows(cfg, tokenizer=None)
     assert found.held_out
@@ -113,7 +113,7 @@ def test_no_generated_row_asks_what_another_asks(name: str, kwargs: dict, rows: 
     assert [row.messages for row in getattr(tasks, name)(**kwargs, seed=1)] != asked
 
 
-def test_overlong_prompts_are_left_out(tmp_path: Path):
+def test_overlong_prompts_are_skipped(tmp_path: Path):
     rows = [{"prompt": "x" * n, "answer": str(n)} for n in (3, 9, 4, 5, 12)]
     found = open_rows(
         RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), max_prompt_length=5, val_share=0.0), tokenizer=None
@@ -130,13 +130,13 @@ def test_overlong_prompts_are_left_out(tmp_path: Path):
         ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
     ],
 )
-def test_a_bad_row_is_named(tmp_path: Path, change: dict, message: str):
+def test_invalid_row_error_names_the_row(tmp_path: Path, change: dict, message: str):
     rows = [*ROWS[:3], ROWS[3] | change, *ROWS[4:]]
     with pytest.raises(ConfigError, match=message):
         open_rows(RowSettings(path=jsonl(tmp_path / "a.jsonl", rows), **KEYS), tokenizer=None)
 
 
-def test_unreadable_sources(tmp_path: Path):
+def test_unreadable_data_sources_are_errors(tmp_path: Path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "answer": "b"}\n{"prompt"\n')
     for path, message in (
         ("broken.jsonl", "line 2: not JSON"),
@@ -156,7 +156,7 @@ def test_unreadable_sources(tmp_path: Path):
             open_rows(RowSettings(path="embodyrl.extensions.text.tasks:copy", kwargs=kwargs), tokenizer=None)
 
 
-def test_generated_rows_have_right_answers():
+def test_generated_rows_have_correct_answers():
     asked, rows = {"rows": 200}, {}
     for task in (tasks.reverse, tasks.length, tasks.copy, tasks.countdown):
         rows[task] = [(row.messages[0].content.removesuffix("="), row.reference) for row in task(**asked)]
@@ -168,7 +168,7 @@ def test_generated_rows_have_right_answers():
     assert {countdown("", "1", answer) for _, answer in rows[tasks.countdown]} == {0.0}
 
 
-def test_pictures_of_files_bytes_and_arrays(tmp_path: Path):
+def test_images_are_read_from_files_bytes_and_arrays(tmp_path: Path):
     """Each has its own size, and all of them fit into the room that the run declares."""
     pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
     (tmp_path / "seen").mkdir()
@@ -196,7 +196,7 @@ def test_pictures_of_files_bytes_and_arrays(tmp_path: Path):
 
 
 @pytest.mark.parametrize("turned", range(1, 9))
-def test_a_picture_is_as_large_as_it_is_shown(tmp_path: Path, turned: int):
+def test_exif_orientation_is_applied_to_images(tmp_path: Path, turned: int):
     image = Image.new("RGB", (9, 6))
     image.getexif()[0x0112] = turned
     image.save(tmp_path / "a.jpg", exif=image.getexif())
@@ -205,7 +205,7 @@ def test_a_picture_is_as_large_as_it_is_shown(tmp_path: Path, turned: int):
 
 
 @pytest.mark.parametrize("form", ["absolute", "parent", "within", "link", "mapping"])
-def test_a_picture_lies_in_the_folder_of_its_rows(tmp_path: Path, form: str):
+def test_images_outside_the_data_folder_are_refused(tmp_path: Path, form: str):
     outside, rows = tmp_path / "outside", tmp_path / "rows"
     for folder in (outside, rows):
         (folder / "images").mkdir(parents=True)
@@ -220,7 +220,7 @@ def test_a_picture_lies_in_the_folder_of_its_rows(tmp_path: Path, form: str):
     assert len(open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)) == 1
 
 
-def test_a_picture_of_the_hub_may_be_a_link_into_its_cache(tmp_path: Path):
+def test_hub_image_can_be_a_symlink_into_its_cache(tmp_path: Path):
     snapshot, blobs = (
         tmp_path / "datasets--me--set" / "snapshots" / ("a" * 40),
         tmp_path / "datasets--me--set" / "blobs",
@@ -233,7 +233,7 @@ def test_a_picture_of_the_hub_may_be_a_link_into_its_cache(tmp_path: Path):
     assert open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None).image_size == (4, 4)
 
 
-def test_an_answer_may_be_the_last_message_of_a_conversation(tmp_path: Path):
+def test_answer_can_be_the_last_chat_message(tmp_path: Path):
     talk = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
     for answer, reference in ((talk, "2"), ([1, 2], "[1, 2]"), (2.5, "2.5")):
         path = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1", "answer": answer}])
@@ -249,14 +249,14 @@ def test_an_answer_may_be_the_last_message_of_a_conversation(tmp_path: Path):
         ("what?", 7, "a file of this machine"),
     ],
 )
-def test_a_wrong_picture_names_its_row(tmp_path: Path, prompt: str, shown: object, says: str):
+def test_invalid_image_error_names_the_row(tmp_path: Path, prompt: str, shown: object, says: str):
     Image.new("RGB", (4, 4)).save(tmp_path / "a.png")
     path = jsonl(tmp_path / "r.jsonl", [{"prompt": prompt, "answer": "x", "shown": shown}])
     with pytest.raises(ConfigError, match=f"row 1: .*{says}"):
         open_rows(RowSettings(path=path, image_key="shown", val_share=0.0), tokenizer=None)
 
 
-def test_shuffled_colours_are_of_other_pictures():
+def test_shuffled_colour_labels_belong_to_other_images():
     def named(row: TextRow) -> bool:
         return bool((np.abs(row.pictures[0].astype(int) - tasks.COLOURS[row.reference]).max(-1) <= 40).sum() >= 30)
 
@@ -265,7 +265,7 @@ def test_shuffled_colours_are_of_other_pictures():
     assert sum(named(shuffled[i]) for i in range(80)) < 30
 
 
-def test_splits_of_a_data_set_in_the_layout_of_the_hub(tmp_path: Path):
+def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
     for file, answers in (("train-00000-of-00002", "ab"), ("train-00001-of-00002", "c"), ("test-00000-of-00001", "d")):
         (tmp_path / "main").mkdir(exist_ok=True)
         rows = pa.Table.from_pylist([{"prompt": "?", "answer": answer} for answer in answers])
@@ -281,7 +281,7 @@ def test_splits_of_a_data_set_in_the_layout_of_the_hub(tmp_path: Path):
         open_rows(cfg.updated({"split": "dev"}), tokenizer=None)
 
 
-def test_columns_are_those_that_were_named(tmp_path: Path):
+def test_configured_columns_win_over_default_names(tmp_path: Path):
     """Beside others that have the usual names."""
     row = {"q": "1+1", "good": "2", "bad": "3"} | dict.fromkeys(("prompt", "chosen", "rejected", "answer"), "other")
     keys = {"path": jsonl(tmp_path / "a.jsonl", [row]), "prompt_key": "q", "answer_key": "good", "val_share": 0.0}
@@ -290,7 +290,7 @@ def test_columns_are_those_that_were_named(tmp_path: Path):
     assert open_rows(RowSettings(**keys), tokenizer=None)[0].reference == "2"
 
 
-def test_held_out_rows_are_counted_without_those_that_are_left_out(tmp_path: Path):
+def test_held_out_row_count_excludes_skipped_rows(tmp_path: Path):
     own, val = (
         jsonl(tmp_path / f"{name}.jsonl", [{"prompt": "x" * n, "answer": str(n)} for n in lengths])
         for name, lengths in (("own", (3, 9, 4)), ("val", (12, 2, 11, 1)))
@@ -300,7 +300,7 @@ def test_held_out_rows_are_counted_without_those_that_are_left_out(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["a list of nulls", "rows of nulls", "a dictionary of one long text"])
-def test_a_small_parquet_file_that_fills_the_memory_is_refused(tmp_path: Path, monkeypatch, kind: str):
+def test_parquet_file_that_exceeds_memory_is_refused(tmp_path: Path, monkeypatch, kind: str):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     count = 2_000_000
     column = {
@@ -318,7 +318,7 @@ def test_a_small_parquet_file_that_fills_the_memory_is_refused(tmp_path: Path, m
         open_rows(RowSettings(path=str(file)), tokenizer=None)
 
 
-def test_dictionaries_and_lists_of_a_parquet_file_are_read(tmp_path: Path):
+def test_nested_parquet_columns_are_read(tmp_path: Path):
     parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
     words = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, None] * 50), pa.array(["a", "b"]))
     numbers = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0, 1] * 50), pa.array([5, 6]))

@@ -21,7 +21,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.saved import save_config
 
 
-def test_a_run_plan_counts_one_chunk_per_episode(tmp_path: Path):
+def test_text_run_plan_has_one_chunk_per_episode(tmp_path: Path):
     run_plan = build_run_plan(text_config(tmp_path, task="arithmetic"), training=True)
     assert run_plan.env.reward.components == ("exact", "overlap", "errors")
     assert (run_plan.policy.num_action_chunks, run_plan.policy.tokens_per_chunk) == (4, 4)
@@ -32,7 +32,7 @@ def test_a_run_plan_counts_one_chunk_per_episode(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_replies_that_are_cut_off_count_as_truncated(tmp_path: Path):
+def test_cut_off_replies_count_as_truncated(tmp_path: Path):
     words = ("launcher=inline", "runner.max_steps=1", "algorithm.sampling_params.max_new_tokens=1")
     taken = {}
     for way in ("train", "mask"):
@@ -44,7 +44,7 @@ def test_replies_that_are_cut_off_count_as_truncated(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_grpo_trains_and_resumes_alike(tmp_path: Path):
+def test_text_grpo_trains_and_resumes_identically(tmp_path: Path):
     """Also with rows drawn by what was seen of them, and with a reference that follows."""
     words = ("runner.deterministic=true", "algorithm.curriculum=0.5", "data.kwargs={rows: 40}")
     words += ("algorithm.kl_beta=0.01", "algorithm.reference_interval=1", "runner.save_interval=1")
@@ -63,7 +63,7 @@ def test_grpo_trains_and_resumes_alike(tmp_path: Path):
     assert comparable(train(half, resume=went).run) == [first, second]
 
 
-def test_arguments_of_the_engine_are_one_typed_group(tmp_path: Path):
+def test_vllm_engine_arguments_are_typed_keys(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"rollout.vllm.max_num_seqs"):
         load_config(
             "train", ["env=text/copy", "model=causal_lm_tiny", "rollout.backend=vllm", "rollout.vllm.max_num_seqs=0"]
@@ -73,7 +73,7 @@ def test_arguments_of_the_engine_are_one_typed_group(tmp_path: Path):
     assert cfg.rollout.vllm.arguments == {"max_model_len": 64, "enable_prefix_caching": False}
 
 
-def test_vllm_sleeps_only_where_weights_are_trained_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_vllm_sleeps_only_if_it_shares_the_gpu_with_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     words = ("rollout.backend=vllm", "rollout.vllm.enable_sleep_mode=true")
@@ -86,7 +86,7 @@ def test_vllm_sleeps_only_where_weights_are_trained_beside_it(tmp_path: Path, mo
 
 
 @pytest.mark.integration
-def test_pictures_travel_with_their_rows(tmp_path: Path):
+def test_images_stay_with_their_text_rows(tmp_path: Path):
     words = ("model=vision_lm_tiny", "runner.max_steps=1", "data.kwargs={rows: 40}")
     cfg = text_config(tmp_path, *words, task="colour")
     run_plan = build_run_plan(cfg, training=True)
@@ -101,7 +101,7 @@ def test_pictures_travel_with_their_rows(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_a_critic_and_a_reference_see_every_token(tmp_path: Path):
+def test_critic_and_reference_cover_every_token(tmp_path: Path):
     ppo = ("algorithm=ppo", "algorithm.group_size=1", "algorithm.update_epoch=1", "runner.max_steps=1")
     for level in ("action_level", "chunk_level"):
         run = train(
@@ -115,7 +115,7 @@ def test_a_critic_and_a_reference_see_every_token(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_a_token_budget_does_not_change_the_gradient(tmp_path: Path):
+def test_token_budget_does_not_change_the_gradient(tmp_path: Path):
     words = ("runner.deterministic=true", "runner.max_steps=1", "env.train.total_num_envs=16")
     found = []
     for name, split in (("whole", "actor.micro_batch_size=8"), ("parts", "actor.max_tokens_per_mbs=24")):
@@ -126,7 +126,7 @@ def test_a_token_budget_does_not_change_the_gradient(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_remax_runs_one_greedy_episode_per_group_and_gdpo_sees_the_parts(tmp_path: Path):
+def test_text_remax_and_gdpo_runs_log_their_metrics(tmp_path: Path):
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "runner.max_steps=1")
     cfg = text_config(tmp_path, *words, "runner.experiment_name=remax")
     (row,) = rows(train(cfg).run)
@@ -141,7 +141,7 @@ def test_remax_runs_one_greedy_episode_per_group_and_gdpo_sees_the_parts(tmp_pat
 
 
 @pytest.mark.integration
-def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path: Path):
+def test_chat_model_trains_on_a_json_file(tmp_path: Path):
     """The command line as in the README: the folder of a model, GSM8K's columns, the preset's reward."""
     own = resolve_asset("assets/causal_lm_tiny")
     tokenizer = AutoTokenizer.from_pretrained(own)
@@ -171,7 +171,7 @@ def test_a_model_folder_with_a_chat_template_learns_from_a_file_of_sums(tmp_path
 
 
 @pytest.mark.integration
-def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
+def test_failing_rewards_are_counted_and_reported_once(tmp_path: Path):
     path = ("reward.name=null", "reward.weights={}", "reward.path=plain_rewards:moody")
     run = train(text_config(tmp_path, *path)).run
     assert [0 < row["train/reward_errors"] < 1 for row in rows(run)] == [True, True]
@@ -181,7 +181,7 @@ def test_rewards_that_fail_are_counted_and_named_once(tmp_path: Path):
 
 @pytest.mark.integration
 @pytest.mark.parametrize("path", ["plain_rewards:broken", "http://127.0.0.1:9/score"])
-def test_a_run_ends_whose_answers_nobody_can_judge(tmp_path: Path, path: str):
+def test_run_without_any_reward_ends_with_an_error(tmp_path: Path, path: str):
     reward = ("reward.name=null", "reward.weights={}", f"reward.path={path}")
     with pytest.raises(EmbodyError, match=r"None of 8 episodes has a reward: .*(no reward today|refused)"):
         train(text_config(tmp_path, *reward))
@@ -200,19 +200,19 @@ def test_a_run_ends_whose_answers_nobody_can_judge(tmp_path: Path, path: str):
         (["env=tabletop", "data.prompt_key=q"], "data.prompt_key=q"),
     ],
 )
-def test_combinations_are_refused_before_anything_starts(overrides: list[str], message: str):
+def test_invalid_text_settings_are_refused_before_the_start(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         check_components(load_config("train", overrides))
 
 
-def test_mismatched_parts_are_refused(tmp_path: Path):
+def test_mismatched_text_components_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="takes text actions"):
         build_run_plan(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
     with pytest.raises(ConfigError, match="is for text; model 'mlp' chooses actions"):
         build_run_plan(load_config("train", ["experiment=cartpole", "rollout.backend=vllm"]), training=True)
 
 
-def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
+def test_train_command_names_a_malformed_row(tmp_path: Path):
     file = tmp_path / "sums.jsonl"
     good = {"question": "1+1?", "answer": "1+1=2\n#### 2"}
     file.write_text("\n".join(json.dumps(r) for r in [good, good, {"question": "2+2?", "answer": "4"}]))
@@ -223,7 +223,7 @@ def test_a_malformed_row_is_named_by_the_command(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_sft_on_rows_of_text_is_a_start_for_rl(tmp_path: Path):
+def test_text_sft_checkpoint_can_start_rl(tmp_path: Path):
     words = ["data.path=embodyrl.extensions.text.tasks:copy", "data.kwargs={rows: 200}", "model=causal_lm_tiny"]
     words += ["runner.max_steps=40", "runner.val_check_interval=40", "actor.micro_batch_size=32", "actor.optim.lr=3e-3"]
     words += [
@@ -244,7 +244,7 @@ def test_sft_on_rows_of_text_is_a_start_for_rl(tmp_path: Path):
     assert tuned > fresh + 0.1
 
 
-def test_a_key_of_the_other_kind_of_data_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_key_of_another_dataset_type_gives_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = ["model=causal_lm_tiny", "data.path=embodyrl.extensions.text.tasks:copy", "data.image_aug=false"]
     check_components(load_config("sft", words))
     check_components(load_config("sft", [f"data.path={tmp_path}", "data.prompt_key=q"]))
@@ -253,7 +253,7 @@ def test_a_key_of_the_other_kind_of_data_gives_one_warning(tmp_path: Path, caplo
     assert "data.prompt_key has no effect" in second
 
 
-def test_evaluating_a_run_means_its_own_task(tmp_path: Path):
+def test_eval_of_a_text_run_uses_its_own_task(tmp_path: Path):
     cfg = text_config(tmp_path, "data.kwargs={size: 2}")
     save_config(cfg, tmp_path / "config.yaml")
     again = load_config("eval", [f"ckpt={tmp_path}"], base=tmp_path / "config.yaml")

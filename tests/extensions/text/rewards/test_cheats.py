@@ -175,7 +175,7 @@ def f(x): return E
 
 
 @pytest.mark.parametrize("name", CHEATS)
-def test_a_program_that_cheats_passes_no_test(name: str):
+def test_cheating_program_passes_no_test(name: str):
     assert code("", CHEATS[name], json.dumps(SQUARES)) == 0.0
 
 
@@ -207,7 +207,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_program_that_changes_how_tests_judge_passes_none(name: str):
+def test_program_that_patches_the_comparison_passes_no_test(name: str):
     program, tests = OTHERS[name]
     passed = run_tests(program, tests, seconds=60)
     assert not any(passed), [test for test, found in zip(tests, passed, strict=True) if found]
@@ -278,13 +278,13 @@ FAILING = [
 ]
 
 
-def test_honest_programs_pass_through_plain_data():
+def test_plain_data_results_pass_the_tests():
     passed = run_tests(HONEST, [*PASSING, *FAILING], seconds=120)
     wrong = [t for t, p in zip([*PASSING, *FAILING], passed, strict=True) if p == (t in FAILING)]
     assert not wrong
 
 
-def test_arrays_cross_as_values():
+def test_arrays_are_passed_by_value():
     program = "import numpy as np\ndef f(n): return np.eye(n, dtype=np.float32)\ndef g(a): return a.sum()"
     tests = [
         "a = f(2)\nassert a.dtype == 'float32' and (a == np.eye(2)).all() and g(a) == 2",
@@ -293,7 +293,7 @@ def test_arrays_cross_as_values():
     assert run_tests(program, tests, seconds=60) == [True, False]
 
 
-def test_programs_that_read_and_print_are_compared_by_what_they_print():
+def test_stdin_programs_are_compared_by_their_output():
     program = "import sys\nn = int(input())\nfor line in sys.stdin: print(int(line) ** n, end=' \\n')\nprint()"
     cases = [
         ("2\n3\n4\n", "9\n16"),
@@ -336,7 +336,7 @@ REACHED = [
 ]
 
 
-def test_a_program_reaches_no_other_process():
+def test_program_cannot_access_other_processes():
     victim = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         # A process of this user, the program's parent and, where another user alone does not stop it, the program.
@@ -350,7 +350,7 @@ def test_a_program_reaches_no_other_process():
         victim.communicate()
 
 
-def test_a_program_sets_what_is_its_own():
+def test_program_may_change_its_own_limits():
     source = "import fcntl, os, resource\nr, w = os.pipe()\nfcntl.fcntl(r, fcntl.F_SETFL, os.O_NONBLOCK)\n"
     source += "assert fcntl.fcntl(r, fcntl.F_GETFL) & os.O_NONBLOCK\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\n"
     source += "print(len(os.sched_getaffinity(0)) > 0, os.getpriority(os.PRIO_PROCESS, 0))"
@@ -358,12 +358,12 @@ def test_a_program_sets_what_is_its_own():
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give each program a user of its own")
-def test_programs_of_root_have_users_of_their_own():
+def test_programs_started_by_root_run_as_separate_users():
     found = {run_python("import os; print(os.getuid(), os.getgid())", seconds=20)[1] for _ in range(3)}
     assert len(found) == 3
     assert not any(line.startswith("0 ") for line in found)
 
 
-def test_many_files_are_named_as_the_reason():
+def test_file_limit_is_named_as_the_reason():
     source = "import time\nfor k in range(100): open(str(k), 'w')\ntime.sleep(20)"
     assert run_python(source, seconds=30) == (False, "more than 64 files")

@@ -44,7 +44,7 @@ def descendants(pid: int) -> list[int]:
     return children + [below for child in children for below in descendants(child)]
 
 
-def test_share_of_passed_tests():
+def test_code_reward_is_the_fraction_of_passed_tests():
     answer = "Here:\n```python\ndef f(x):\n    return x * 2\n```\n"
     assert code("", answer, json.dumps(["assert f(2) == 4", "assert f(0) == 1"])) == 0.5
 
@@ -60,11 +60,11 @@ def test_share_of_passed_tests():
         "import os\nfor n in range(3, 64):\n    try: os.write(n, b'x' * 16)\n    except OSError: pass\nos._exit(0)",
     ],
 )
-def test_a_program_that_ends_itself_passes_no_test(program: str):
+def test_program_that_exits_early_passes_no_test(program: str):
     assert code("", program, json.dumps(["assert f(2) == 4"])) == 0.0
 
 
-def test_a_right_program_passes_150_tests():
+def test_correct_program_passes_150_tests():
     tests = [f"assert f({i}) == {2 * i}" for i in range(150)]
     judge = build_judge(JudgeSettings(name="code", timeout_s=60), 8)
     try:
@@ -75,7 +75,7 @@ def test_a_right_program_passes_150_tests():
 
 
 @pytest.mark.integration
-def test_a_sleeping_program_with_120_tests_costs_its_own_answer_only():
+def test_sleeping_program_affects_only_its_own_reward():
     judge = build_judge(JudgeSettings(name="code", timeout_s=5), 8)
     answers = [("import time; time.sleep(60)", ["assert True"] * 120), ("x = 1", ["assert x == 1"])]
     try:
@@ -85,7 +85,7 @@ def test_a_sleeping_program_with_120_tests_costs_its_own_answer_only():
     assert [f.reward for f in found] == [0.0, 1.0]
 
 
-def test_nothing_is_left_of_a_program_whose_judge_dies(tmp_path: Path):
+def test_program_ends_if_its_verifier_is_killed(tmp_path: Path):
     """The judging process is killed while the program sleeps: by then it has a process and a folder."""
     pid = os.fork()
     if pid == 0:
@@ -106,7 +106,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_limits_end_a_program():
+def test_resource_limits_end_a_program():
     assert run_python("print(6 * 7)", seconds=20) == (True, "42\n")
     assert run_python("while True: pass", seconds=1) == (False, "stopped after 1 s")
     assert run_python("x = 'a' * (1 << 31)", seconds=20) == (False, "MemoryError")
@@ -115,7 +115,7 @@ def test_limits_end_a_program():
     assert not ended, why
 
 
-def test_output_is_bounded():
+def test_program_output_is_bounded():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for loop in ("print('x' * 100_000)", "os.write(2, b'x' * 100_000)"):
         ended, why = run_python(f"import os\nwhile True: {loop}", seconds=20)
@@ -124,36 +124,36 @@ def test_output_is_bounded():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-def test_a_program_starts_no_process_and_no_thread():
+def test_program_cannot_start_processes_or_threads():
     fork = "import os\nif not os.fork():\n    os.setsid()\n    os.fork()\n    import time; time.sleep(60)"
     thread = "import threading; threading.Thread(target=print).start()"
     assert "Resource temporarily unavailable" in run_python(fork, seconds=20)[1]
     assert "can't start new thread" in run_python(thread, seconds=20)[1]
 
 
-def test_a_program_is_not_root_and_imports_what_it_wants():
+def test_program_is_not_root_and_can_import_packages():
     """Also where Python itself lies in a folder that nobody but root may enter."""
     source = "import os, fractions, encodings.idna, numpy; print(os.getuid() > 0, numpy.ones(2) @ numpy.ones(2))"
     assert run_python(source, seconds=20) == (True, "True 2.0\n")
 
 
-def test_a_program_cannot_end_those_who_watch_it():
+def test_program_cannot_kill_its_verifier():
     """Without rights to do so it fails; with them (same user, no bubblewrap) the answer is lost, and nothing else."""
     ended, _ = run_python("import os; os.kill(os.getppid(), 9); print(1)", seconds=20)
     assert not ended or confinement()[0]
     assert run_python("print(1)", seconds=20) == (True, "1\n")
 
 
-def test_a_long_source_is_run():
+def test_long_source_code_runs():
     assert run_python("x = 1\n" * 100_000 + "print(x)", seconds=60) == (True, "1\n")
 
 
-def test_a_program_sees_no_environment(monkeypatch):
+def test_program_has_no_environment_variables(monkeypatch):
     monkeypatch.setenv("A_SECRET", "value")
     assert run_python("import os; print('A_SECRET' in os.environ)", seconds=20) == (True, "False\n")
 
 
-def test_a_program_reaches_nothing_but_its_folder(tmp_path: Path):
+def test_program_can_access_its_own_folder_only(tmp_path: Path):
     """What would stay behind it, take memory beside its limit, hit other programs, or leave the machine."""
     shared = "import ctypes, os, socket, time\nlibc = ctypes.CDLL(None)\n"
     attacks = [
@@ -176,7 +176,7 @@ def test_a_program_reaches_nothing_but_its_folder(tmp_path: Path):
     assert not Path("/dev/shm/embodyrl-left").exists()
 
 
-def test_what_a_program_may_do_all_the_same():
+def test_program_may_use_files_and_asyncio():
     source = "open('f', 'w').write('4'); open('/dev/null', 'w').write('x'); import asyncio, os\n"
     source += "asyncio.run(asyncio.sleep(0)); print(open('f').read()); os.remove('f')"
     assert run_python(source, seconds=20) == (True, "4\n")

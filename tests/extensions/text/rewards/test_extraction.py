@@ -113,13 +113,13 @@ OTHERS: dict[str, tuple[int, Callable[[str, str], bool]]] = {
 
 
 @pytest.mark.parametrize(("reply", "answer", "strict", "flexible"), REPLIES)
-def test_gsm8k_counts_the_marked_number_and_flexibly_the_last_one(reply, answer, strict, flexible):
+def test_gsm8k_uses_the_marked_number_or_the_last_one(reply, answer, strict, flexible):
     assert gsm8k("", reply, answer) == strict
     assert gsm8k_flexible("", reply, answer) == flexible
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_gsm8k_differs_from_published_patterns_in_known_replies_only(name: str):
+def test_gsm8k_matches_published_patterns_with_known_exceptions(name: str):
     assert len({row[0] for row in REPLIES}) >= 60
     column, judge = OTHERS[name]
     assert {row[0] for row in REPLIES if judge(row[0], row[1]) != row[column]} == DIFFER[name]
@@ -183,12 +183,12 @@ def test_gsm8k_differs_from_published_patterns_in_known_replies_only(name: str):
         (r"\boxed{y}", "x", 0),
     ],
 )
-def test_math_counts_the_last_box_or_number_and_evaluates_nothing(reply: str, reference: str, worth: float):
+def test_math_extracts_the_last_box_or_number(reply: str, reference: str, worth: float):
     assert math(r"Simplify \sqrt{117}", reply, reference) == worth
 
 
 @pytest.mark.parametrize(
     "reply", ["\\boxed{5 " + "ab" * 20000 + "!}", "\\boxed{" * 5000, "9" * 50000, "1," * 9000, "\\frac{1}{2" * 5000]
 )
-def test_long_replies_that_hold_no_answer_are_judged(reply: str):
+def test_long_replies_without_answer_get_zero_reward(reply: str):
     assert math("", reply, "7") == gsm8k_flexible("", reply, "7") == 0

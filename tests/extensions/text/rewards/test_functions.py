@@ -17,11 +17,11 @@ from embodyrl.extensions.text.sandbox import calculate
         ("no idea", "3", 0.0),
     ],
 )
-def test_math_is_equality_of_values(response: str, reference: str, worth: float):
+def test_math_reward_compares_values(response: str, reference: str, worth: float):
     assert math("", response, reference) == worth
 
 
-def test_exact_and_overlap():
+def test_exact_and_overlap_match_hand_computed_values():
     assert exact("", " abc ", "abc") == 1.0
     assert exact("", "abcd", "abc") == 0.0
     assert overlap("", "abc", "abc") == 1.0
@@ -35,11 +35,11 @@ def test_exact_and_overlap():
     ("response", "worth"),
     [("The answer is (B).", 1.0), (r"\boxed{B}", 1.0), ("A or B? B", 1.0), ("Answer: C", 0.0), ("b", 0.0)],
 )
-def test_choice_finds_the_chosen_letter(response: str, worth: float):
+def test_choice_reward_extracts_the_chosen_letter(response: str, worth: float):
     assert choice("", response, "B") == worth
 
 
-def test_format_wants_both_tags_once():
+def test_format_reward_requires_each_tag_once():
     assert tagged("", "<think>a</think>\n<answer>b</answer>", "") == 1.0
     assert tagged("", "<think>a</think><answer>b</answer> and more", "") == 0.0
     assert tagged("", "<think>a</think><answer>b</answer><answer>c</answer>", "") == 0.0
@@ -49,7 +49,7 @@ def test_format_wants_both_tags_once():
     ("response", "worth"),
     [("7*3+2", 1.0), ("2+3*7=23", 1.0), ("7+3+2", 0.5), ("23", 0.0), ("7*3+2+0", 0.0), ("7*3+", 0.0), ("7*3(2)", 0.0)],
 )
-def test_countdown_wants_every_number_once(response: str, worth: float):
+def test_countdown_reward_requires_each_number_once(response: str, worth: float):
     assert countdown("", response, "3,7,2:23") == worth
 
 
@@ -64,11 +64,11 @@ def test_countdown_wants_every_number_once(response: str, worth: float):
         ("7*3+2#", "3,7,2:23"),
     ],
 )
-def test_countdown_cannot_be_talked_into_other_numbers(response: str, reference: str):
+def test_countdown_reward_rejects_invalid_expressions(response: str, reference: str):
     assert countdown("", response, reference) == 0.0
 
 
-def test_calculator_is_arithmetic_only():
+def test_calculator_accepts_arithmetic_only():
     assert calculate("2*(3+4)") == "14"
     assert calculate("1/4") == "0.25"
     for wrong in ("__import__('os')", "2**9", "1/0", "2+", "True*11"):

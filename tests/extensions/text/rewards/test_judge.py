@@ -37,7 +37,7 @@ def ask(response: str, *, reference: str = "abc", tokens: int = 3) -> Answer:
     return Answer(prompt="?", response=response, reference=reference, tokens=tokens)
 
 
-def test_weights_components_and_success():
+def test_reward_is_the_weighted_sum_of_components():
     judge = build_judge(JudgeSettings(name="exact", weights={"exact": 0.5, "overlap": 2.0}), 8)
     try:
         right, wrong = judge([ask("abc"), ask("abd")])
@@ -48,7 +48,7 @@ def test_weights_components_and_success():
     assert (wrong.reward, wrong.success) == (pytest.approx(2.0 * 3 / 4), False)
 
 
-def test_a_function_by_path_with_named_parts():
+def test_reward_function_can_return_named_components():
     judge = build_judge(JudgeSettings(path="test_judge:two_parts", weights={"short": 0.1}, workers=2), 8)
     try:
         found = judge([ask("abc"), ask("abcd"), ask("ab")])
@@ -58,7 +58,7 @@ def test_a_function_by_path_with_named_parts():
     assert [f.reward for f in found] == pytest.approx([1.1, 0.0, 0.1])
 
 
-def test_failures_cost_one_answer_and_are_counted():
+def test_failing_reward_affects_one_reply_and_is_counted():
     judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=0.5), 8)
     try:
         found = judge([ask("fine"), ask("raise"), ask("hang"), ask("fine")])
@@ -70,7 +70,7 @@ def test_failures_cost_one_answer_and_are_counted():
     assert again[0].success
 
 
-def test_what_is_no_finite_number_is_a_failed_answer():
+def test_non_finite_reward_counts_as_an_error():
     judge = build_judge(JudgeSettings(path="test_judge:moody"), 8)
     try:
         found = judge([ask("nan"), ask("infinite"), ask("die"), ask("fine")])
@@ -82,7 +82,7 @@ def test_what_is_no_finite_number_is_a_failed_answer():
 
 
 @pytest.mark.integration
-def test_a_judging_process_that_dies_between_two_batches_is_replaced():
+def test_crashed_verifier_process_is_replaced():
     judge = build_judge(JudgeSettings(path="test_judge:moody", workers=2), 8)
     try:
         judge([ask("fine"), ask("fine")])
@@ -99,7 +99,7 @@ def test_a_judging_process_that_dies_between_two_batches_is_replaced():
 
 
 @pytest.mark.integration
-def test_a_freeze_while_an_answer_is_judged_costs_it_nothing(tmp_path: Path):
+def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path):
     """As by Ctrl-Z and fg: judge and judging process stand still for longer than the time of an answer."""
     pid = os.fork()
     if pid == 0:
@@ -115,7 +115,7 @@ def test_a_freeze_while_an_answer_is_judged_costs_it_nothing(tmp_path: Path):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_overlong_answers_pay():
+def test_overlong_replies_are_penalised():
     """Reference values of the penalty at lengths 5, 6, 7, 9, 10, 12 with limit 10 and buffer 4."""
     lengths = (5, 6, 7, 9, 10, 12)
     found = [overlong_penalty(n, limit=10, buffer=4, factor=1.0) for n in lengths]
@@ -129,7 +129,7 @@ def test_overlong_answers_pay():
     assert found.reward == pytest.approx(0.25)
 
 
-def test_problems_name_the_cure():
+def test_reward_settings_errors_contain_a_fix():
     assert "set one of them" in problems(JudgeSettings())[0]
     assert "Did you mean 'exact'?" in problems(JudgeSettings(name="exakt"))[0]
     assert "reward.weights" in problems(JudgeSettings(name="exact", weights={"nothing": 1.0}))[0]

@@ -55,7 +55,7 @@ def ask(response: str, prompt: str = "?") -> Answer:
 
 
 @pytest.mark.integration
-def test_a_service_is_asked_and_its_failures_are_counted(service: str):
+def test_reward_service_is_called_and_failures_are_counted(service: str):
     judge = build_judge(JudgeSettings(path=service, timeout_s=1.0, workers=2), 8)
     try:
         told = [ask("abcd"), ask("fail"), ask("ab", "long"), ask("hang"), ask("abc"), ask("infinite")]
@@ -81,7 +81,7 @@ def write_reward_model(folder: Path, labels: int = 1) -> None:
 
 
 @pytest.mark.integration
-def test_a_reward_model_adds_to_the_reward_that_decides_success(tmp_path: Path):
+def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
     write_reward_model(tmp_path / "rm")
     cfg = JudgeSettings(name="exact", path=str(tmp_path / "rm"), weights={"model": 2.0})
     assert problems(cfg) == []
@@ -102,7 +102,7 @@ def test_a_reward_model_adds_to_the_reward_that_decides_success(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_a_folder_that_is_no_reward_model_is_an_error_that_says_so(tmp_path: Path):
+def test_folder_without_reward_model_is_an_error(tmp_path: Path):
     write_reward_model(tmp_path / "two", labels=2)
     judge = build_judge(JudgeSettings(path=str(tmp_path / "two")), 8)
     with pytest.raises(EmbodyError, match="a reward model has 1 output, this one 2"):
@@ -110,7 +110,7 @@ def test_a_folder_that_is_no_reward_model_is_an_error_that_says_so(tmp_path: Pat
     judge.close()
 
 
-def test_the_dialogue_goes_through_the_models_chat_template(tmp_path: Path):
+def test_reward_model_uses_its_chat_template(tmp_path: Path):
     write_reward_model(tmp_path)
     reward = find(str(tmp_path))
     reward.prepare()  # type: ignore[attr-defined]
@@ -122,6 +122,6 @@ def test_the_dialogue_goes_through_the_models_chat_template(tmp_path: Path):
     assert templated == pytest.approx(reward("1+=", "2=", ""), abs=1e-5)
 
 
-def test_a_wrong_name_is_refused(tmp_path: Path):
+def test_unknown_reward_name_error_suggests_a_name(tmp_path: Path):
     assert "Unknown reward" in problems(JudgeSettings(path=str(tmp_path)))[0]
     assert "Did you mean 'exact'" in problems(JudgeSettings(name="exakt", path="https://host/score"))[0]
