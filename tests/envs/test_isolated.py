@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gymnasium
+import numpy as np
 import pytest
 from settings import env_of
 
@@ -126,6 +127,8 @@ def test_imported_environment_is_described_in_process(tmp_path, monkeypatch):
     found = described(tmp_path, "Plain", monkeypatch, "loaded_env")
     loaded = importlib.import_module("loaded_env")
     monkeypatch.setattr(loaded.Plain, "observation_space", gymnasium.spaces.Box(-1, 1, (4,)))
+    monkeypatch.setattr(loaded.Plain, "reset", lambda self, **_: (np.zeros(4, np.float32), {}))
+    monkeypatch.setattr(loaded.Plain, "step", lambda self, _: (np.zeros(4, np.float32), 1.0, False, False, {}))
     here = described(tmp_path, "Plain", monkeypatch, "loaded_env")
     assert (found.state_dim, here.state_dim) == (3, 4)
 

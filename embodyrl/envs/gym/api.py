@@ -155,8 +155,9 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
     found = np.asarray(values)
     if found.shape in ((), (count,)) and found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all():
         return np.broadcast_to(found, count).astype(np.bool_)
+    shown = found.reshape(-1).tolist()[0] if found.size == 1 else values
     raise EnvError(
-        f"env '{env_id}': step returned {values!r:.80} for {name}, expected True or False. Fix: return one bool, for "
+        f"env '{env_id}': step returned {shown!r:.80} for {name}, expected True or False. Fix: return one bool, for "
         "example share > 0.95."
     )
 

@@ -156,7 +156,7 @@ def test_check_env_defaults_to_tabletop(capsys):
     [
         ("env=tabletopp", "Did you mean 'tabletop'?"),
         ("experiment=x", "unknown key 'experiment'"),
-        ("env.id=x", "env_type 'tabletop' (unlike gym, maniskill, metaworld, text_game) does not read env.id"),
+        ("env.id=x", "env_type 'tabletop' does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
     ],
 )

@@ -14,7 +14,7 @@ from gpu_host import H100, of_size, stub_nvidia_smi
 from processes import workers_of
 from settings import model_of
 from text_runs import ASKING, text_config
-from toy_runs import running_crew, toy_config
+from toy_runs import TOY_OFT, running_crew, toy_config
 
 from embodyrl import devices
 from embodyrl.checkpoint.tensors import load_tensors, save_tensors
@@ -43,11 +43,12 @@ def peak(pid: int) -> int:
     return high - shared
 
 
+@pytest.mark.needs("openvla_oft")
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "words",
-    [(), LARGE, (*SOUP, "actor.gradient_checkpointing=true")],
+    [TOY_OFT, (*TOY_OFT, *LARGE), (*TOY_OFT, *SOUP, "actor.gradient_checkpointing=true")],
     ids=["default", "large batch", "adapters, recomputed"],
 )
 def test_memory_estimate_is_close_to_the_measured_peak(tmp_path, words):
@@ -74,8 +75,9 @@ def test_sharding_divides_weights_and_moments(tmp_path):
     assert plan_memory(replicas).optimizer == one.optimizer // 2
 
 
+@pytest.mark.needs("openvla_oft")
 def test_rollout_processes_hold_full_weights(tmp_path):
-    words = ("launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
+    words = (*TOY_OFT, "launcher=local", "actor.fsdp.size=2", "rollout.mode=disaggregated", "rollout.num_workers=3")
     run_plan = build_run_plan(toy_config(tmp_path, *words, "model.precision=bf16"), training=True)
     plan = plan_memory(run_plan)
     assert plan.gathered == 0
