@@ -73,10 +73,10 @@ def _run(name: str, check: Check, harness: Harness, timeout_s: float) -> Finding
     try:
         with _deadline(timeout_s):
             check(harness)
-    except Exception as error:  # whatever foreign code raises is what we are here to report
+    except Exception as error:  # report any exception of foreign code
         where = traceback.extract_tb(error.__traceback__)[-1]
         found = " ".join(str(error).split())
-        if not isinstance(error, EmbodyError):  # ours say what is wrong and what to do
+        if not isinstance(error, EmbodyError):  # our errors already name the fault and the fix
             found = f"{type(error).__name__}: {found} ({Path(where.filename).name}:{where.lineno})"
         harness.violations = [Violation(name, "no error", found)]
     level = "FAIL" if harness.violations else "warn" if harness.doubts else "ok"
@@ -143,7 +143,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
         child.join(_GRACE_S)
         code = child.exitcode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended itself with exit code {code}"
-        return Violation(name, "an answer", f"the environment's process {how}; what it printed stands above")
+        return Violation(name, "an answer", f"the environment's process {how}; see the output above")
 
 
 def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_env(args: argparse.Namespace) -> int:
     """Run `embodyrl check-env`; 3 if a check fails."""
     findings: list[Finding] = []
-    # Whatever a module of the user's prints when it is imported, standard output is ours.
+    # Redirect stdout: a user's module may print when it is imported.
     with contextlib.redirect_stdout(sys.stderr):
         cfg = load_config("check-env", args.words, config_dirs=args.config_dir)
         from embodyrl.extensions.check_env import check_env_apart
@@ -41,7 +41,7 @@ def check_env(args: argparse.Namespace) -> int:
 
 
 def _show(finding: Finding) -> None:
-    # Flushed, so that whoever waits for a slow simulator sees how far it has come.
+    # Flush, so that the progress of a slow simulator is visible.
     note = f": {finding.note}" if finding.note and not finding.violations else ""
     print(f"  {finding.level:<4}  {finding.check}{note}", flush=True)
     for v in finding.violations:

@@ -150,7 +150,7 @@ class Harness:
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
-        """First tasks of `env.train.task_ids`, or of all tasks."""
+        """Return the first tasks of `env.train.task_ids`, or of all tasks."""
         return list(self.cfg.train.task_ids or range(len(self.spec.tasks)))[:MOST_TASKS]
 
     def reset_ids(self, task: int) -> list[int]:
@@ -174,7 +174,7 @@ class Harness:
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
-        """Smallest and largest action [A]; -1 and 1 without declared bounds."""
+        """Return the smallest and largest action [A]; -1 and 1 without declared bounds."""
         # An endless box has no largest action; try what a policy would start with, or what is near its only bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
@@ -262,7 +262,7 @@ _NEAR = 0.003
 def nearly_equal(one: Trace, other: Trace) -> bool:
     """Return whether two episodes have equal flags and nearly equal numbers.
 
-    Contact solvers whose order of bodies depends on where they lie in memory (Box2D) repeat an episode only so.
+    Contact solvers that order bodies by memory address (Box2D) do not repeat an episode exactly.
     """
     pairs = list(zip(one.results, other.results, strict=False))
     if len(one.results) != len(other.results):

@@ -36,7 +36,7 @@ def make(h: Harness) -> None:
     started = time.perf_counter()
     env = h.env
     h.note = f"{SLOTS} slots in {time.perf_counter() - started:.1f} s"
-    h.expect(env.spec == h.spec, "env.spec", "what the factory's spec says", f"{env.spec}"[:120])
+    h.expect(env.spec == h.spec, "env.spec", "the factory's spec", f"{env.spec}"[:120])
     h.expect(env.task_limit is None or env.task_limit >= 1, "env.task_limit", "None or at least 1", env.task_limit)
 
 
@@ -55,7 +55,7 @@ def reset(h: Harness) -> None:
 def observe(h: Harness) -> None:
     """Check that all pixels and states are written and finite, and that observing twice gives equal values."""
     h.env.reset([0], [h.first_start()])
-    # Twice, over black and over white: a pixel that nobody writes keeps one of each.
+    # Twice, over black and over white: a pixel that is not written keeps both values.
     dark, bright = h.observe(0, fill=0), h.observe(0, fill=255)
     untouched = (dark.images == 0) & (bright.images == 255)
     for camera, name in enumerate(h.spec.cameras.names):
@@ -63,7 +63,7 @@ def observe(h: Harness) -> None:
         rule = "every pixel written, in place (out.images[...] = ...)"
         h.expect(not kept, f"observe: image of camera '{name}'", rule, f"{kept} pixels keep what was there before")
     if not h.violations:
-        h.expect_equal(seen_difference(dark, bright), "observe", "the same when asked twice without a step")
+        h.expect_equal(seen_difference(dark, bright), "observe", "the same in two calls without a step")
 
 
 @check("reset")
@@ -82,7 +82,7 @@ def instruction(h: Harness) -> None:
         h.play(0, first, h.actions(CHUNK))
         later = h.env.instruction(0)
         h.expect(later == text, "instruction", f"the same through an episode, {text!r}", repr(later))
-    h.note = repr(h.env.instruction(0)) if h.spec.text.instructed else "none: its name stands in for one"
+    h.note = repr(h.env.instruction(0)) if h.spec.text.instructed else "none: the name is used"
 
 
 @check("observe")
@@ -121,7 +121,7 @@ def reset_repeats(h: Harness) -> None:
     first = h.first_seen(start)
     for reset_id in h.reset_ids(h.tasks()[-1]):
         h.play(0, h.start(reset_id), h.actions(CHUNK))
-    same = "the same first observation (fix: draw only from generators that the reset seeds)"
+    same = "the same first observation (fix: use only generators that the reset seeds)"
     h.expect_same(first, h.first_seen(start), f"reset {start.reset_id}", same)
     task = h.spec.task_of(start.reset_id)[0]
     if task not in h.spec.seeded_tasks:
@@ -183,7 +183,7 @@ def flags(h: Harness) -> None:
     traces = [h.play(0, h.first_start(limit=SHORT), h.actions(2 * SHORT), chunk=SHORT_CHUNK)]
     h.ending = h.ending or _find_ending(h)
     if h.ending is not None:
-        # One chunk that goes on beyond the end: what stands there must not be executed.
+        # One chunk that continues beyond the end: its later actions must not be executed.
         longer = np.concatenate([h.ending.actions[: h.ending.length], h.actions(CHUNK)])
         traces.append(h.play(0, h.ending.start, longer, chunk=len(longer)))
     for result in (result for trace in traces for result in trace.results):
@@ -222,7 +222,7 @@ def time_limit(h: Harness) -> None:
     start = h.first_start(limit=SHORT, ignore=True)
     trace = h.play(0, start, h.actions(3 * SHORT), chunk=SHORT_CHUNK)
     truncated = trace.any("truncated")
-    # Where the simulator may end the episode before, only the bound itself can be asked for.
+    # Where the simulator may end the episode earlier, only the upper bound is checked.
     strict = start.ignore_terminations and not h.spec.simulator.may_truncate
     fits = trace.any("done") and trace.length <= SHORT and (not strict or (truncated and trace.length == SHORT))
     found = f"{trace.length} steps, {'truncated' if truncated else 'not truncated'}"
@@ -294,7 +294,7 @@ def repeatable(h: Harness) -> None:
 @check("repeatable")
 def slots(h: Harness) -> None:
     """Check that an episode does not depend on its slot or on other slots."""
-    # Long enough that the neighbour is still at work when the episode beside it ends.
+    # Long enough that the other slot still runs when this episode ends.
     start, other = h.first_start(), h.start(h.reset_ids(h.tasks()[0])[-1], limit=4 * LIMIT, ignore=True)
     actions = h.actions(LIMIT)
     first = h.play(0, start, actions)
@@ -310,7 +310,7 @@ def slots(h: Harness) -> None:
             h.env.reset([0], [other])
 
     moved = h.play(1, start, actions, between=None if h.spec.simulator.lockstep else keep_busy)
-    for where, trace in (("in slot 0", again), ("in slot 1 beside a running slot", moved)):
+    for where, trace in (("in slot 0", again), ("in slot 1 next to a running slot", moved)):
         h.expect_repeat(first, trace, f"episode {where}", "the one of slot 0 alone")
 
 

@@ -97,7 +97,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 
 def _target(word: str) -> tuple[CheckpointStore, list[int]]:
-    """The store and the steps that a run or one of its checkpoints stands for."""
+    """Return the store and the steps of a run or of one of its checkpoints."""
     path = Path(word)
     step = path.name.removeprefix("step_")
     if path.parent.name == "checkpoints" and step.isdecimal():

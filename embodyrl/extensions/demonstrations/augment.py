@@ -41,7 +41,7 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
     """
     frames = on_device(np.ascontiguousarray(images), device).flatten(0, 1)
     draws = on_device(draws.flatten(1), device)
-    # A processor's cache holds what one frame becomes on the way; a batch takes twice the time. A GPU wants many.
+    # A CPU cache holds the intermediate results of one frame; a batch takes twice the time. A GPU needs large batches.
     parts = zip(frames.split(size := 1 if device.type == "cpu" else len(frames)), draws.split(size, 1), strict=True)
     return torch.cat([_changed(part, each) for part, each in parts]).reshape(images.shape).cpu().numpy()
 
@@ -88,8 +88,8 @@ def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     """Scale saturation and turn the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
 
     HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6; turns of
-    up to a third of the circle. `where`, `remainder` and a maximum that says where it is would be plainer, and take ten
-    times as long as sums and products on a CPU.
+    up to a third of the circle. On a CPU, `where`, `remainder` and a maximum with index are simpler but ten times
+    slower than sums and products.
     """
     value = pixels.amax(dim=1, keepdim=True)
     spread = value - pixels.amin(dim=1, keepdim=True)
@@ -102,8 +102,8 @@ def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
     sixth += ((blue - red) / safe + 2.0) * is_green
     sixth += ((red - green) / safe + 4.0) * ~(is_red | is_green)
     chroma = torch.minimum(spread * saturation, value)
-    # min(k, 4-k) is 2-|k-2|. For k in -2..12, which is all that comes here, the nearer of its peaks at 2 and 8 stands
-    # for the remainder: |k-2| becomes ||k-5|-3|.
+    # min(k, 4-k) is 2-|k-2|. In the range -2..12 of k, the distance to the nearer of its peaks at 2 and 8 replaces the
+    # remainder: |k-2| becomes ||k-5|-3|.
     offsets = torch.tensor([0.0, -2.0, -4.0], device=pixels.device)[:, None, None]
     distance = (sixth + 6.0 * hue + offsets).abs_().sub_(3.0).abs_()
     return value - chroma * (2.0 - distance).clamp_(0.0, 1.0)

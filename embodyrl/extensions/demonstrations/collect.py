@@ -61,8 +61,8 @@ def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
 def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Fill `collect.out` with `collect.episodes` episodes, the same number for each task.
 
-    Every env step becomes a frame. A policy that plans several actions executes them all before it is asked again, as
-    in `eval`; where the expert labels what it does, it is asked at each step.
+    Every env step becomes a frame. As in `eval`, all actions of a chunk are executed before the next inference. With
+    expert labels the policy predicts at each step.
 
     Raises:
         EmbodyError: every failure that has a cause to name; what was written before stays usable.
@@ -82,8 +82,8 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
     """Describe the run: slots of the training split, one record per env step.
 
     Raises:
-        ConfigError: parts that do not fit together, or a task that the expert does not know.
-        EmbodyError: data that rounds of DAgger go on from are damaged.
+        ConfigError: parts that do not fit together, or a task without an expert.
+        EmbodyError: the data of earlier DAgger rounds are damaged.
     """
     base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
@@ -224,7 +224,7 @@ class _Collecting:
         except Interrupted as interruption:
             writer.flush()
             interruption.args = (
-                f"stopped; {len(writer.episodes)} episodes are in {writer.root}; the same command goes on from there",
+                f"stopped; {len(writer.episodes)} episodes are in {writer.root}; run the same command to resume",
             )
             raise
 
@@ -252,7 +252,7 @@ class _Collecting:
         waiting = list(range(len(trials)))
 
         def write(*, all_that_came: bool) -> None:
-            # In the order of trials, not of ends: the data set is the same whatever the number of workers.
+            # In the order of trials, not of ends: the data set does not depend on the number of workers.
             while waiting and (waiting[0] in ended or all_that_came):
                 demonstration = ended.pop(waiting.pop(0), None)
                 if demonstration is not None:
@@ -286,7 +286,7 @@ class _Collecting:
         if result.tried:
             speed = result.wall_s / max(1, result.tried)
             self.monitor.text(
-                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were given up; "
+                f"  {result.succeeded} of {result.tried} episodes succeeded, {result.dropped} were dropped; "
                 f"{result.wall_s:.1f} s ({speed:.2f} s per episode)"
             )
         self.monitor.text(f"  data     {result.folder}: {result.episodes} episodes, {result.frames} frames")

@@ -25,10 +25,10 @@ class DaggerResult:
 
 
 def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
-    """Start from `data.path` and `ckpt` (or the model's own weights); each round goes on with the weights of the last.
+    """Run DAgger from `data.path` and `ckpt` or the model's own weights; each round continues from the last weights.
 
     Round n plays `collect.episodes` other episodes into <collect.out>/round_n and trains <name>_round_n for
-    `runner.max_steps` steps on everything so far. The same command goes on with the first round that is not complete,
+    `runner.max_steps` steps on everything so far. The same command resumes with the first round that is not complete,
     if `runner.experiment_name` is set.
 
     Raises:

@@ -91,7 +91,9 @@ class ImitationLearner(Learner):
         return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _costs(self, records: IntArray) -> IntArray:
-        """Tokens of each sample's forward where a budget counts them; both answers of a pair are padded alike."""
+        """Count the tokens of each sample's forward pass for a token budget; both answers of a pair are padded to one
+        length.
+        """
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
             return np.ones(len(records), np.int64)
         asked = self._policy.prompt_lengths(read_observation(self._arena, records))
@@ -132,14 +134,14 @@ class ImitationLearner(Learner):
     def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
         """DPO: log-ratios to the reference of the better answers [B] against the worse ones [B] that follow them."""
         assert self._reference is not None, "no reference policy was built"
-        # In one batch, so that the halves of a pair are computed alike.
+        # In one batch, so that both halves of a pair are computed in the same way.
         with torch.no_grad():
             reference = self._reference.score(obs, tokens).logprob.sum(1)
         return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
     def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Values of conversations that end with the better and with the worse answer, as a judge sees them."""
-        # As a reward model will be asked later: of the user's words and the reply, without the system's.
+        """Return the loss on values of conversations that end with the better and with the worse answer."""
+        # The input of a reward model: the user's message and the reply, without the system prompt.
         asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
         answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
         said = tuple(join_messages(turns) for turns in zip(asked, answers, strict=True))
@@ -165,7 +167,7 @@ class ImitationLearner(Learner):
 
     def _value(self, obs: Observation) -> Tensor:
         """Value [B] of each observation, with gradients; what would be done there does not matter."""
-        # The value head reads what stands before the actions, so any tokens will do.
+        # The value head reads only the input before the actions, so any tokens will do.
         nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, nothing).value[:, 0]
 

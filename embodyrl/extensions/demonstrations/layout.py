@@ -1,7 +1,7 @@
 """The folder layout: LeRobot dataset v3.0, and one file of our own that describes the environment.
 
 The layout is that of the `lerobot` package (`codebase_version` v3.0): files hold many episodes, and
-`meta/episodes/` says which rows of which file are an episode's.
+`meta/episodes/` lists the file and the rows of each episode.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
 class LearnedReward:
-    """The value head that `embodyrl sft objective.name=success` trained: by how much the probability of success exceeds
-    its highest one of the episode so far. The return is the highest probability: an episode earns nothing by staying
-    close to success without reaching it.
+    """Reward of the value head that `embodyrl sft objective.name=success` trained.
+
+    The reward is the increase of the success probability over its maximum in the episode so far. The return is the
+    highest probability: an episode earns nothing by staying close to success without reaching it.
     """
 
     components = ("learned",)

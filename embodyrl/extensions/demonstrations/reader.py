@@ -167,7 +167,7 @@ def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
     """Compare the gripper's actions with the convention that the card states.
 
     Raises:
-        ConfigError: an action of a data set of another program lies outside of the convention.
+        ConfigError: an action of a data set of another program is outside the convention.
     """
     gripper = card.env.action.gripper
     if gripper is None or layout.is_ours(root):

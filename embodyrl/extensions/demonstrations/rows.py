@@ -124,7 +124,7 @@ def frame_times(
     """Return chunk and file number of an episode's video, and the time of each step within it, seconds.
 
     Raises:
-        EmbodyError: a time stamp lies outside of the episode's part of the video.
+        EmbodyError: a time stamp is outside the episode's part of the video.
     """
     part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
     names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")

@@ -52,7 +52,7 @@ class SftResult:
 def sft(
     cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
 ) -> SftResult:
-    """Train from `cfg`, or continue the run in `resume`; `on_step` sees each optimizer step and may end the run.
+    """Train from `cfg`, or continue the run in `resume`; `on_step` runs after each optimizer step and may end the run.
 
     Raises:
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
@@ -131,7 +131,7 @@ class _Sft:
         told = root / ENVIRONMENT_FILE
         shown = {setting.key: setting.value for setting in read_saved(told)} if told.is_file() else {}
         weights, trust = write_word("ckpt", str(root)), trust_words(self.cfg, shown)
-        # Rows of text, and data that others wrote, do not say what a policy is to play.
+        # Rows of text and third-party data name no environment.
         where = [] if told.is_file() else ["env=..."]
         uses = [["eval", weights, *where, *trust], ["train", weights, *where, *trust]]
         if self.cfg.objective.rates:
@@ -173,7 +173,7 @@ class _Sft:
             session.save_if_due(lambda: self._save(actors))
 
     def _update(self, actors: SupervisedActors) -> dict[str, float]:
-        """One optimizer step on the batch that belongs to this step, whatever happened before."""
+        """Run one optimizer step on the batch of this step, independent of earlier steps."""
         step, cfg = self.session.step, self.cfg
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()

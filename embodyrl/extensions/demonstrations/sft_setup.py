@@ -105,14 +105,14 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     assert isinstance(cfg.data, DemonstrationSettings)
     env, model = read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
-    # A random start wants no statistics, and of a policy and its reference, which are one model, actions keep their
+    # Random initial weights need no statistics. In DPO, policy and reference are one model, so actions keep their
     # meaning.
     measured = model.weights is not None and not ranked
     source = resolve_asset(model.weights or "")
     key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
     if measured:
-        # The source may know nothing of these data, and theirs depend on the policy's gripper: for its description any
-        # statistics will do.
+        # The source may have no entry for these data, and their statistics depend on the policy's gripper: any
+        # statistics will do for the spec.
         action, state = (np.array([[-1], [1]], np.float32).repeat(n, axis=1) for n in (env.action.dim, env.state_dim))
         model = with_statistics(model, source, folder, key, data_statistics(action, state, env, 0))
     spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
@@ -174,7 +174,7 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
 
 
 def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
-    """Load demonstrations beside those of `data.path`, which are of `env`; `alike`: what else must be the same."""
+    """Load demonstrations of `env` in addition to those of `data.path`; `alike`: fields that must be equal."""
     other = read_card(resolve_asset(folder), reading).env
     if differs := differences(other, env, *alike):
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
@@ -240,7 +240,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
         if path.is_file() and path.stat().st_size <= _SMALL:
             shutil.copyfile(path, copy)
         else:
-            # Weights are large and are only read; what changes are the statistics beside them.
+            # Weights are large and read-only; only the statistics change.
             copy.symlink_to(path.resolve())
     text = json.dumps({key: entry}, indent=2, allow_nan=False) + "\n"
     (target / STATISTICS_FILE).write_text(text, encoding="utf-8")

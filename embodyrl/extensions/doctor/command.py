@@ -71,7 +71,7 @@ def _line(finding: Finding) -> str:
 
 
 def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
-    """The findings and what the newest run was started with, as one block of Markdown."""
+    """Return the findings and the settings of the newest run as one block of Markdown."""
     text = [f"embodyrl {__version__} on {platform.platform()}", "", "```text", *lines, "```"]
     for run in run_folders(runs)[:1]:
         defaults = {name: key.default for name, key in all_keys().items() if not key.required}
@@ -90,7 +90,7 @@ def _probe_config(cfg: TrainConfig) -> list[Finding]:
         check_components(cfg)
         spec = env_spec(cfg)
     except ConfigError as error:
-        fix = "what that line says, or another choice: embodyrl list envs, embodyrl list models"
+        fix = "correct this line, or choose another part: embodyrl list envs, embodyrl list models"
         return [Finding("config", "FAIL", problem, fix) for problem in error.problems]
     findings = [Finding("config", "ok", f"env {spec.name} ({len(spec.tasks)} tasks) with model {cfg.model.model_type}")]
     if task_bytes := env_costs(cfg.env, spec).task_bytes:

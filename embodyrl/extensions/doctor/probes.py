@@ -28,12 +28,12 @@ _VLLM_DRIVER = 580
 
 
 def probe_python() -> Finding:
-    """Python version."""
+    """Check the Python version."""
     return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def probe_torch() -> Finding:
-    """Torch version and the devices that it sees."""
+    """Check the torch version and the devices that torch detects."""
     try:
         import torch
 
@@ -44,10 +44,12 @@ def probe_torch() -> Finding:
     gpus = visible_gpus()
     if not torch.cuda.is_available():
         if gpus:
-            return Finding("torch", "FAIL", f"{torch.__version__} sees no GPU of {len(gpus)}: {cuda_problem()}", _TORCH)
+            return Finding(
+                "torch", "FAIL", f"{torch.__version__} detects none of {len(gpus)} GPUs: {cuda_problem()}", _TORCH
+            )
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
     if len(gpus) != (count := torch.cuda.device_count()):
-        text = f"{torch.__version__} sees {count} GPUs, this host shows {len(gpus)} ({', '.join(gpus)})"
+        text = f"{torch.__version__} detects {count} GPUs, this host has {len(gpus)} ({', '.join(gpus)})"
         return Finding("torch", "FAIL", text, "CUDA_VISIBLE_DEVICES with the numbers that `nvidia-smi -L` lists")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
@@ -83,7 +85,7 @@ def probe_shared_memory() -> Finding:
 
 
 def probe_folders(folders: Sequence[Path]) -> list[Finding]:
-    """Output folders can be written and their disk has room; nothing is left there."""
+    """Check that output folders are writable, and report the free disk space."""
     findings = []
     for folder in folders:
         absolute = folder.absolute()
@@ -103,7 +105,7 @@ def probe_folders(folders: Sequence[Path]) -> list[Finding]:
 
 
 def probe_extras() -> list[Finding]:
-    """Versions of the required packages and of each optional set."""
+    """Check the versions of the required packages and of each extra."""
     extras: dict[str, list[Requirement]] = {}
     for text in metadata.requires("embodyrl") or []:
         requirement = Requirement(text)
@@ -130,7 +132,7 @@ def _judge_extra(name: str, requirements: Iterable[Requirement]) -> Finding:
 
 
 def probe_driver() -> Finding:
-    """Driver of the GPUs, and whether vLLM's wheels run on it."""
+    """Check the GPU driver, also against the requirement of vLLM's wheels."""
     driver = max((gpu.driver for gpu in query_gpus()), default=0)
     if not driver:
         if visible_gpus():
@@ -143,7 +145,7 @@ def probe_driver() -> Finding:
 
 
 def installed_version(package: str) -> str | None:
-    """Version of an installed package; None if it is not there."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -151,7 +153,7 @@ def installed_version(package: str) -> str | None:
 
 
 def probe_rendering() -> Finding:
-    """Draw one MuJoCo frame with the backend that runs would take, and say why that one."""
+    """Render one MuJoCo frame with the backend that runs use, and report the reason for that choice."""
     version = installed_version("mujoco")
     if version is None:
         return Finding("rendering", "warn", "mujoco is not installed", "pip install 'embodyrl[libero]'")
@@ -165,7 +167,7 @@ def probe_rendering() -> Finding:
 
 
 def probe_video() -> Finding:
-    """The encoder that imageio brings along starts."""
+    """Check that the ffmpeg encoder of imageio starts."""
     fix = "pip install 'imageio[ffmpeg]'"
     try:
         from imageio_ffmpeg import get_ffmpeg_exe, get_ffmpeg_version

@@ -36,7 +36,7 @@ class FilteredLearner(Learner):
         self._gripper = context.env.action.gripper
         spec = self._policy.spec
         self._horizon = spec.imitated or spec.num_action_chunks
-        # Each chunk stands for itself, so nothing is discounted and nothing follows.
+        # One chunk is one sample: no discount, no n-step return.
         self._replay = ReplayBuffer(rules.replay_size, 1.0, 1)
         trained = {name: w for name, w in self._policy.module.named_parameters() if w.requires_grad}
         self._weights = trained if rules.average else {}

@@ -32,7 +32,7 @@ class Hindsight:
         """Relabel `hindsight_goals` of `hindsight_goals` + 1 transitions with a goal that their episode reached later.
 
         All rewards of a transition are those of the new goal, r = sum of gamma^j R(achieved after chunk j, goal), up to
-        n chunks or where that goal ends the episode. What nobody saw the outcome of keeps its goal.
+        n chunks or where that goal ends the episode. Transitions without a recorded outcome keep their goal.
         """
         buffer = drawn.buffer
         moved = np.flatnonzero((rng.random(len(drawn.places)) < self._share) & (buffer["left"][drawn.places] > 0))
@@ -75,12 +75,12 @@ class OpenEpisodes:
         self._held: dict[int, list[Frames]] = {}
 
     def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
-        """Join new frames with what was held; returns the episodes that are over, or that nobody goes on with.
+        """Join new frames with the frames held from earlier; return the episodes that are over or not continued.
 
         Args:
             new: of some episodes.
-            earlier: by episode number in `new`: the key of what it goes on from.
-            going_on: by episode number: the key to hold it by.
+            earlier: by episode number in `new`: the key of the frames that it continues.
+            going_on: by episode number: the key under which its frames are held.
         """
         held, self._held = self._held, {}
         found: list[Frames] = []
@@ -88,7 +88,7 @@ class OpenEpisodes:
         for start, stop in zip([0, *last[:-1].tolist()], last.tolist(), strict=True):
             part, number = new.map(lambda array, own=slice(start, stop): array[own]), int(new.episode[start])
             parts = held.pop(earlier.get(number, -1), [])
-            # What it was cut at is what it goes on from, so it is there once.
+            # The last held frame is the first new one: keep it once.
             parts[-1:] = [before.map(lambda array: array[:-1]) for before in parts[-1:]]
             parts.append(part)
             if number in going_on:

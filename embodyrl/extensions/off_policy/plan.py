@@ -29,7 +29,7 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose drawn actions carry gradients, model "
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose sampled actions carry gradients, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
             "model.likelihood=dsrl or residual; for others algorithm=ppo."
@@ -80,7 +80,7 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
             f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action.dim} numbers an action, "
             f"{shown.state_dim} of state, cameras {list(shown.cameras.names)} of {shown.cameras.size}; this "
             f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect them "
-            "alike."
+            "with the settings of this run."
         )
     elif not {*shown.tasks} & {*env.tasks}:
         yield (
@@ -106,7 +106,7 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
     if theirs != own:
         yield (
             f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, this run "
-            f"has {own and own['path']}, or other keys beside it. Collect with the same."
+            f"has {own and own['path']}, or other reward settings. Collect with the same reward."
         )
     told = resolve_asset(folder) / ENVIRONMENT_PATH
     saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
@@ -120,11 +120,11 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
 
 
 def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
-    """Why nobody can tell what transitions had earned with another goal."""
+    """Yield the reasons why transitions cannot be relabelled with another goal."""
     key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
     if env.goal is None:
         yield (
-            f"{key}: env '{env.name}' says nothing of other goals. That takes observations with achieved_goal and "
+            f"{key}: env '{env.name}' has no goals to relabel. Hindsight needs observations with achieved_goal and "
             "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
             "empty info, the rewards of its steps; wrappers keep the observation a dictionary, and vector environments "
             "have no such method. Fix: such an environment, or leave it out."
@@ -139,4 +139,4 @@ def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> I
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
         yield f"{key}: compute_reward gives rewards and not their changes; set env.use_rel_reward=false."
     if changed_reward(cfg):
-        yield f"{key}: reward.path was asked about the goal that was pursued, and knows no other; leave one of both."
+        yield f"{key}: reward.path computes the reward for the original goal only; leave out one of the two keys."

@@ -74,7 +74,7 @@ class ReplayBuffer:
         new = {name: array[-self._size :] for name, array in new.items()}
         total = len(new["ahead"])
         self._grow(new, total)
-        # Frames of one episode may lie around the end of the ring, so distances are kept and not indices.
+        # Frames of one episode may wrap around the end of the ring, so distances are stored instead of indices.
         place = (self._next + np.arange(total)) % self._size
         for name, array in new.items():
             self._arrays[name][place] = array
@@ -95,7 +95,7 @@ class ReplayBuffer:
 
     def later(self, places: IntArray, steps: IntArray) -> IntArray:
         """Return the indices n chunks later in the same episode."""
-        # The second modulo: until the ring is full, what lies behind the last frame was never written.
+        # The second modulo: until the ring is full, frames behind the last one are unwritten.
         return (places + steps) % self._size % self._count
 
     def transitions(self, places: IntArray) -> Transitions:
@@ -116,7 +116,7 @@ class ReplayBuffer:
         count = len(arrays["ahead"])
         # A full ring begins at `next`; brought into order, its newest part is its end.
         order = np.roll(np.arange(count), -state["next"]) if count == state["size"] else np.arange(count)
-        arrays.setdefault("left", np.zeros(count, np.int64))  # older checkpoints do not say where episodes end
+        arrays.setdefault("left", np.zeros(count, np.int64))  # older checkpoints have no episode ends
         self._arrays = {name: np.ascontiguousarray(array[order[-self._size :]]) for name, array in arrays.items()}
         self._count = min(count, self._size)
         self._next = self._count % self._size
@@ -125,7 +125,7 @@ class ReplayBuffer:
         needed, capacity = min(self._count + total, self._size), len(self._arrays.get("ahead", ()))
         if needed <= capacity:
             return
-        # Doubled: a buffer for a million images need not be reserved by a run that sees a thousand.
+        # Doubled, so that a short run does not reserve the whole buffer.
         capacity = min(self._size, max(needed, 2 * capacity, 1024))
         for name, array in new.items():
             larger = np.zeros((capacity, *array.shape[1:]), array.dtype)
@@ -144,7 +144,7 @@ class ReplayBuffer:
             reward[here] += discount[here] * frames.reward[now]
             discount[here] *= np.where(frames.terminated[now], 0.0, self._gamma)
             ahead[here] += 1
-            # The last frame has none after it; `together` says so, and the index stays within the array.
+            # The last frame has no successor: `together` is false there, and the index stays within the array.
             at[here] = after = np.minimum(now + 1, count - 1)
             together = (now + 1 < count) & (frames.episode[after] == frames.episode[now])
             goes_on[here] = together & frames.acted[after] & (discount[here] > 0)

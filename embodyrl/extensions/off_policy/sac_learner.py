@@ -112,7 +112,7 @@ class SacLearner(Learner):
 
         Without `acting` temperature and actor stay as they are.
         """
-        # Both sets of images are shifted before the network sees either, so that their order stays that of old runs.
+        # Both sets of images are shifted before the forward pass: the order of random numbers stays that of old runs.
         seen = [self._look(one, one.places) for one in chosen]
         then = [self._look(one, one.after) for one in chosen]
         features = torch.cat([self._features(one) for one in seen])
@@ -124,14 +124,14 @@ class SacLearner(Learner):
                 [one.discount for one in chosen],
             )
         )
-        # Drawn once, for temperature and policy alike; no gradient of theirs reaches what both see.
+        # Sampled once for temperature and policy; detached, so that no gradient reaches the shared features.
         drawn, logprob = self._policy.draw(features.detach())
         alpha = self._log_alpha.detach().exp()
         alpha_loss = temperature_loss(self._log_alpha, logprob, self._target_entropy)
         with torch.no_grad():
             after = torch.cat([self._features(one) for one in then])
             next_action, next_logprob = self._policy.draw(after)
-            # The smallest of a pair, whatever the number of critics: of all of them it would be far too low.
+            # The minimum of a pair for any number of critics: the minimum of all critics would be far too low.
             following = self._targets(after, next_action)[pair]
             target = soft_target(reward, discount, following, next_logprob, alpha)
         value = self._critics(features, action)
@@ -173,9 +173,10 @@ class SacLearner(Learner):
         return on_device(seen, next(self._critics.parameters()).device)
 
     def _look(self, drawn: Transitions, places: IntArray) -> Observation | FloatArray:
-        """Observations whose images are shifted at random, all of one observation alike (DrQ, arXiv 2004.13649).
+        """Return observations with random image shifts, one shift for all images of an observation (DrQ, arXiv
+        2004.13649).
 
-        Of a frozen policy the features that were kept.
+        A frozen policy returns the stored features.
         """
         if self._policy.frozen:
             return drawn.buffer[FEATURES][places]

@@ -54,8 +54,8 @@ class LoadedPolicy:
             obs: of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of such, each with one
                 more axis in front (a vector environment's). What the policy does not read may be missing, and the
                 instruction where the environment has one task.
-            instruction: says what to do instead of `obs["instruction"]`.
-            noise: [B, L] uniform in [0, 1), one number a token, to draw as in training
+            instruction: replaces `obs["instruction"]`.
+            noise: [B, L] uniform in [0, 1), one number per token, to sample as in training
                 (`algorithm.sampling_params`); None: greedy.
 
         Returns:
@@ -121,7 +121,7 @@ def load_policy(
     Args:
         run_or_folder: a run, its name in ./runs, a checkpoint of it, or a model in its public layout: a folder, or
             `owner/name[@revision]` of the hub.
-        words: further settings as `embodyrl eval` takes them; a folder that is no run wants `env=` and `model=`.
+        words: further settings as `embodyrl eval` takes them; a folder that is no run needs `env=` and `model=`.
         trainable: keep fp32 weights that can be trained.
         device: "cpu", "cuda", ...; None: a GPU where there is one.
 

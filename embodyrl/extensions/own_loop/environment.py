@@ -29,7 +29,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
-    # As a class attribute, for Gymnasium's wrappers ask for it before any frame is drawn.
+    # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
     def __init__(self, cfg: EvalConfig, settings: EnvSettings) -> None:
@@ -110,8 +110,8 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
 
     Args:
         env: an option of `env=`, for example tabletop or libero_object.
-        words: further settings, as `embodyrl eval` takes them; `env.eval.*` says which tasks and states there are.
-        num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of so many.
+        words: further settings, as `embodyrl eval` takes them; `env.eval.*` selects tasks and initial states.
+        num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of this size.
 
     Raises:
         ConfigError: unknown environment or setting; a task in words, which has no steps.

@@ -119,7 +119,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     # First as fast as it goes; only where that is more than a GPU has, what is slower and smaller.
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
-    # Asked only where it decides something, for it starts a program.
+    # Only where it decides something, because it starts a program.
     asked = may_sleep or (roomy.on_gpu and run_plan.ranks > 1 and sync == "auto")
     gpu = run_plan.gpus.free if asked else 0
     cache = run_plan.policy_costs.acting_bytes * run_plan.num_slots if may_sleep else 0
@@ -137,7 +137,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     if critic := _beside(run_plan, cfg.critic.path):  # all of it is trained
         trained += critic.num_parameters
     whole = total * (2 if half else 4)
-    # Beside adapters the rest is kept in the compute precision; what is trained is float32.
+    # With adapters the base weights keep the compute precision; trained weights are float32.
     kept = (whole if adapters else 0) + 4 * trained
     sharded = run_plan.ranks > 1 or fsdp.cpu_offload
     # With HSDP a copy of the weights is cut into fewer parts than there are ranks.
@@ -184,7 +184,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
         replay=0 if on_gpu else replay,
         checkpoint=12 * trained
         + aside
-        + (whole if run_plan.policy.steering else 0)  # frozen weights are saved beside what steers them
+        + (whole if run_plan.policy.steering else 0)  # frozen weights are saved with the steering weights
         + (replay if isinstance(cfg.algorithm, BufferSettings) and cfg.algorithm.save_replay else 0),
     )
 
@@ -205,7 +205,7 @@ def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, costs: PolicyCosts) -> in
 
 
 def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
-    """A second model of the policy's kind: a teacher, or a critic apart. It has no adapters."""
+    """Return the costs of a second model of the policy's kind: a teacher, or a separate critic. It has no adapters."""
     if path is None:
         return None
     model = run_plan.cfg.model
@@ -221,8 +221,10 @@ def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
 
 
 def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
-    """What is seen and drawn of each record that the run will see, as far as the buffer holds them, and of each chunk
-    of its demonstrations; and what loading these takes beside that: all their frames, and the chunks once more.
+    """Return the bytes of the replay buffer and the additional bytes while demonstrations are loaded.
+
+    The buffer holds observation and action of each record, up to its capacity, and of each chunk of the demonstrations.
+    Loading takes all frames of the demonstrations, and the chunks once more.
 
     Without critics: of each record that is worth imitating, at most all, and all frames of the demonstrations.
     """
@@ -258,8 +260,8 @@ def _micro_batches(run_plan: RunPlan) -> int:
 def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
     """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
 
-    `whole` gradients are there since an earlier micro-batch, and shards take their place; else beside the shards there
-    are those of a layer and of the output matrix. The embeddings' come last.
+    `whole` gradients are there since an earlier micro-batch, and shards take their place; otherwise those of one layer
+    and of the output matrix are needed in addition to the shards. The embeddings' come last.
     """
     replays = cfg.algorithm.transitions
     samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
@@ -267,7 +269,7 @@ def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: 
         samples = max(1.0, budget / costs.sample_tokens)
     apart = 0 if whole else _whole_at_a_time(costs)
     scoring, again = costs.scoring_bytes
-    if cfg.actor.gradient_checkpointing:  # scores come before the layers on the way back
+    if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
         return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
     return (
         int(samples * costs.activation_bytes)
@@ -283,7 +285,7 @@ def _whole_at_a_time(costs: PolicyCosts) -> int:
 
 def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
     """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
-    # It says nothing of its layers, so a quarter of all weights is a guess.
+    # The model has no layers to inspect: a quarter of all weights is a guess.
     if not costs.largest_layer[0]:
         return total // 4
     return (2 if half else 4) * 2 * costs.largest_layer[0] + (2 if half and adapters else 4) * costs.outside_layers
@@ -312,10 +314,10 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
 
 
 def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
-    """Refuse a run that cannot fit.
+    """Reject a run that does not fit in memory.
 
     Raises:
-        ConfigError: says what is needed, what is there, and which keys make it smaller.
+        ConfigError: names the memory needed, the memory available and the keys that reduce it.
     """
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
@@ -342,7 +344,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
     cfg, workers = run_plan.config(TrainConfig), len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:
-        keys.append(f"MUJOCO_GL=osmesa, which draws on the CPU and frees {drawn / GIB:.1f} GiB")
+        keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {drawn / GIB:.1f} GiB")
     if drawn and workers > 1:
         keys.append(f"launcher.env_workers below {workers}")
     if not cfg.actor.gradient_checkpointing:

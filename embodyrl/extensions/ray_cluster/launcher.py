@@ -55,10 +55,10 @@ def copy_in(pools: Pools, request: Request) -> list[Rows]:
 
 
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
-    """The rows that the worker of a request wrote.
+    """Return the rows that the worker of a request wrote.
 
-    Only complete records: all ranks are asked to publish weights, but one of them writes, and what the others hold in
-    its place must not come back.
+    Only complete records: all ranks receive the request to publish weights, but only one writes; the records of the
+    others must not come back.
     """
     rows = []
     for use in request.writes():
@@ -232,7 +232,7 @@ class RayLauncher(OpenRequests[_Handle]):
             environ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {
-            "num_cpus": 0,  # the placement says where workers run; Ray's count of cores must not make them wait
+            "num_cpus": 0,  # the placement decides where workers run; Ray's count of cores must not make them wait
             "num_gpus": gpus,
             "max_restarts": 0,
             "scheduling_strategy": affinity,
@@ -267,7 +267,7 @@ class RayLauncher(OpenRequests[_Handle]):
         """See `Launcher.wait`."""
         oldest = {handle.open[0]: name for name, handle in self._handles.items() if handle.open}
         if oldest and not self._events:
-            # One reply wakes us up, and whatever else has come by then is taken along.
+            # The first reply wakes this process; further replies are taken at once.
             ready, _ = ray.wait(list(oldest), num_returns=1, timeout=self._patience(timeout_s))
             if ready:
                 ready, _ = ray.wait(list(oldest), num_returns=len(oldest), timeout=0)
@@ -349,7 +349,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return f"; its output there: {path}"
 
     def _reap(self, name: str, reason: str, traceback: str = "", exit_code: int = 1, log: str = "") -> None:
-        """End a worker and report its death; `log`: what Ray says about it."""
+        """End a worker and report its death; `log`: Ray's message about it."""
         handle = self._handles.pop(name)
         _close(handle.pools)
         ray_nodes.in_thread(partial(ray.kill, handle.actor, no_restart=True))

@@ -83,7 +83,7 @@ def card_text(card: Mapping[str, Any]) -> str:
         "config": f"sha256 {card['config_sha256'][:16]}",
         "machine": "; ".join(f"{name} {value}" for name, value in card["machine"].items()),
         "solved at reset": f"{n} episodes" if (n := card.get("solved_at_reset")) else None,
-        "lost": f"{card['dropped_episodes']} episodes were given up" if card["dropped_episodes"] else None,
+        "lost": f"{card['dropped_episodes']} episodes were dropped" if card["dropped_episodes"] else None,
     }
     lines += [f"| {name} | {value} |" for name, value in facts.items() if value]
     for figures in card["figures"]:
@@ -112,7 +112,7 @@ def _machine(history: History) -> dict[str, str]:
 
 
 def _commands(history: History) -> str:
-    """What began the run, and what went on with it where that said something new: words for a shell."""
+    """Return the shell commands that started the run and that resumed it with other arguments."""
     first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
     command, _, words = first.partition(" ")
     said = [f"embodyrl {first}".rstrip()]
@@ -172,7 +172,7 @@ def _change(one: Paired) -> dict[str, Any]:
 
 
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
-    """Env steps, and hours: of the attempts that came to their end, or of what the metrics say, if that is more."""
+    """Return env steps and hours: of the attempts that ended, or of the metrics, if that is more."""
     kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]
@@ -181,14 +181,14 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     wall = max(told, whole) or sum(t.get("wall_s", 0.0) for t in tables)
     costs = {
         "training_env_steps": int(steps),
-        # The table of an evaluation that was resumed knows the steps of its last attempt only.
+        # The table of a resumed evaluation counts the steps of its last attempt only.
         "evaluation_env_steps": sum(
             max(int(table.get("env_steps", 0)), sum(e.steps for e in evaluation.episodes))
             for table, evaluation in zip(tables, history.evaluations, strict=True)
         ),
         "wall_hours": round(wall / 3600, 3),
     }
-    if attempts and told >= whole:  # else one was killed, and nobody wrote down what it took
+    if attempts and told >= whole:  # else an attempt was killed before its costs were written
         costs["cpu_hours"] = round(sum(row["cpu_s"] for row in attempts) / 3600, 3)
         costs["gpu_hours"] = round(sum(row["wall_s"] * row["gpus"] for row in attempts) / 3600, 3)
     return costs

@@ -70,7 +70,7 @@ def number(value: float) -> str:
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Exponential moving average of a long curve, with the weights of its beginning set right (Kingma and Ba 2015).
+    """Return the exponential moving average of a curve with bias correction (Kingma and Ba 2015).
 
     >>> smoothed([(0, 1.0), (1, 1.0)])
     [(0, 1.0), (1, 1.0)]

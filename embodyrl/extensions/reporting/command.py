@@ -69,7 +69,7 @@ def card(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
-    """Serve the page to this machine; each look sees the run as it stands."""
+    """Serve the page to this machine; each request renders the current state of the run."""
     from embodyrl.cli.loopback import Answer, Loopback
 
     if args.json or not args.port.isdecimal():

@@ -63,7 +63,7 @@ def _record_of(path: Path) -> Path | None:
 
 
 def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
-    """Reset ids that each part of a run may have drawn; empty where the run was about another environment."""
+    """Return the reset ids that each part of a run may have used; empty for a run in another environment."""
     keys = ("env_type", "task_suite_name", "id", "axis")
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
     # Supervised training has no environment, earlier versions had fewer keys.
@@ -92,7 +92,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> Env
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
-    """Reset ids that the demonstrations of this environment may show; None: nobody knows, they are gone or text."""
+    """Return the reset ids in the demonstrations of this environment; None: unknown (data are gone, or text)."""
     folders = made.get("algorithm.demonstrations") or []
     if "env.env_type" not in made or _by_expert(made):  # else it is text
         folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
@@ -114,7 +114,7 @@ def _by_expert(made: Mapping[str, Any]) -> bool:
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
-    """Reset ids that training may have drawn from its split, or those that the validations began with."""
+    """Return the reset ids that training may have sampled from its split, or those of the first validation."""
     ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
     try:
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)

@@ -28,7 +28,7 @@ class HostedMonitor(Monitor, ABC):
 
     @abstractmethod
     def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
-        """Start a run, or go on with it where `info.resume_step` says so."""
+        """Start a run, or resume it from `info.resume_step`."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """See `Monitor.log`."""

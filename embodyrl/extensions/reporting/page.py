@@ -63,7 +63,7 @@ def write_report(
 ) -> list[str]:
     """Write the page about one or more runs, and return its summary as lines of text.
 
-    `states`: keys that say which initial state a number stands for.
+    `states`: keys on which the meaning of a state id depends.
 
     Raises:
         ConfigError: a folder is no run.
@@ -142,7 +142,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(history: History) -> str:
-    """Environment, model, algorithm, seed, date and commit, as far as the files say."""
+    """Return environment, model, algorithm, seed, date and commit, where the files contain them."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -199,7 +199,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
     for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.has(name) for history in histories)]
         if several:
-            known = known[:1]  # one metric per chart: there the colours tell the runs apart
+            known = known[:1]  # one metric per chart: there the colours identify the runs
         if not known:
             continue
         limits = (0.0, 1.0) if known[0].endswith("/success_once") else None
@@ -237,12 +237,12 @@ def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, floa
 
 
 def _legend(metric: str) -> str:
-    """What a curve is called beside others of its chart."""
+    """Return the label of a curve in a chart with several curves."""
     return metric.split("/")[1] if _SUITE_METRIC.fullmatch(metric) else metric.split("/")[0]
 
 
 def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
-    """One chart of all suites that a run validates on beside its own, or one each where several runs are compared."""
+    """Return one chart of all suites of the validation, or one chart per suite where several runs are compared."""
     names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
     if not names:
         return []

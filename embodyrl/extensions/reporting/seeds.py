@@ -1,7 +1,7 @@
-"""Runs that differ in their seed alone, as one result: the definitions of rliable (arXiv 2108.13264).
+"""Aggregate results of runs that differ only in their seed: the definitions of rliable (arXiv 2108.13264).
 
 A matrix of scores has a row for each run and a column for each task. Intervals are 95 %: Student's t over runs and,
-from ten runs on, a stratified bootstrap that draws runs with replacement within each task. With three runs such a
+from ten runs on, a stratified bootstrap that samples runs with replacement within each task. With three runs such a
 bootstrap covers 73 to 83 % of the cases.
 """
 
@@ -61,9 +61,9 @@ def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> A
 
 
 def permutation_test(first: npt.ArrayLike, second: npt.ArrayLike) -> float:
-    """Two-sided p value of the probability of improvement: how often runs dealt to both sides at random differ as much.
+    """Return the two-sided p-value of the probability of improvement under random assignment of the runs.
 
-    Every way to deal them where there are few (with three and three runs p is at least 0.1), else `_DRAWS` of them.
+    All permutations for few runs (with three and three runs p is at least 0.1), else `_DRAWS` random ones.
 
     >>> permutation_test([[0.0], [0.1], [0.2]], [[1.0], [1.1], [1.2]])
     0.1
@@ -87,7 +87,7 @@ def stratified_bootstrap(matrices: Sequence[Matrix], statistic: Callable[..., An
 
     Args:
         matrices: scores [runs, tasks].
-        statistic: function of matrices [draws, runs, tasks] that returns [draws].
+        statistic: function of matrices [samples, runs, tasks] that returns [samples].
     """
     rng, count = np.random.default_rng(_SEED), sum(map(len, matrices)) - len(matrices) + 1
     drawn = [

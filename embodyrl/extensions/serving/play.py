@@ -56,7 +56,7 @@ def scene_of(run: Path, trust: Sequence[str] = ()) -> Scene:
     from embodyrl.extensions.own_loop.acting import load_policy
 
     for words in ((*_WATCHED, *_FOR_EVER), _WATCHED):
-        with suppress(ConfigError):  # of an environment that ends by itself, or draws nothing
+        with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
             return Scene(load_policy(run, *words, *trust))
     return Scene(load_policy(run, *trust))
 

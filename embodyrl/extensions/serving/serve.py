@@ -57,7 +57,7 @@ def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
     """Return the specifications of environment and policy without loading simulator or weights.
 
     Raises:
-        ConfigError: parts that do not fit together, or a policy that nobody can be served by.
+        ConfigError: parts that do not fit together, or a policy that cannot be served.
     """
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
@@ -96,5 +96,5 @@ def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tupl
         ("protocol", cfg.serve.protocol),
     ]
     if cfg.serve.host not in _HERE:
-        lines.append(("warning", f"serve.host={cfg.serve.host}: whoever reaches this port can use the policy"))
+        lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
     return lines

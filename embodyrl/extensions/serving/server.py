@@ -32,11 +32,11 @@ class Answering:
         self._policy, self._env, self._names = policy, env, names
 
     def __call__(self, message: object) -> FloatArray:
-        """Chunk [K, A] for one observation, in the environment's units and with its gripper.
+        """Return the chunk [K, A] for one observation, in the environment's units and with its gripper.
 
         Raises:
             MessageError: the observation lacks something or does not have the shape the policy was built for.
-            NonFiniteError: the policy says something that is no number.
+            NonFiniteError: the policy returns NaN or infinity.
         """
         spec, env = self._policy.spec, self._env
         seen = self._names.read(
@@ -55,7 +55,7 @@ class Answering:
         return actions
 
     def describe(self) -> dict[str, Any]:
-        """First message to a client."""
+        """Return the first message to a client."""
         spec, env = self._policy.spec, self._env
         return {
             "policy": spec.name,
@@ -84,7 +84,7 @@ class PolicyThread:
         while True:
             future, call = self._calls.get()
             if not future.set_running_or_notify_cancel():
-                continue  # whoever asked has waited too long
+                continue  # the client's wait has timed out
             try:
                 future.set_result(call())
             except BaseException as error:
@@ -135,7 +135,7 @@ class PolicyServer:
                 origins=[None],
                 compression=None,
                 max_size=cfg.max_message_mib * 2**20,
-                max_queue=1,  # messages that are read before they are asked for
+                max_queue=1,  # messages received before they are read
                 ping_interval=None,  # a client that simulates may not answer them
                 process_request=self._process_request,
                 logger=_silent(),
@@ -185,7 +185,7 @@ class PolicyServer:
         except closed as error:
             ending = "left" if error.rcvd else f"is gone ({error})"
         except TimeoutError:
-            ending = f"said nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
+            ending = f"sent nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
         self._say(f"client {number} {ending} after {answered} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
@@ -230,8 +230,8 @@ class PolicyServer:
 
     def _hello(self) -> dict[str, Any]:
         described = self._answering.describe()
-        # vla-eval hands these to the benchmark. Its LIBERO turns quaternions to the shorter way round unless told
-        # otherwise; the demonstrations' states, which policies know, do not.
+        # vla-eval passes these to the benchmark. By default its LIBERO converts quaternions to the shorter rotation;
+        # the states of the demonstrations, on which policies are trained, are not converted.
         wanted = {
             "send_wrist_image": len(described["images"]) > 1,
             "send_state": bool(described["state_dim"]),
@@ -254,7 +254,7 @@ class PolicyServer:
             raise
         except TimeoutError as error:
             raise EmbodyError(f"The policy did not respond for {limit:g} s (serve.answer_timeout_s).") from error
-        except Exception as error:  # whatever a network says of an image it cannot take
+        except Exception as error:  # any error of a network on an unsuitable image
             raise MessageError(f"the observation {_UNFIT}: {type(error).__name__}: {error}") from error
 
 

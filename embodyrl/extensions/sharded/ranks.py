@@ -159,7 +159,7 @@ class ShardedRanks:
 
     @contextmanager
     def full_weights(self, *, write: bool) -> Iterator[None]:
-        """On `write`, the other ranks have meta tensors and receive their shards."""
+        """Gather the full weights on rank 0; with `write`, scatter them again as shards afterwards."""
         self.train()
         first = self.rank_info.rank == 0
         # Tied weights occur under each of their names and are gathered once (`whole` is by identity).

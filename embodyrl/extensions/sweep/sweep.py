@@ -54,7 +54,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
     """Check every combination, then run all; 1 if one of them failed, 128 + n on signal n, as a run.
 
-    The run that goes on is told of a signal and waited for, as it saves and says how to go on.
+    A signal is passed to the current run, which saves a checkpoint and prints how to resume.
 
     Raises:
         ConfigError: a combination is wrong; nothing was started.
@@ -72,11 +72,11 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
             before = _written(place)
             print(f"[{number + 1}/{len(jobs)}] embodyrl {command} {shlex.join(job)}", flush=True)
             codes[number] = running.run([sys.executable, "-m", "embodyrl.cli.main", command, *job, *flags])
-            # Also one that `runner.on_existing=resume` went on with.
+            # Also a run that `runner.on_existing=resume` resumed.
             found[number] = next((describe_run(run) for run, _ in _written(place).items() - before.items()), {})
             if running.stopped:
                 break
-        if has_room(sys.stdout, 1.0):  # else nobody reads, as where the terminal is gone
+        if has_room(sys.stdout, 1.0):  # else there is no reader, as in a closed terminal
             _print_table(jobs, codes, found)
             if running.stopped and any(word.startswith(_NAME) for word in words):
                 print("go on  with the same words and runner.on_existing=resume")

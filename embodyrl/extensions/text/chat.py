@@ -141,7 +141,7 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
     try:
         after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
     except RefusedMessages:
-        return None  # said of the roles that the run has
+        return None  # reported by the check of roles
     found = {text: token for text, token in control_tokens(folder).items() if after.startswith(text)}
     settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
     named = settings.get("eos_token_id")
@@ -151,7 +151,7 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
     text, token = next(iter(found.items()))
     return (
         f"the chat template ends a turn with {text} ({token}), which eos_token_id of generation_config.json does not "
-        f"name: replies do not stop there and SFT teaches another end; add {token} to it"
+        f"name: replies do not stop there and SFT trains another end token; add {token} to it"
     )
 
 

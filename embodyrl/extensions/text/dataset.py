@@ -70,7 +70,7 @@ class TextRows:
         return self.row(int(index if self.keep is None else self.keep[index]))
 
     def row(self, index: int) -> TextRow:
-        """Row by its place in the sources.
+        """Return the row at this index of all sources together.
 
         Raises:
             ConfigError: a column is missing or of the wrong kind; names the source and the row.
@@ -226,7 +226,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
             )
             rows += batch.to_pylist() if size <= limit else []
     except MemoryError:
-        pass  # said below
+        pass  # reported below
     raise ConfigError(f"{file} unpacks to more than {limit >> 20} MiB, a quarter of the free memory; split it.")
 
 
@@ -281,7 +281,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
-    """The row with these images, whose sizes its messages tell."""
+    """Return the row with these images, whose sizes are written into its messages."""
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:

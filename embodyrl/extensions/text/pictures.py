@@ -30,7 +30,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width, of which a file's header tells.
+        """Height and width, read from the header of a file.
 
         Raises:
             ConfigError: it is no image.
@@ -81,7 +81,7 @@ def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None
 
     Args:
         value: content of the column.
-        folder: folder of the rows' file, below which files must lie; None: a function of the user named them.
+        folder: folder of the rows' file, which must contain the files; None: a function of the user named them.
         where: source and row, for messages.
         longest: pixels of the longer edge, where it would be longer.
 
@@ -110,8 +110,8 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
 
 
 def _inside(file: Path, folder: Path, where: str) -> Path:
-    """Return the place of a file of a data set, which may have been written by somebody else."""
-    # The hub's cache keeps files beside the folders of its snapshots, and links to them.
+    """Return the path of a file of a data set, which may be untrusted."""
+    # The hub's cache keeps files next to the folders of its snapshots, and links to them.
     root = folder.parents[1] if folder.parent.name == "snapshots" else folder
     if not (folder / file).resolve().is_relative_to(root.resolve()):
         raise ConfigError(

@@ -80,7 +80,7 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
     if isinstance(cfg, TrainConfig) and cfg.rollout.vllm.enable_sleep_mode:
         if not visible_gpus():
             problems.append(
-                "rollout.vllm.enable_sleep_mode=true: only a GPU's memory is given up; there is none. Leave it out."
+                "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, and there is no GPU. Leave it out."
             )
         if cfg.algorithm.max_staleness:
             problems.append(
@@ -89,8 +89,8 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
             )
     if cfg.rollout.logprobs and cfg.algorithm.sampling_params.temperature != 1.0:
         problems.append(
-            "rollout.logprobs: vLLM says them at algorithm.sampling_params.temperature, all others before it; set that "
-            "to 1, or use rollout.backend=hf."
+            "rollout.logprobs: vLLM returns log-probabilities at algorithm.sampling_params.temperature, other backends "
+            "at 1. Set the temperature to 1, or use rollout.backend=hf."
         )
     if find_spec("vllm") is None:
         problems.append(

@@ -5,6 +5,6 @@ from embodyrl.findings import Finding
 
 
 def probe_sandbox() -> Finding:
-    """Probe of the sandbox for generated programs (reward `code`, tool `python`)."""
+    """Check the sandbox for generated programs (reward `code`, tool `python`)."""
     boxed, text = confinement()
     return Finding("sandbox", "ok", text) if boxed else Finding("sandbox", "warn", text, "apt-get install bubblewrap")

@@ -37,7 +37,7 @@ class GRPO:
         """Prepare; nothing starts.
 
         Args:
-            model: a folder in the Hugging Face layout, or "tiny": half a million parameters that know nothing.
+            model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
             reward: a function of a module, or a self-contained one of a script or notebook (its imports inside).
             rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
             words: further settings as `embodyrl train` takes them, for example "runner.max_steps=50".

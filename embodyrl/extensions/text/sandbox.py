@@ -119,7 +119,7 @@ def _carry_out(
         try:
             done = subprocess.run(
                 [*command, str(lifeline), str(held.fileno())],
-                env={"OPENBLAS_NUM_THREADS": "1"},  # numpy gives up where it may start no thread
+                env={"OPENBLAS_NUM_THREADS": "1"},  # numpy fails where it may start no thread
                 input=json.dumps(request | {"deadline": time.monotonic() + seconds}),
                 capture_output=True,
                 text=True,
@@ -139,7 +139,7 @@ def _carry_out(
 
 
 def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write a test to a file; returns what the process that forks programs may know of it."""
+    """Write a test to a file; return the part that the process that forks programs may read."""
     if not test:
         return {}
     text = json.dumps(test if isinstance(test, str) else dict(test)).encode()
@@ -164,7 +164,8 @@ def confinement() -> tuple[bool, str]:
 def _bubblewrap() -> tuple[str, ...]:
     """The command that puts a process into namespaces of its own; nothing where that does not work."""
     hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
-    # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace; in one, nobody has no id.
+    # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
+    # id.
     rights = ["--unshare-ipc", "--unshare-uts", "--cap-add", "ALL"] if os.getuid() == 0 else ["--unshare-user"]
     places = "--ro-bind / / --dev /dev --proc /proc --unshare-pid --unshare-net"
     command = [shutil.which("bwrap") or "bwrap", *places.split()]

@@ -1,9 +1,9 @@
-"""Carries out programs of a language model; `sandbox.py` starts this text with `python -I -c`, outside the package.
+"""Run programs of a language model; `sandbox.py` starts this text with `python -I -c`, outside the package.
 
 This process is trusted. For each test it forks a limited child that runs the program and, where functions of the
 program are tested, another one for the test (`sandboxed_calls.py`): what a program does to its own process changes no
-verdict. It ends whatever children leave behind, and removes their folder when it is done, or when the process that
-asked is gone.
+verdict. At its end, or when the requesting process exits, it kills all remaining processes of children and removes
+their folder.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _DENIED = {
     "x86_64": (
         0xC000003E,
         *(41, 29, 64, 68, 240),  # socket, shmget, semget, msgget, mq_open: a network, memory that outlives its process
-        *(319, 447, 248, 249, 250),  # memfd_create, memfd_secret, add_key, request_key, keyctl: memory beside the limit
+        *(319, 447, 248, 249, 250),  # memfd_create, memfd_secret, add_key, request_key, keyctl: memory beyond the limit
         # kill and its kin, ptrace, process_vm_*: other programs
         *(62, 200, 234, 129, 297, 424, 101, 310, 311),
         *(83, 258, 90, 91, 268, 452),  # mkdir, mkdirat: trees too deep to remove; chmod, fchmod, fchmodat, fchmodat2
@@ -93,8 +93,8 @@ calls = ModuleType("calls")
 def main() -> None:
     """Read a request from stdin and write the outcome of each test to stdout.
 
-    argv[1] is open while the outcomes are wanted. argv[2] holds the tests, which this process never reads: programs are
-    forked from it, and would find them in their memory.
+    argv[1] is open while the requesting process waits. argv[2] holds the tests. This process never reads them, because
+    forked programs would inherit them in memory.
     """
     lifeline, tests, request = int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin)
     sys.argv = [""]
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline: int) -> tuple[bool, int | None, str]:
-    """Run the program and one test: whether it passes, exit code (None: out of time), what the program said.
+    """Run the program and one test; return success, exit code (None: timeout) and the program's output.
 
     A test has `place`, start and length of its text in the file `tests`, `input` for a program that reads and prints,
     or neither, where there is only the program.
@@ -176,7 +176,7 @@ def _compare(said: str, where: list[int], tests: int) -> bool:
 
 
 def _start(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
-    """Fork a child that gives up what it shall not have, then acts; its descriptors are `files` from 0 on."""
+    """Fork a child that drops all resources it may not have, then acts; its descriptors are `files` from 0 on."""
     os.makedirs(place, exist_ok=True)
     owner = _own_user(place) if os.getuid() == 0 else None
     pid = os.fork()
@@ -192,7 +192,7 @@ def _start(request: dict[str, Any], place: str, files: list[int], action: Callab
 
 def _own_user(place: str) -> int:
     """A user that no other program has, who then owns a folder."""
-    # In a container the kernel may know 65536 of them only.
+    # In a container the kernel may have only 65536 user ids.
     for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
         with contextlib.suppress(OSError):
             os.chown(place, user, user)
@@ -210,7 +210,7 @@ def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bo
         ready, _, _ = select.select([done, lifeline], [], [], min(left, _POLL_S))
         if lifeline in ready:
             _sweep(0)
-            sys.exit("nobody waits any more")
+            sys.exit("the requesting process is gone")
         part = os.read(done, 64) if ready else b""
         if ready and not part:
             return heard, True, ""
@@ -243,7 +243,9 @@ def _sweep(pid: int) -> int:
 
 
 def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
-    """Give up, in the child, what a program shall not have: descriptors, rights, time, memory, processes, threads."""
+    """Drop, in the child, all resources that a program may not have: descriptors, rights, time, memory, processes,
+    threads.
+    """
     os.setsid()
     aside = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
     for target, source in enumerate(aside):
@@ -265,7 +267,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
             if not os.access(prefix, os.X_OK):  # a Python below /root: its modules are found by descriptor
                 for paths in (sys.path, *(m.__path__ for m in sys.modules.values() if hasattr(m, "__path__"))):
                     paths[:] = [path.replace(prefix, f"/proc/self/fd/{descriptor}", 1) for path in paths]
-    # The kernel wants this promise before it lets anybody but root set filters.
+    # Without this flag the kernel lets only root set filters.
     _prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     # After the change of user, which makes the kernel forget it.
     _prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

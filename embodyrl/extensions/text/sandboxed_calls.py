@@ -1,8 +1,9 @@
 """Calls between a program of a language model and the tests of its functions, which run in two processes.
 
 `sandboxed.py` runs this text in both. Names, arguments and results cross a pipe as JSON of plain data, so comparisons
-see values only, whatever the program does to its own process. Objects of the program stay there: a test holds a number
-for each and may call it, read its attributes or iterate over it, but two of them are equal only if they are one object.
+use values only and do not depend on the state of the program's process. Objects of the program stay there: a test holds
+a number for each and may call it, read its attributes or iterate over it, but two of them are equal only if they are
+one object.
 """
 
 import ast
@@ -134,7 +135,7 @@ class Link:
         return {self.unpack(key): self.unpack(value) for key, value in pairs}
 
     def ask(self, what, *parts, in_place=False, **named):
-        """Have the other end do something; meanwhile it may call functions that it was given.
+        """Send a request to the other process and return its reply; meanwhile answer its calls.
 
         `in_place`: lists, dicts and sets among the arguments become what a function made of them.
         """

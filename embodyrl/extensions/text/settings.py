@@ -75,7 +75,7 @@ class RowSettings(DataSettings):
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 
     def problems(self) -> Iterator[str]:
-        """The rows of a function are not validated with as well."""
+        """Yield also a `val_split` of rows that come from a function."""
         yield from super().problems()
         if self.val_split is not None and is_function(self.val_path or self.path or ""):
             yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."

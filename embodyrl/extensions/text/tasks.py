@@ -57,8 +57,9 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `What is 3 + 4?` with the answer 7. Both orders of a pair follow each other, so a split by
-    rows separates pairs.
+    """Return rows such as `What is 3 + 4?` with the answer 7.
+
+    Both orders of a pair follow each other, so a split by rows separates pairs.
     """
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(pairs)
@@ -109,8 +110,9 @@ def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
 
 
 def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
-    """`rows` rows, or fewer where there are no more questions: a question that was drawn before is left out, or what is
-    held out would be asked in training too.
+    """Return `rows` rows, or fewer where there are no more questions.
+
+    Repeated questions are left out, so that a held-out question does not occur in training.
     """
     rng = random.Random(seed)
     found: dict[str, str] = {}

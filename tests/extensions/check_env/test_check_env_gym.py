@@ -121,7 +121,7 @@ ILLEGAL = {
     "SleepsLater": ("lasts", "no answer within 8 s"),
     "WrongShape": ("observe", "observed shape \\(3,\\).*its observation space declares \\(2,\\)"),
     "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
-    "NotSeeded": ("reset_repeats", "fix: draw only from generators that the reset seeds"),
+    "NotSeeded": ("reset_repeats", "fix: use only generators that the reset seeds"),
     "FailsToBuild": ("spec", "AttributeError: no licence"),
     "NoEnv": ("spec", "odd_envs.NoEnv, which is not a Gymnasium environment. Fix: derive it from gymnasium.Env"),
     "Agents": ("spec", "PettingZoo.*several agents.*Fix: "),

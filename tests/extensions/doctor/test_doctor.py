@@ -86,7 +86,7 @@ def test_gpu_that_torch_cannot_use_is_a_failure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     finding = probes.probe_torch()
     assert finding.level == "FAIL"
-    assert "sees no GPU of 1: " in finding.text
+    assert "detects none of 1 GPUs: " in finding.text
     assert "TORCH_BUILD=cuda" in finding.fix
 
 

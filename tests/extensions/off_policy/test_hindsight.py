@@ -221,7 +221,7 @@ QUIET = (
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["env.id=Pendulum-v1"], "says nothing of other goals"),
+        (["env.id=Pendulum-v1"], "has no goals to relabel"),
         (["env.id=goal_env:Otherwise"], "gives, for an empty info, the rewards of its steps"),
         (["env.id=goal_env:Told"], "for an empty info"),
         (["env.wrappers=[gymnasium.wrappers:FlattenObservation]"], "keep the observation a dictionary"),

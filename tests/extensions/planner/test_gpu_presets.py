@@ -118,7 +118,7 @@ def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
         dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch, *words)
     advice = str(refused.value).partition("Try ")[2]
     assert re.match(
-        r"MUJOCO_GL=osmesa, which draws on the CPU and frees \d\.\d GiB, launcher.env_workers below 8", advice
+        r"MUJOCO_GL=osmesa, which renders on the CPU and frees \d\.\d GiB, launcher.env_workers below 8", advice
     )
     assert not any(key in advice for key in ("micro_batch_size", "gradient_checkpointing", "is_lora"))
     cfg = config("libero_10_lora_1gpu", tmp_path, monkeypatch, *words, gl="osmesa")

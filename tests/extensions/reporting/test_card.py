@@ -91,7 +91,7 @@ def test_card_text_contains_protocol_and_results(tmp_path: Path, capsys: pytest.
     for words in (
         "| protocol | p, departs: a=1 instead of 2 |",
         "66.7 % [30.0, 90.3] (4/6)",
-        "2 episodes were given up",
+        "2 episodes were dropped",
     ):
         assert words in text
     assert main(["card", str(run), "--json"]) == 0

@@ -21,13 +21,13 @@ def main() -> None:
         for function in functions:
             if prepare := getattr(function, "prepare", None):
                 prepare()
-    except Exception as error:  # the judge says it to the user
+    except Exception as error:  # the parent reports it to the user
         out.write(" ".join(f"{type(error).__name__}: {error}".split())[:300] + "\n")
         return
     out.write("ready\n")
     for line in sys.stdin:
         for prompt, response, reference in json.loads(line):
-            # One alarm for all functions of an answer, set anew for each answer.
+            # One alarm for all functions of an answer, reset for each answer.
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
             reply: list[float] | str = []
             try:
@@ -37,7 +37,7 @@ def main() -> None:
                     reply += [float(part) for part in parts]
                 if not all(map(math.isfinite, reply)):
                     raise ValueError(f"the reward is {reply}, not a finite number")
-            except Exception as error:  # whatever a user's function raises is an answer too
+            except Exception as error:  # any error of a user's function is a reply too
                 reply = f"{type(error).__name__}: {error}"[:300]
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             out.write(json.dumps(reply) + "\n")

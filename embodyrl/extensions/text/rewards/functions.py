@@ -62,7 +62,7 @@ class _Math:
             return 0.0
         from math_verify import parse, verify
 
-        # Time is limited by the judge; the package's own alarm would fight with it.
+        # The parent limits the time; the package's own alarm would conflict with that limit.
         gold, found = (parse(f"\\boxed{{{text}}}", parsing_timeout=0) for text in (reference, answer))
         return float(verify(gold, found, timeout_seconds=None))
 
@@ -111,7 +111,7 @@ def code(prompt: str, response: str, reference: str) -> float:
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
     programs that read and print; each one runs by itself, in another process than the program, within a second (or its
-    share of the time, if that is longer). All of them share most of what the judge gives the answer.
+    share of the time, if that is longer). All of them share most of the time limit of the answer.
     """
     blocks = re.findall(r"```(?:python)?\n(.*?)```", response, re.DOTALL)
     program = blocks[-1] if blocks else response

@@ -81,12 +81,12 @@ class RewardJudge:
     _children: list[_Child] = field(default_factory=list, repr=False)
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Judge a batch (see `Judge`)."""
+        """Compute the rewards of a batch (see `Judge`)."""
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
         for i, child in enumerate(self._children):
-            # All are sent before the first reply is waited for: the children judge side by side.
+            # All are sent before the first reply is awaited: the children work in parallel.
             child.send([[a.prompt, a.response, a.reference] for a in answers[i::stride]])
         replies = [child.receive() for child in self._children]
         return [self._verdict(a, replies[i % stride][i // stride]) for i, a in enumerate(answers)]
@@ -158,7 +158,7 @@ class _Child:
             began, clock = time.monotonic(), RunClock()
             line = self._line(self._timeout_s + _GRACE_S, clock)
             if time.monotonic() - began - clock.now() > _FREEZE_S and freezes < _ATTEMPTS:
-                freezes += 1  # the child's alarm, or a program's limit, counted that time: judged anew
+                freezes += 1  # the child's alarm, or a program's limit, counted that time: repeat
                 self.stop()
                 self.send(self._left)
                 continue
@@ -169,7 +169,7 @@ class _Child:
             code = self.stop()
             # Its own alarm ends the child; where that cannot get through, our clock does.
             late = line is None or code == -signal.SIGALRM
-            why = f"no verdict within {self._timeout_s:g} s" if late else f"the judging process ended ({code})"
+            why = f"no verdict within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
             replies.append(why)
             self.send(self._left[1:])
         return replies

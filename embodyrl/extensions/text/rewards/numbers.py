@@ -32,7 +32,7 @@ Values = frozenset[Fraction]
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield each number of a text with the values it may stand for; none for a fraction that is not reduced."""
+    """Yield each number of a text with its possible values; none for a fraction that is not reduced."""
     for match in _NUMBER.finditer(text.translate(_ASCII)):
         yield match, _values(match)
 
@@ -73,5 +73,5 @@ def only_number(text: str) -> Values:
 
 
 def equal(one: Values, other: Values) -> bool:
-    """Return whether two numbers can stand for the same value, to six digits."""
+    """Return whether two numbers have a possible value in common, to six digits."""
     return any(abs(a - b) <= max(abs(a), abs(b)) / 10**6 for a in one for b in other)

@@ -15,7 +15,7 @@ class Reward(Protocol):
     """A reward function; it may raise, which counts as 0 and is reported."""
 
     def __call__(self, prompt: str, response: str, reference: str) -> float | Mapping[str, float]:
-        """Judge a response: one number, best within 0..1, or several by name, which are added."""
+        """Return the reward of a response: one number, best within 0..1, or several by name, which are added."""
         ...
 
 
@@ -70,7 +70,7 @@ VALUE_FILE = "value_head/model.safetensors"
 class RewardModel:
     """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template.
 
-    Or a language model with a value head, which is asked where its own next reply would begin.
+    Or a language model with a value head, evaluated at the first position of its next reply.
     """
 
     folder: Path

@@ -15,8 +15,9 @@ class JudgeSettings(Settings):
     name: str | None = None
     """Reward of a text answer that also decides success (at least 1); docs/reference/text.md lists them."""
     path: Path | None = None
-    """Another reward: package.module:function of (prompt, response, reference) -> number or named numbers, the http
-    address of a reward service, or the folder of a reward model."""
+    """Custom reward: package.module:function of (prompt, response, reference) -> number or named numbers, the http
+    address of a reward service, or the folder of a reward model.
+    """
     weights: dict[str, float] = {}
     """Weight of each reward by name, 1 where none is given; names not chosen above are added."""
     overlong_buffer: Index = 0
