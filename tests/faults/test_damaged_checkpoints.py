@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from toy_runs import resume_toy, rows, train_toy
+from toy_runs import TOY_OFT, resume_toy, rows, train_toy
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cli.main import main
@@ -160,12 +160,22 @@ def test_damaged_metric_rows_are_skipped(healthy, tmp_path):
     "words",
     [
         ("algorithm.adv_type=gae", "algorithm.group_size=1"),
-        ("model.is_lora=true", "model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops"),
+        pytest.param(
+            (
+                "model.is_lora=true",
+                "model.path=assets/openvla_oft_tiny_soup",
+                "model.unnorm_key=libero_object_no_noops",
+            ),
+            marks=pytest.mark.needs("openvla_oft"),
+        ),
     ],
     ids=["values", "adapters"],
 )
 def test_resume_with_other_trained_parameters_is_refused(healthy, tmp_path, words):
     run = tmp_path / "run"
-    shutil.copytree(healthy, run)
+    if "model.is_lora=true" in words:
+        train_toy(tmp_path, *TOY_OFT, "runner.save_interval=1")
+    else:
+        shutil.copytree(healthy, run)
     with pytest.raises(CheckpointError, match=r"has other trained parameters .* start a new run with ckpt="):
         resume_toy(run, "runner.max_steps=3", *words)

@@ -14,7 +14,7 @@ import torch
 from processes import start_cli
 from safetensors.torch import load_file
 from toy_env import toy_spec
-from toy_runs import TOY_COLLECT, TOY_EVAL, rows, weights
+from toy_runs import TOY_CNN, TOY_COLLECT, TOY_EVAL, TOY_OFT, rows, weights
 
 from embodyrl.checkpoint.store import read_loop
 from embodyrl.commands.evaluate import evaluate
@@ -32,6 +32,7 @@ from embodyrl.types import GripperConvention, PolicySpec
 
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
 """Two tasks with opposite actions; the expert needs six of eight steps."""
+EVAL = (*(word for word in TOY_EVAL if word not in TOY_CNN), *TOY_OFT)
 MODEL = ("model.num_action_chunks=4", "model.num_images_in_input=1", "model.use_proprio=false")
 SMALL = ("actor.global_batch_size=8", "actor.micro_batch_size=8", "actor.optim.warmup_steps=2")
 
@@ -81,7 +82,7 @@ def trained(demos: Path, tmp_path_factory: pytest.TempPathFactory) -> SftResult:
 def success(folder: Path, *overrides: str) -> float:
     places = (f"runner.output_dir={folder}", "launcher=inline", "runner.logger.backends=[jsonl]")
     settings = ("eval.episodes_per_task=4", "env.eval.total_num_envs=4")
-    cfg = load_config("eval", [*TOY_EVAL, *HARD, *places, *settings, *overrides])
+    cfg = load_config("eval", [*EVAL, *HARD, *places, *settings, *overrides])
     check_components(cfg)
     return evaluate(cfg).overall.success_once
 
@@ -146,7 +147,7 @@ def test_sft_checkpoint_contains_training_data_statistics(trained: SftResult, de
 
 def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path) -> None:
     policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
-    cfg = load_config("eval", [*TOY_EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
+    cfg = load_config("eval", [*EVAL, *HARD, *MODEL, f"ckpt={policy}", f"model.path={trained.run / 'start'}"])
     env = build_run_plan(cfg, training=False).env
     assert first_weights(cfg, env) == policy
     inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
