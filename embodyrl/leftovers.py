@@ -41,7 +41,7 @@ def owning(name: str) -> Iterator[None]:
     """Mark the processes that start in the block, with all that they start: they do not outlive this process.
 
     Children of a worker do not end with a worker that is killed. A process in a session of its own kills all that
-    carry the mark when this one has ended, by whatever means.
+    carry the mark when this one has ended, also after a kill.
     """
     before = os.environ.get(_OWNER)
     os.environ[_OWNER] = f"{_mark(os.getpid())}/{name}"

@@ -81,7 +81,7 @@ def _found_here(module: str) -> str:
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
         if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
-            return f" It lies in {folder}, where Python does not look: export PYTHONPATH=$PYTHONPATH:{folder}"
+            return f" It is in {folder}, which is not on Python's path: export PYTHONPATH=$PYTHONPATH:{folder}"
     return ""
 
 

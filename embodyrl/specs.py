@@ -45,7 +45,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionSpec:
-    """Actions [A] of an environment. They are passed as float32 whatever their kind."""
+    """Actions [A] of an environment, passed as float32 for every kind."""
 
     dim: int
     """A: numbers of an action."""
@@ -60,7 +60,7 @@ class ActionSpec:
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Smallest and largest number of each dimension, whatever their kind."""
+        """Smallest and largest number of each dimension, for every kind."""
         if self.kind is ActionKind.box:
             return self.low or (-1.0,) * self.dim, self.high or (1.0,) * self.dim
         return (0.0,) * len(self.sizes), tuple(size - 1.0 for size in self.sizes)
@@ -98,7 +98,7 @@ class ExpertSpec:
     tasks: tuple[int, ...] = ()
     """Task ids that it solves."""
     reacts: bool = True
-    """It acts on the present state; false: it follows a plan, so it cannot label another policy's actions."""
+    """Acts on the present state; false: follows a fixed plan, so it cannot label another policy's actions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class RewardSpec:
     weights: tuple[float, ...] = ()
     """Weight of each term in the reward."""
     cameras: int = 0
-    """Number of cameras, from the first, that the reward reads, whatever the policy reads."""
+    """Number of cameras, from the first, that the reward reads; independent of the policy's cameras."""
     factor: float = 1.0
     """Factor of every reward for learning; reported returns are divided by it."""
     reports_success: bool = True
@@ -133,16 +133,16 @@ class TextSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatorSpec:
-    """How the simulators of an env worker run."""
+    """Execution properties of the simulators of an env worker."""
 
     lockstep: bool = False
     """The slots of a worker are one batched simulator, which steps all of them at once."""
     on_gpu: bool | None = None
-    """Env workers compute or render on a GPU; None: unknown, so each sees one."""
+    """Env workers compute or render on a GPU; None: unknown, so a GPU is visible to each."""
     renders: bool = True
     """Frames for people exist: recordings, `embodyrl play`."""
     may_truncate: bool = False
-    """It may truncate an episode itself, at any step; false: only the run's time limit does."""
+    """The environment may truncate an episode itself, at any step; false: only the run's time limit does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class InputSpec:
     state: bool = False
     instructions: bool = False
     rotates_images: bool = False
-    """It rotates frames by `CameraSpec.rotation_deg` before it reads them."""
+    """The policy rotates frames by `CameraSpec.rotation_deg` before it reads them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ class PolicySpec:
     """Sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
-    """Its value head, trained alone, is a reward model for `reward.path`."""
+    """A trained value head of this policy is a reward model for `reward.path`."""
     doubts: tuple[str, ...] = ()
     """Warnings of the banner, a line each: settings that work, but may not be meant."""
 

@@ -31,8 +31,8 @@ class Loopback(ThreadingHTTPServer):
 
     A window of OpenGL belongs to one thread, and environments allow one call at a time.
 
-    Other pages in the same browser could send requests here too: those by another name of this machine than the page's
-    own are refused (DNS rebinding), and POST wants the page's `token` (cross-site requests).
+    Other pages in the same browser could send requests here too: requests with another host name than the page's are
+    rejected (DNS rebinding), and POST requires the page's `token` (cross-site requests).
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # The time-out begins anew with each byte: this one does not.
+        # The socket timeout restarts with each byte: this timer does not.
         self._late = threading.Timer(_REQUEST_S, self._hang_up)
         self._late.daemon = True
         self._late.start()

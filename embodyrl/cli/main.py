@@ -76,7 +76,7 @@ def _run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:
-        # A second signal while the first one's was being carried out: that one knows how to go on.
+        # A second signal during the response to the first: the first error's message contains the resume command.
         first = error.__context__ if isinstance(error.__context__, Interrupted) else ""
         _tell(f"embodyrl: {str(first) or str(error) or 'interrupted'}.")
         return getattr(error, "exit_code", 130)
@@ -149,7 +149,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 def _report(lines: list[str], arguments: list[str]) -> None:
     if not has_room(sys.stderr, 10.0):
-        return  # nobody reads
+        return  # there is no reader
     if "--traceback" in arguments:
         _tell(traceback.format_exc().rstrip())
     _tell("\n".join([_ERROR + lines[0], *lines[1:]]))

@@ -37,9 +37,9 @@ def run(args: argparse.Namespace) -> int:
     """Run a command; with `--json` the result is all that goes to standard output."""
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
-    )  # asks a run how it is: before and after its workers there is no answer
+    )  # SIGUSR1 requests the status of a run: without workers there is no reply
     named = getattr(args, "resume", None) or ""
-    if "=" in named and not Path(named).exists():  # `--resume key=value` goes on with the newest run
+    if "=" in named and not Path(named).exists():  # `--resume key=value` resumes the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
         raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _require_ckpt(words: list[str]) -> None:
-    """Reject a checkpoint that is not there, before other settings are compared with the default model.
+    """Reject a missing checkpoint before other settings are compared with the default model.
 
     Raises:
-        CheckpointError: names runs that are spelled alike.
+        CheckpointError: names runs with a similar spelling.
     """
     named = [word.removeprefix("ckpt=") for word in words if word.startswith("ckpt=")]
     path = str(parse_word(f"ckpt={named[-1]}")[1]) if named else "null"
@@ -80,7 +80,7 @@ def _require_ckpt(words: list[str]) -> None:
 
 
 def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None]]:
-    """Compose the config and find the run to go on with, an argument of those functions that can."""
+    """Compose the config and find the run to resume, for commands that can resume."""
     words, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)

@@ -200,7 +200,7 @@ def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
             return None  # no words, or a game that ends with what is seen
         answers = given.setdefault((episode.task_id, episode.reset_id), {})
         answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
-    # Equal answers are judged alike, but for code in other words around them.
+    # Equal answers have equal rewards, except code with different text around it.
     return sum(max(votes, key=len)[0] for votes in (list(a.values()) for a in given.values())) / len(given)
 
 
@@ -271,7 +271,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     known = env.reward.reports_success or episode.success_once
     said = split_messages(episode.instruction)
     talks = len(said) > 1
-    # The instruction of a conversation is all that was said, of a game of several turns what was said last.
+    # The instruction of a conversation is all its messages; of a game of several turns it is the last message.
     named = talks or env.text.max_replies > 1
     suite = env.benchmark.suites[number] if env.benchmark.suites else ""
     first = env.reset_ids_of(env.benchmark.suites.index(suite) if env.benchmark.suites else 0).start

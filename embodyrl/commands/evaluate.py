@@ -71,7 +71,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
             ("output", str(folder.root)),
         ]
         announce(monitor, cfg, folder, "eval", lines)
-        folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume goes on with it
+        folder.eval_folder(step).mkdir(parents=True, exist_ok=True)  # from here on --resume works
         try:
             workers = start_workers(run_plan, folder.logs, monitor.text, start_from=weights)
             with workers.running():
@@ -119,7 +119,7 @@ def run_evaluation(
         def note(episode: Episode) -> None:
             rows.append(episode_row(episode, run_plan.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
-            # Row by row, so that a killed evaluation goes on with the episodes that it has.
+            # Row by row, so that a killed evaluation resumes with its finished episodes.
             log.flush()
             monitor.progress(len(rows), plan.num_episodes, "validation episodes")
 
@@ -147,9 +147,9 @@ def run_evaluation(
 
 
 def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Begin with the episodes that are known; until the table is written, nobody takes them for an evaluation."""
+    """Write the finished episodes; without a table the folder is no complete evaluation."""
     (folder / TABLE_FILE).unlink(missing_ok=True)
-    # Anew, because the last row of a killed process may be cut.
+    # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
 
 

@@ -39,7 +39,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     doubts = (*env.doubts, *policy.doubts)
     if policy.inputs.instructions and not env.text.instructed:
         doubts += (
-            f"'{policy.name}' reads instructions, and the environment has none, so that its name stands in; fix: "
+            f"'{policy.name}' reads instructions, and the environment has none, so its name is used; fix: "
             "env.instruction=TEXT",
         )
     if doubts:
@@ -78,7 +78,7 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
     if (asked := count_asked(cfg, env)) > plan.num_episodes:
-        text += f"; {asked} were asked for, the others would be exact copies of these"
+        text += f"; {asked} were requested, the others would be exact copies"
     return [("evaluation", text), *(line for banner in BANNER.every() for line in banner(run_plan))]
 
 
@@ -128,7 +128,7 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
     """Reject a run whose checkpoints of n bytes each do not fit on the disk.
 
     Raises:
-        ConfigError: says what is needed and what is free.
+        ConfigError: names the space needed and the space free.
     """
     interval, free = cfg.runner.save_interval, _free_disk(cfg)
     written = 1 if interval == -1 else -(-total_steps // interval)

@@ -14,14 +14,14 @@ _CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
-    """Success, return and length of episodes; how fast and where the time went, and how often workers were restarted.
+    """Return success, return and length of episodes, throughput, times and worker restarts.
 
-    Episodes count that no quota could cut. Where the quota is too short for any such episode, those count that came to
-    their end, although they are the shorter ones, and else those that were cut. Where episodes go on in the next step,
-    those count that came to their end in this one, as a whole; there may be none.
+    Only episodes that no quota could cut are counted. If the quota is too short for such an episode, finished episodes
+    are counted, although they are shorter, and without any the truncated ones. If episodes continue in the next step,
+    the episodes that end in this step are counted as a whole; there may be none.
     """
     tally = collection.tally
-    # Work that went on beside an earlier update counts as far as this step waited for it.
+    # Work during an earlier update counts only for the time that this step waited for it.
     share = tally.wall_s / tally.span_s if tally.span_s else 1.0
     every = collection.episodes + collection.filtered
     finished = [e for e in every if e.counted]

@@ -106,7 +106,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         root = resume or _new_root(cfg, command)
         root.mkdir(parents=True, exist_ok=True)
         began = _spent()
-        # Before anything is written: what lies here may be the files of a run that goes on.
+        # Before anything is written: the folder may contain the files of an active run.
         lock = _take(root / _LOCK_FILE, root)
         is_new = os.listdir(root) == [_LOCK_FILE]
         # Under the lock, so that no two attempts get one number.
@@ -115,7 +115,7 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         logs.mkdir(parents=True)
         save_config(cfg, root / CONFIG_FILE)
         with open(root / "overrides.txt", "a", encoding="utf-8") as f:
-            # Whoever copies it into a shell types the same words; a line each.
+            # One line per attempt, so that the command can be copied into a shell.
             words = " ".join(shlex.join([command, *overrides]).splitlines())
             f.write(f"# attempt {attempt}: {words}\n")
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
@@ -161,7 +161,7 @@ def _free_name(root: Path) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep a run, or any other folder (which may not exist yet; its lock lies beside it), for this process.
+    """Lock a run, or any other folder (which may not exist yet; its lock file is next to it), for this process.
 
     Raises:
         EmbodyError: another process uses it.
@@ -180,7 +180,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(lock: Path, folder: Path) -> int:
-    """Lock a file for this process; the system lets go of it when the process ends, however it ends.
+    """Lock a file for this process; the system releases the lock when the process ends, however it ends.
 
     Raises:
         EmbodyError: another process holds it; names it.
@@ -311,7 +311,7 @@ def _is_adapter(folder: Path) -> bool:
 
 
 def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> None:
-    """Compare the newest weights of a run with the model and the environment that it is to go on with.
+    """Compare the newest weights of a run with the model and the environment of its continuation.
 
     Raises:
         ConfigError: they do not fit.

@@ -142,7 +142,7 @@ class Session:
         self._store.root.mkdir(exist_ok=True)
         announce(self.monitor, self.cfg, self.folder, self._command, facts, tasks=tasks, total=total, resumed=self.step)
         for line in self._warnings:
-            self.monitor.text(f"warning: {line}; training goes on from step {self.step}")
+            self.monitor.text(f"warning: {line}; training continues from step {self.step}")
         if self.step >= total:
             # Epochs may have ended it before its steps did.
             limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
@@ -201,9 +201,9 @@ class Session:
             raise
 
     def record_score(self, *score: float) -> None:
-        """Remember the step with the best validation score; more is better, and later numbers decide among equals.
+        """Record the step with the best validation score; higher is better, and later numbers break ties.
 
-        Steps without a checkpoint, as the start, are left out: there is nothing to keep.
+        Steps without a checkpoint, such as step 0, are left out.
         """
         if self.step and self.due(self.cfg.runner.save_interval) and (self._best is None or [*score] > self._best):
             self._best, self._best_step = [*score], self.step
@@ -259,18 +259,16 @@ class Session:
             self._tolerate(save)
 
     def _tolerate(self, act: Callable[[], object]) -> None:
-        """Let a checkpoint on the way fail, where `checkpoint.on_error` says so."""
+        """Tolerate a failed intermediate checkpoint if `checkpoint.on_error` allows it."""
         try:
             act()
         except (CheckpointError, OSError) as error:
             if self.cfg.checkpoint.on_error == OnSaveError.stop:
                 raise
-            self.monitor.text(f"warning: a checkpoint could not be written, training goes on: {error}")
+            self.monitor.text(f"warning: a checkpoint could not be written, training continues: {error}")
 
     def stop_message(self, interruption: Interrupted, saved: Path | None = None) -> Interrupted:
-        """Print where the run stopped and how to resume it, once the checkpoint is complete; None: workers were
-        starting.
-        """
+        """Return the interruption with the stop message and the resume command; wait for the checkpoint first."""
         self.wait_for_save()
         interruption.args = (
             f"stopped by {signal.Signals(interruption.signum).name} after step {self.step}; "

@@ -14,8 +14,9 @@ from embodyrl.registry import closest
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Return one line for each of these keys that has no effect with the values of the others; `needs` are conditions
-    in addition to those of the classes.
+    """Return one line for each of these keys that has no effect with the values of the others.
+
+    `needs` are conditions in addition to those of the classes.
     """
     conditions = {key: ("", condition) for condition, keys in needs.items() for key in keys.split()} | {
         prefix + key: (prefix, condition)
@@ -53,7 +54,7 @@ def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]
 
 
 def wrong_values(root: type[Settings], text: str, last: Mapping[str, Setting] = MappingProxyType({})) -> list[str]:
-    """Say what is wrong with values, as JSON, one line each; `last` knows who set them."""
+    """Return one line for each wrong value of a JSON text; `last` contains the source of each value."""
     try:
         root.model_validate_json(text, strict=True)
     except ValidationError as error:

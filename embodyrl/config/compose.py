@@ -55,7 +55,7 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
 
     groups = dict(typed)
     shipped, *more = (str(folder) for folder in folders)
-    # Before Hydra reads them: it expands aliases and knows no limit.
+    # Before Hydra reads them: Hydra expands aliases without a limit.
     for group, option in groups.items() if more else ():
         try:
             deque(_keys_of(f"{group}/{option}", folders), maxlen=0)

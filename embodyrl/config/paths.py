@@ -19,8 +19,10 @@ def assets_dir() -> Path:
 
 
 def resolve_asset(path: str) -> Path:
-    """Read `assets/<name>` as shipped data, whatever the working directory, and a fetched `owner/name@commit` as its
-    folder in the cache; any other path is taken as it is.
+    """Return the path of an asset, of a snapshot in the hub's cache, or of a file.
+
+    `assets/<name>` is shipped data in any working directory, `owner/name@commit` a downloaded snapshot; any other path
+    is used unchanged.
     """
     head, _, rest = path.partition("/")
     return assets_dir() / rest if head == "assets" and rest else cached_snapshot(path) or Path(path).expanduser()

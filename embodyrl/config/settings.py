@@ -1,6 +1,8 @@
-"""What all settings are made of. Each class lives beside the code that reads it; a root joins those of a command.
+"""Base classes of all settings.
 
-A field says everything about a key: type, range, default, and the string below it is its documentation. Values come
+A class is defined next to the code that reads it; a root joins the classes of a command.
+
+A field defines type, range and default of a key; the string below it is its documentation. Values come
 from YAML and the command line, so they are checked as JSON is: no text becomes a number, no number a truth value.
 """
 
@@ -22,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 
 def only(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Let values pass for which this holds; the field's `Must` puts it in words."""
+    """Accept only values for which the condition holds; the field's `Must` words the error."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -55,7 +57,7 @@ Seconds = Annotated[float, Field(gt=0, le=10**9)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0, le=10**9)]
 Positive = Annotated[float, Field(gt=0, le=10**9)]
-# No system has longer names, and asking for one is an error of its own.
+# No file system has longer names, and a request for one raises another error.
 _short = only(lambda v: all(len(part.encode()) < 256 for part in v.split("/")))
 Path = Annotated[str, Field(pattern=r"^[^\x00]*[^\s\x00][^\x00]*$", max_length=4000), _short, Must("a path")]
 Name = Annotated[
@@ -85,7 +87,7 @@ class Settings(BaseModel):
     A condition is `key` (set), `key=a|b` or `key!=a|b`, several joined by " or "; or "never: reason"."""
 
     def __eq__(self, other: object) -> bool:
-        """Same class, same values, wherever they came from."""
+        """Compare class and values; the sources of values do not matter."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     def problems(self) -> Iterator[str]:
@@ -289,7 +291,7 @@ def parents_of(name: str) -> Iterator[str]:
 
 
 def find_key(kind: type[Settings], name: str) -> Key | None:
-    """Return the key of that name, or the free mapping that the name lies below."""
+    """Return the key of that name, or the free mapping that contains the name."""
     keys = keys_of(kind)
     if name in keys:
         return keys[name]

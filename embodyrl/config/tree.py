@@ -44,7 +44,7 @@ _Loader.add_implicit_resolver(
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """The folders in which options are looked up: shipped first, then the user's.
+    """Return the folders with options: the shipped folder first, then the user's folders.
 
     Raises:
         ConfigError: a folder does not exist.
@@ -61,9 +61,9 @@ def root_file(command: str) -> str:
 
 
 def default_options(command: str) -> dict[str, str | None]:
-    """Groups of a command in order, with the option that its root file selects.
+    """Return the groups of a command in order, with the option that its root file selects.
 
-    What follows from other groups (`optional start: ...`) is no group to choose from.
+    Groups that follow from other groups (`optional start: ...`) are left out.
     """
     return {group: option for group, option in _defaults(command).items() if not group.startswith("optional ")}
 
@@ -136,7 +136,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """Read YAML that holds nothing but mappings, lists and scalars.
 
     Raises:
-        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (a few can stand for
+        ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (which can expand to
             gigabytes), a huge file, or no mapping at the top.
     """
     try:

@@ -23,10 +23,10 @@ _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
-    """Return one line for each value of a saved config that could run code or call a server that nobody here named.
+    """Return one line for each value of a saved config that could run code or call a server and was not typed.
 
-    Fine are names of registered parts, paths that an installed package registers or the shipped conf/ uses, what was
-    also typed, and everything after `trust=true` on the command line.
+    Accepted are names of registered parts, paths that an installed package registers or the shipped conf/ uses, and
+    values that were also typed. With `trust=true` on the command line all values are accepted.
 
     Args:
         saved: leaves of the file by dotted name, unresolved.
@@ -36,7 +36,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     if typed.get("trust") is True:
         return []
     return [
-        f"{file}: {key}: {text} would run code or call a server, and nobody typed it. If you trust whoever wrote this "
+        f"{file}: {key}: {text} would run code or call a server, and was not typed. If you trust the author of this "
         f"run, add {TRUST}; to allow only this, type {key}={spell(value)} yourself."
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
@@ -51,8 +51,9 @@ def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[str]:
-    """What `--resume` and `ckpt=` want after the run where its config, or other values `beside` it, name code:
-    trust=true, or nothing.
+    """Return the trust argument for `--resume` and `ckpt=` of a run, or no argument.
+
+    `trust=true` is needed if its config, or the values in `beside`, name code.
     """
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
 

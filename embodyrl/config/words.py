@@ -102,7 +102,7 @@ def parse_word(text: str) -> tuple[str, Any]:
 
 
 def write_word(name: str, text: str) -> str:
-    """The word that `parse_word` reads as this text: quoted where the grammar would see something else in it.
+    """Return the argument that `parse_word` reads as this text, quoted where the grammar requires it.
 
     >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
     ('ckpt=runs/a', 'ckpt="runs/a (1)"')

@@ -33,7 +33,7 @@ _INERT = (
 
 
 def check_components(cfg: Root) -> None:
-    """Let the chosen environment and policy judge their part of the config.
+    """Validate the config with the chosen environment and policy.
 
     Raises:
         ConfigError: problems that a component reports, and keys that the command cannot do without; one line each.

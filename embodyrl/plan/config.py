@@ -120,7 +120,7 @@ def _no_group(command: str, group: str, option: str) -> str:
 
 
 def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """What `eval.protocol.settings` stands for; presets of runs and experiments do not stand against a protocol."""
+    """Return the settings of `eval.protocol.settings`; they override presets of runs and experiments."""
     said = [setting for setting in settings if setting.key == "eval.protocol.settings"][-1:]
     found = [Setting("eval.episodes", None, setting.source) for setting in said if setting.value]
     for setting in said:
@@ -141,7 +141,7 @@ def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
 
 
 def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
-    # Which data they are says which keys there are; weights are fetched once nothing else is wrong.
+    # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
     if fetch:
         last = {setting.key: setting for setting in settings}
         settings = [
@@ -179,7 +179,7 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
     last: dict[str, Setting] = {}
     for setting in settings:
         for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
-            # An empty mapping says nothing; anything else replaces what was below or above it.
+            # An empty mapping sets no value; any other value replaces values above and below its key.
             if not (_covers(setting.key, covered) and setting.value == {}):
                 del last[covered]
         if setting.value != {} or not any(_covers(setting.key, k) for k in last):
@@ -188,7 +188,7 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
     # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
     values = _resolved(last, command, problems)
     root, unclear = keys.choose(command, values, problems)
-    # Typed, it leaves out what files say below it, where names are the user's own.
+    # A typed empty mapping removes the values that files set below the key (names chosen by the user).
     emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
     read: dict[str, Any] = {}
     unread: dict[str, list[str]] = {}
@@ -279,7 +279,7 @@ def _located(cfg: Root) -> dict[str, Any]:
     """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
     found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
     if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
-        # A resumed run goes on with this folder, whatever the run that it belongs to has saved since.
+        # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
         found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
     if isinstance(cfg, PolicyConfig) and cfg.prefers_float32:

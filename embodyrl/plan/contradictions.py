@@ -1,4 +1,4 @@
-"""What slots, groups and staleness cannot be beside each other."""
+"""Contradictions between slots, groups and staleness."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from embodyrl.plan.settings import RolloutMode
 
 
 def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> Iterator[str]:
-    """Say which slots groups of `size` cannot use, one line each with the fix."""
+    """Yield the contradictions between slots and groups of `size`, one line each with the fix."""
     slots = split.total_num_envs
     if slots % size:
         near = [n for n in ((slots // size) * size, (slots // size + 1) * size) if n]
@@ -33,7 +33,7 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
 
 
 def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
-    """Say what an asynchronous run cannot be beside, one line each with the fix."""
+    """Yield the settings that an asynchronous run excludes, one line each with the fix."""
     if lag and deterministic:
         yield (
             f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "

@@ -53,7 +53,7 @@ class EpisodeList:
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
     def without(self, episodes: Set[int]) -> EpisodeList:
-        """The same list, except for the episodes with these ids."""
+        """Return the same list without the episodes with these ids."""
         waves = (
             replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
             for wave in self.waves
@@ -62,12 +62,12 @@ class EpisodeList:
 
 
 def own_tasks(env: EnvSpec) -> range:
-    """Tasks of the environment's own suite."""
+    """Return the task ids of the environment's own suite."""
     return range(env.benchmark.suites.count(env.benchmark.suites[0]) if env.benchmark.suites else len(env.tasks))
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """All reset ids of the selected tasks and initial states; `across`: of every suite.
+    """Return all reset ids of the selected tasks and initial states; `across`: of every suite.
 
     Raises:
         ConfigError: a task id or initial state does not exist.
@@ -81,7 +81,7 @@ def _reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArr
 
 
 def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Task ids of a split in the own suite, or, `across`, of the same tasks in every suite.
+    """Return the task ids of a split in the own suite, or, `across`, of the same tasks in every suite.
 
     Raises:
         ConfigError: a task id does not exist.
@@ -96,10 +96,10 @@ def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> li
 
 
 def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
-    """Reset ids of one task that a split may use. Training, evaluation and collection all draw from here.
+    """Return the reset ids of a task in a split, for training, evaluation and collection.
 
     Raises:
-        ConfigError: the task has fewer initial states than `state_ids` asks for.
+        ConfigError: the task has fewer initial states than `state_ids` requires.
     """
     ids, states = env.reset_ids_of(task), split.state_ids
     if states is None:
@@ -122,7 +122,7 @@ def rows_of(env: EnvSpec, split: str) -> list[int] | None:
 
 
 def groups_per_step(cfg: TrainConfig) -> int:
-    """Groups that one training step draws reset ids for."""
+    """Return the number of groups that one training step samples reset ids for."""
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
@@ -131,7 +131,7 @@ def train_episodes(
 ) -> EpisodeList:
     """Plan training step `step`: a pure function of config, step and, with a curriculum, of what was `seen` before it.
 
-    So a resumed run sees the same episodes.
+    So a resumed run has the same episodes.
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
@@ -178,7 +178,7 @@ def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int
 
 
 def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
-    """Episodes that an evaluation is asked for."""
+    """Return the number of episodes that the settings request for an evaluation."""
     each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
     return each * cfg.eval.samples
 
@@ -191,7 +191,7 @@ def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]
 
 
 def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
-    """Plan an evaluation: the same tasks, initial states and seeds every time, whatever the run's seed.
+    """Plan an evaluation: tasks, initial states and seeds are the same for every seed of the run.
 
     An episode that would be an exact copy of another is left out.
     """
@@ -264,12 +264,12 @@ def _is_weighted(cfg: TrainConfig) -> bool:
 
 
 def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Return whether a curriculum tells tasks apart, or, where one is selected, its reset ids."""
+    """Return whether a curriculum weighs tasks; with one selected task, it weighs its reset ids."""
     return len(selected_tasks(env, split)) > 1
 
 
 def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
-    """What weights are about: the selected tasks, or, where it is one, its reset ids."""
+    """Return the number of weights: one per selected task, or per reset id of a single task."""
     tasks = selected_tasks(env, split)
     return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
@@ -290,7 +290,7 @@ def _weighted_ids(
     chance = (1 - share) * given / given.sum() + share * wanted / wanted.sum()
     drawn = np.searchsorted(chance.cumsum(), (rng.random() + np.arange(count)) / count, side="right")
     rng.shuffle(drawn)
-    # The sum of the shares may end a rounding below 1: what is drawn beyond it is of the last.
+    # The sum of the shares may end a rounding error below 1: samples beyond it use the last group.
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
@@ -306,7 +306,7 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
 
     @cache
     def specs(nth: int) -> list[EpisodeSpec]:
-        """The episodes at one place of all queues: thousands at once cost as much as ten one by one."""
+        """Return the nth episodes of all queues at once; batching makes thousands as cheap as ten."""
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]

@@ -40,7 +40,9 @@ def fetched(key: str, path: str) -> str:
 
     repo, _, revision = path.partition("@")
     kind = "dataset" if key in DATA_KEYS else "model"
-    with hub_errors(f"{key}={path}: no such folder here, and", "What was fetched stays; the next try goes on."):
+    with hub_errors(
+        f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
+    ):
         folder = snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=[*_FILES])
     commit = Path(folder).name
     assert _COMMIT.fullmatch(commit), folder

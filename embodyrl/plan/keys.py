@@ -36,14 +36,14 @@ def _complete(root: type[Root], fields: tuple[tuple[str, type[Settings]], ...]) 
 
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
-    """Every key of every command with any registered part, by dotted name."""
+    """Return every key of every command with any registered part, by dotted name."""
     groups = dict.fromkeys([*(name for root in ROOTS.values() for name in root.model_fields), *_FURTHER, *_sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
-    """The keys of one group (or the one key of that name), whatever the command and the parts."""
+    """Return the keys of one group, or the key of that name, for all commands and parts."""
     found: dict[str, Key] = {}
     for root in ROOTS.values():
         found |= {name: key for name, key in keys_of(root).items() if name.partition(".")[0] == group}
@@ -55,7 +55,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
 
 @functools.cache
 def state_keys() -> frozenset[str]:
-    """Keys, and groups of them, that say which initial state a number stands for."""
+    """Return the keys, and groups of keys, on which the meaning of a state id depends."""
     found = {**keys_below("env"), **keys_below("data")}
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
@@ -110,8 +110,9 @@ def _synonyms() -> dict[str, str]:
 
 
 def suggest(name: str, likely: type[Settings] | None = None) -> str:
-    """Return " Did you mean '...'?" for an unknown key: a slip, the same last part elsewhere, another word for it, the
-    nearest spelling.
+    """Return " Did you mean '...'?" for an unknown key.
+
+    The candidates are a typo, the same last part elsewhere, a synonym and the nearest spelling.
 
     `likely`: what the command reads with the chosen parts. It is searched first, as all other parts would have to be
     imported.
@@ -123,7 +124,7 @@ def suggest(name: str, likely: type[Settings] | None = None) -> str:
 
 def _nearest(name: str, names: list[str], cutoff: float) -> str:
     group, tail = name.partition(".")[0], name.rpartition(".")[2]
-    # From what is surely meant to what only looks alike: the first find is said, so the order may not change.
+    # From certain matches to vague ones: the first match is suggested, so the order may not change.
     if slip := closest(name, [n for n in names if n.partition(".")[0] == group], cutoff=0.9):
         return slip
     others = [_synonyms()[word] for word in difflib.get_close_matches(tail.lower(), _synonyms(), 1, 0.9)]
@@ -143,9 +144,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
-    """Find the class with all keys of a command for leaves by dotted name, and the groups whose keys are not known as a
-    choice is wrong.
-    """
+    """Return the class with all keys of a command, and the groups whose keys are unknown after a wrong choice."""
     root, fields, unclear = ROOTS[command], {}, set()
     for group, (_, settings) in SELECTORS.items():
         if selected(root, group) is None:
@@ -165,7 +164,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Who would have to read a key of other commands or parts, with these values."""
+    """Return the command or part that would read this key with these values."""
     root, group = ROOTS[command], name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (
@@ -203,8 +202,10 @@ def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
 
 
 def is_for_others(command: str, setting: Setting) -> bool:
-    """Return whether a typed word is a group of `embodyrl train`, which may lead a line of arguments for all commands;
-    for a command without a policy, also weights, reward or data.
+    """Return whether a typed key is meant for other commands and may be ignored here.
+
+    This holds for groups of `embodyrl train`, so that one line of arguments serves all commands; for a command without
+    a policy, also for weights, reward and data.
     """
     name = setting.key
     group = name in tree.default_options("train") and name != "experiment" and isinstance(setting.value, str)
@@ -213,7 +214,7 @@ def is_for_others(command: str, setting: Setting) -> bool:
 
 
 def report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]) -> None:
-    """Note that a known key has no effect here; refuse a key of another environment or model, and a wrong value."""
+    """Record a known key that has no effect here; reject a key of another environment or model, and a wrong value."""
     name = setting.key
     if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
         problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")

@@ -31,7 +31,10 @@ def protocol_problems(cfg: Root, env: EnvSpec) -> list[str]:
 
 
 def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
-    """Where an evaluation is not what its protocol says, one line each; those that every evaluation here has last."""
+    """Return the differences between an evaluation and its protocol, one line each.
+
+    Differences of all evaluations by this package come last.
+    """
     values = dict(leaves(cfg))
     found = [
         f"{key}={spell(values[key])} instead of {spell(value)}"
@@ -42,7 +45,7 @@ def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
 
 
 def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
-    """What result files say of the protocol; None: none was named."""
+    """Return the protocol's entry in result files; None: no protocol is set."""
     protocol = cfg.eval.protocol
     if protocol.name is None:
         return None

@@ -43,7 +43,7 @@ THIS_HOST = "this host"
 
 
 class Root(Settings):
-    """What every command has."""
+    """Settings of every command."""
 
     dry_run: ClassVar[str] = ""
     """`module:function` that returns the lines of `--dry-run` from the config."""
@@ -62,12 +62,12 @@ class Root(Settings):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Where each value came from, a file or `COMMAND_LINE`; absent: the default."""
+        """Source of each value, a file or `COMMAND_LINE`; absent: the default."""
         return self._sources
 
     @property
     def reads_rows(self) -> bool:
-        """The environment is a task in words, with rows in `data` and a judge in `reward`."""
+        """The environment is a text task, with rows in `data` and a reward function in `reward`."""
         env = getattr(self, "env", None)
         return env is not None and getattr(ENVS.get(env.env_type), "reads_rows", False)
 
@@ -78,7 +78,7 @@ class Root(Settings):
             yield from section.problems(self)
 
     def typed(self, name: str) -> bool:
-        """A person wrote this key, or one below it."""
+        """Return whether this key, or a key below it, is set on the command line."""
         return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
 
     @property
@@ -143,7 +143,7 @@ class ActingConfig(RunConfig):
         return 0
 
     def problems(self) -> Iterator[str]:
-        """Say which hosts do not exist."""
+        """Yield hosts that do not exist."""
         yield from super().problems()
         # The section exists only with a launcher that brings it along.
         cluster = getattr(self, "cluster", None)
@@ -172,7 +172,7 @@ class EvalConfig(ActingConfig):
     """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
 
     def problems(self) -> Iterator[str]:
-        """Refuse a comparison of validations that do not happen."""
+        """Yield a comparison of validations in a run without two validations."""
         yield from super().problems()
         changed = self.typed("video") and self.video.startswith("changed:")  # a file serves training as well
         if changed and (not isinstance(self, TrainConfig) or self.runner.only_eval):
@@ -192,7 +192,7 @@ class TrainConfig(EvalConfig):
         return self.rollout.acting_processes
 
     def problems(self) -> Iterator[str]:
-        """Say what does not fit together, one line each with the fix."""
+        """Yield contradictions between settings, one line each with the fix."""
         yield from super().problems()
         yield from slot_problems(self.env.train, self.algorithm.group_size, self.launcher)
         lag, certain = self.algorithm.max_staleness, self.runner.deterministic
@@ -202,7 +202,7 @@ class TrainConfig(EvalConfig):
             yield "algorithm.curriculum: steps are planned before the last one is seen; set algorithm.max_staleness=0."
         if self.critic.path is not None and (certain or self.actor.fsdp.size > 1):
             yield (
-                "critic.path: a critic apart works with one actor rank and without runner.deterministic=true. Set "
+                "critic.path: a separate critic works with one actor rank and without runner.deterministic=true. Set "
                 "actor.fsdp.size=1 and runner.deterministic=false, or use the policy's value head."
             )
         if self.runner.resume_dir is not None and self.ckpt is not None:
@@ -220,7 +220,7 @@ class SftConfig(RunConfig):
     checkpoint: CheckpointSettings = CheckpointSettings()
 
     def problems(self) -> Iterator[str]:
-        """Say which ranks there cannot be."""
+        """Yield contradictions about actor ranks."""
         yield from super().problems()
         yield from _ranks(self)
 
@@ -327,10 +327,10 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] 
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """The name of a part that a key holds.
+    """Return the name of the part in a key.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: the value is no name.
     """
     value = values.get(key, default)
     if not isinstance(value, str):
@@ -339,7 +339,7 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
 
 
 def selected(root: type[Root], group: str) -> Any:
-    """The class below a group whose keys depend on a choice that the command reads; None: it does not."""
+    """Return the class of a group with a selectable part in this command; None: the command has no such group."""
     info, selector = root.model_fields.get(group), SELECTORS.get(group)
     kind = info.annotation if info else None
     return kind if selector and selector[0] in getattr(kind, "model_fields", {}) else None

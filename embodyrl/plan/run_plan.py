@@ -47,7 +47,7 @@ class RunPlan:
 
     cfg: ActingConfig
     env_settings: EnvSettings
-    """Of the environment, with the cameras that policy and reward look at."""
+    """Settings of the environment, with the cameras that policy and reward read."""
     context: EnvContext
     env: EnvSpec
     policy: PolicySpec
@@ -60,7 +60,7 @@ class RunPlan:
     total_steps: int
     """Training steps."""
     optimizer_steps_per_step: int
-    """Of a training step with `max_samples`."""
+    """Optimizer steps of a training step with `max_samples`."""
     max_samples: int
     """Chunk samples of one training step, at most."""
     ranks: int
@@ -73,10 +73,10 @@ class RunPlan:
     single_step: bool = False
     """Every env step is a record."""
     labelled: bool = False
-    """The environment's expert says beside each action what it would have done."""
+    """Each action is recorded with the expert's action for the same state."""
 
     def config(self, kind: type[C]) -> C:
-        """`cfg`, of a command that is known to be this one."""
+        """Return `cfg` as the config class of its command."""
         assert isinstance(self.cfg, kind)
         return self.cfg
 
@@ -151,7 +151,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     rules = learner.algorithm if learner else None
     per_update = (learner.actor.minibatches or -(-samples // learner.actor.global_batch_size)) if learner else 0
     if isinstance(rules, BufferSettings):
-        # An off-policy update draws from the buffer, whatever the batch of this step.
+        # An off-policy update samples from the buffer, independent of the batch of this step.
         per_update = max(1, round(samples * rules.updates_per_sample))
     run_plan = RunPlan(
         cfg=cfg,
@@ -174,7 +174,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
 
 
 def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """What the command asks of environment and policy that they cannot do."""
+    """Return the requirements of the command that environment and policy do not meet."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
@@ -186,13 +186,13 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
 
 
 def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """What learning asks of environment and policy that they cannot do."""
+    """Return the requirements of training that environment and policy do not meet."""
     problems = []
     seen = policy.inputs.num_images or env.action.kind is ActionKind.text
     if env.cameras.needed and not seen and not policy.untrainable:
         problems.append(
-            f"model '{policy.name}' reads no image, and the state of env '{env.name}' says nothing of the scene, so it "
-            "could only guess. Choose a model that sees, for example model=openvla_oft_tiny."
+            f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so it "
+            "could only guess. Choose a model with image input, for example model=openvla_oft_tiny."
         )
     if policy.untrainable:
         problems.append(
@@ -231,7 +231,9 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
 
 
 def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> list[str]:
-    """Keys that choose among initial states: one weight for each, and none where each slot takes whatever comes."""
+    """Return wrong keys that select initial states: one weight per task, and none where slots choose their states
+    freely.
+    """
     split = cfg.env.train
     if not algorithm.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
         given, wanted = len(split.task_weights or ()), count_weighed(env, split)
@@ -284,7 +286,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
 
 
 def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
-    """Give neighbouring slots (members of one group) to the same worker, as evenly as possible."""
+    """Assign neighbouring slots (members of one group) to the same worker, as evenly as possible."""
     env_workers, start = [], 0
     for worker in range(num_workers):
         size = num_slots // num_workers + (worker < num_slots % num_workers)
@@ -309,7 +311,7 @@ def _in_process(cfg: RunConfig) -> bool:
 
 
 def count_ranks(cfg: RunConfig) -> int:
-    """Actor ranks: `actor.fsdp.size`, or one per GPU that nobody else needs where the run can be spread."""
+    """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU where the run can be distributed."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
     acting = cfg.acting_processes if isinstance(cfg, ActingConfig) else 0
@@ -339,9 +341,10 @@ def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) 
 
 
 def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
-    """Return the GPU that each process of the run will see; one process for everything sees them all.
+    """Return the visible GPU of each process of the run; a single process uses all GPUs.
 
-    Hosts are taken to be like this one. On several, simulators share all GPUs of theirs (`extensions/ray_cluster`).
+    All hosts are assumed to have the GPUs of this host. On several, simulators share all GPUs of theirs
+    (`extensions/ray_cluster`).
     """
     acting = cfg.acting_processes if training and isinstance(cfg, ActingConfig) else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()

@@ -31,7 +31,7 @@ _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 
 
 def run_config(path: Path) -> Path | None:
-    """The saved config of the run that a path is, or lies in; None: it is no run with checkpoints."""
+    """Return the saved config of the run at a path or around it; None: no run with checkpoints."""
     for folder in (path, *path.parents):
         if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
             return folder / "config.yaml"
@@ -39,7 +39,7 @@ def run_config(path: Path) -> Path | None:
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """The saved config of the run that `ckpt=` points into, so that its model need not be typed again."""
+    """Return the saved config of the run in `ckpt=`, so that its model need not be typed again."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
@@ -52,8 +52,9 @@ def save_config(cfg: Root, path: Path) -> None:
 
 
 def dump_config(cfg: Root, only: str | None = None) -> str:
-    """Return every key, or those of one group, with its value as YAML; values of environment variables stay
-    `${oc.env:NAME}`.
+    """Return every key, or those of one group, with its value as YAML.
+
+    Values of environment variables stay `${oc.env:NAME}`.
     """
     values = plain(cfg) if only is None else {only: plain(getattr(cfg, only))}
     return yaml.safe_dump(_masked(values), sort_keys=False, allow_unicode=True)
@@ -69,7 +70,7 @@ def _masked(node: Any) -> Any:
 
 
 def command_of(saved: Sequence[Setting]) -> str:
-    """The command whose run this is; supervised training writes no environment."""
+    """Return the command that wrote a saved config; SFT writes no environment."""
     sections = {setting.key.partition(".")[0] for setting in saved}
     if "env" not in sections:
         return "sft"
@@ -109,7 +110,8 @@ def _base_settings(
         left.add("runner.val_suites")
     if command != "train":
         left.add("runner.logger")  # a run without a console must not silence its evaluation
-    # A task decides how long replies are, an environment of the same kind keeps the images that the weights know.
+    # The reply length is part of the task; an environment of the same kind keeps the images that the weights were
+    # trained on.
     kept = {"algorithm.sampling_params"} - left if "env" not in groups else set()
     if "env" in groups and _value_of("env.env_type", saved) == _value_of("env.env_type", chosen):
         kept.add("env.init_params")
@@ -134,7 +136,7 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
     """
     own = [setting for setting in saved if setting.key.startswith("env.")]
     if not own and not (run / ENVIRONMENT_FILE).is_file():
-        problems.append(f"{run} learned from data that do not say what they come from; name it with env=...")
+        problems.append(f"{run} was trained on data that name no environment; set it with env=...")
         return []
     played = own or read_saved(run / ENVIRONMENT_FILE)
     alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
@@ -150,7 +152,7 @@ def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
 
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
-    """Refuse what the file may not ask for before any name in it is looked up, as that imports code."""
+    """Reject untrusted values of a file before any name in it is looked up, because a look-up imports code."""
     values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
     if found := distrusted(values[0], values[1], file):
         raise ConfigError([*problems, *found])

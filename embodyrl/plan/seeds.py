@@ -22,7 +22,7 @@ def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     """Return a 63-bit seed for a named stream, e.g. `derive(seed, "noise", step, episode)`.
 
     Of arrays of numbers below 2**32, all of one shape, an array: one seed for each. The numbers are those of numpy's
-    `SeedSequence([seed, *path]).generate_state(2)`, which does not know arrays.
+    `SeedSequence([seed, *path]).generate_state(2)`, which takes no arrays.
     """
     key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
     words = [word for number in (seed, *key) for word in _words(number)]
@@ -61,5 +61,5 @@ def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int
 
 
 def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
-    """Like `derive`, but below 2**31: what simulators accept as a seed."""
+    """Return a seed below 2**31, as simulators require, otherwise as `derive`."""
     return derive(seed, *path) % (2**31)

@@ -23,14 +23,14 @@ _DIFFERENT = only(lambda names: len(set(names)) == len(names))
 
 
 class LoggerSettings(Settings):
-    """Where metrics go."""
+    """Loggers of metrics."""
 
     backends: Annotated[list[str], _DIFFERENT, Must("a list of different names, for example [console,jsonl,wandb]")] = [
         "console",
         "jsonl",
         "tensorboard",
     ]
-    """Where metrics go: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
+    """Loggers of metrics: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
     project_name: Name = "embodyrl"
     """Project name for hosted loggers."""
     offline: bool = False
@@ -47,7 +47,7 @@ class RunnerSettings(Settings):
     experiment_name: Name | None = None
     """Name of the run folder; default: time, environment, model and algorithm."""
     on_existing: OnExisting = OnExisting.error
-    """What to do if the run folder exists."""
+    """Response to an existing run folder."""
     max_steps: Count = 100
     """Training steps."""
     max_epochs: CountOrAll = -1
@@ -57,15 +57,15 @@ class RunnerSettings(Settings):
     val_check_interval: CountOrAll = -1
     """Training steps between validations; also before the first and after the last step; -1: never."""
     val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
-    """Further suites of the environment that evaluations, and the validations of a training, cover beside the chosen
-    one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings] for
-    tabletop, or [all]."""
+    """Further suites of the environment that evaluations, and the validations of a training, cover in addition to the
+    chosen one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings]
+    for tabletop, or [all]."""
     save_interval: CountOrAll = 50
     """Training steps between checkpoints; the last step is always saved; -1: only the last."""
     resume_dir: Path | None = None
     """Run folder to continue, or `auto` for the newest run of this experiment."""
     deterministic: bool = False
-    """Same seed, same numbers, whatever the number of workers (costs inference on padded batches)."""
+    """Same seed, same numbers, for any number of workers (costs inference on padded batches)."""
     trace: bool = False
     """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
@@ -89,17 +89,17 @@ class VllmSettings(Settings):
     enforce_eager: bool | None = None
     """Without CUDA graphs: less memory, slower."""
     enable_sleep_mode: bool | None = None
-    """Give up the GPU's memory while weights are trained and take it back to act; default: where the replies of all
-    slots have no room beside training."""
+    """Free the engine's GPU memory while weights are trained; default: if the replies of all slots do not fit next to
+    training."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those that were set, under vLLM's names."""
+        """Arguments that were set, under vLLM's names."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
 class RolloutSettings(Settings):
-    """How actions are computed."""
+    """Settings of inference during rollouts."""
 
     needs = {
         "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
@@ -120,7 +120,7 @@ class RolloutSettings(Settings):
     """server: name of the model there; default its first."""
     vllm: VllmSettings = VllmSettings()
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    """Language models: beside each token of a reply, keep n of the most probable ones with log-probabilities."""
+    """Language models: for each token of a reply, also record n of the most probable tokens with log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 
@@ -130,14 +130,14 @@ class RolloutSettings(Settings):
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:
-        """A server has an address."""
+        """Yield a server without an address."""
         yield from super().problems()
         if self.backend == "server" and self.url is None:
             yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
 
 
 class EvalSamplingSettings(Settings):
-    """How a policy chooses while it is evaluated or recorded."""
+    """Action sampling in evaluations and recordings."""
 
     do_sample: bool = False
     """Sample; false: greedy."""
@@ -149,21 +149,21 @@ class ProtocolSettings(Settings):
     """A published way to measure, as the files of conf/eval write it down."""
 
     name: Name | None = None
-    """What the protocol is called in results."""
+    """Name of the protocol in results."""
     settings: list[str] = []
-    """What it sets, as key=value; what is typed wins, and the result says so."""
+    """Settings of the protocol as key=value; typed values win, and the result lists the difference."""
     horizons: dict[str, int] = {}
     """Env steps after which an episode ends, by environment or suite; it is about no other."""
     departures: list[str] = []
-    """What the protocol has otherwise than every evaluation here."""
+    """Differences between the protocol and every evaluation by this package."""
     sources: list[str] = []
-    """Where each number was read."""
+    """Sources of the numbers."""
     settled: bool = False
-    """Its settings have been filled in; set by the command."""
+    """The settings of the protocol are applied; set by the command."""
 
 
 class EvalSettings(Settings):
-    """Which episodes are measured, and how the policy chooses in them."""
+    """Episodes of an evaluation, and action sampling in them."""
 
     needs = {
         "episodes=null or protocol.name": "episodes_per_task",
@@ -178,15 +178,14 @@ class EvalSettings(Settings):
     baseline: Path | None = None
     """An earlier evaluation's run folder: what both played is compared in pairs, suite by suite."""
     samples: Count = 1
-    """So many sampled episodes in place of each one, from the same initial state; eval/pass_at_n is the share of states
-    with a success."""
+    """Sampled episodes per initial state instead of one; eval/pass_at_n is the share of states with a success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
     """Conversations that the console shows after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
 
 class CheckpointSettings(Settings):
-    """Which checkpoints stay."""
+    """Checkpoints to keep."""
 
     keep: Count = 3
     """Newest checkpoints that stay."""
@@ -211,7 +210,7 @@ class DaggerSettings(Settings):
 
 
 class CollectSettings(Settings):
-    """Which demonstrations are written."""
+    """Demonstrations to record."""
 
     out: Path | None = None
     """Folder to write demonstrations to; one that is incomplete is continued."""

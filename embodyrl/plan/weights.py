@@ -11,7 +11,7 @@ from embodyrl.errors import CheckpointError
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
     """Find the policy folder that a key names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
 
-    Whatever lies in a checkpoint is compared with its manifest first.
+    A checkpoint is compared with its manifest first.
 
     Raises:
         CheckpointError: nothing usable is there; names a damaged file.

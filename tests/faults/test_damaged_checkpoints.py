@@ -131,7 +131,7 @@ def test_run_killed_before_its_first_checkpoint_restarts_with_a_warning(healthy,
     resume_toy(run)
     assert [row["step"] for row in rows(run)] == [1, 2]
     said = (run / "logs" / "events.log").read_text()
-    assert "no checkpoint was complete when this run ended; training goes on from step 0" in said
+    assert "no checkpoint was complete when this run ended; training continues from step 0" in said
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_000002", "checkpoints/step_000002/policy"])

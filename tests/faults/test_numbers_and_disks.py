@@ -123,7 +123,7 @@ def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, 
     assert [row["step"] for row in rows(run)] == [1, 2, 3]
     assert all(row["actor/optimizer_steps"] > 0 or row["train/groups_without_signal"] == 1 for row in rows(run))
     warnings = (run / "logs" / "events.log").read_text()
-    assert warnings.count("a checkpoint could not be written, training goes on") == 2
+    assert warnings.count("a checkpoint could not be written, training continues") == 2
     assert "step_000001" in warnings
     assert "step_000002" in warnings
     assert list((run / "checkpoints").iterdir()) == []
