@@ -32,7 +32,7 @@ def test_dr_grpo_matches_reference():
     np.testing.assert_allclose(grpo(REWARDS, GROUPS, normalize=False), [0.5, -0.5, 0, 1, -2, 1], atol=1e-6)
 
 
-def test_grpo_with_a_biased_standard_deviation():
+def test_grpo_supports_the_biased_standard_deviation():
     expected = [1.224742, -1.224742, 0, 0.707106, -1.414213, 0.707106]
     np.testing.assert_allclose(grpo(REWARDS, GROUPS, unbiased=False), expected, atol=1e-6)
 
@@ -46,18 +46,18 @@ def test_opo_matches_reference():
     np.testing.assert_allclose(opo(REWARDS, GROUPS, LENGTHS), expected, atol=1e-6)
 
 
-def test_gpg_scales_by_the_share_of_rewarded_episodes():
+def test_gpg_scales_by_the_fraction_of_rewarded_episodes():
     np.testing.assert_allclose(gpg(REWARDS, GROUPS), 6 / 5 * np.array([0.5, -0.5, 0, 1, -2, 1]), atol=1e-12)
     np.testing.assert_array_equal(gpg([0.0, 0.0], [1, 1]), 0.0)
 
 
-def test_pass_at_k_credits_the_best_episode_by_its_lead():
+def test_pass_at_k_credits_the_best_episode_only():
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0], normalize=False), [0.5, 0, 0])
     np.testing.assert_allclose(pass_at_k([1, 0, 0.5], [0, 0, 0]), [0.5 / (0.5 + 1e-6), 0, 0])
     np.testing.assert_array_equal(pass_at_k([2.0, -1.0, 2.0], [0, 0, 0], normalize=False), 0.0)  # no lead
 
 
-def test_gdpo_sums_normalised_parts_and_whitens_over_the_batch():
+def test_gdpo_sums_normalised_components_and_whitens_the_batch():
     other, weight = np.array([0.0, 1.0, 0.0, 1.0, 1.0, 0.0]), (1.0, 0.5)
     third = np.sqrt(1 / 3)
     normalised = np.array([-third, 2 * third, -third, third, third, -2 * third])  # (x - 1/3) / sqrt(1/3) and mirrored
@@ -115,7 +115,7 @@ def test_whiten_matches_reference():
 
 
 @pytest.mark.parametrize(("bootstrap", "last"), [(0.0, 1.0 - 0.5), (2.0, 1.0 + 0.9 * 2.0 - 0.5)])
-def test_gae_terminated_and_truncated_differ_by_the_bootstrap(bootstrap: float, last: float):
+def test_gae_bootstraps_truncated_but_not_terminated_episodes(bootstrap: float, last: float):
     advantage, returns = gae([0.0, 1.0], [0.3, 0.5], bootstrap, [True, True], gamma=0.9, lam=0.8)
     first = 0.9 * 0.5 - 0.3 + 0.9 * 0.8 * last
     np.testing.assert_allclose(advantage, [first, last], rtol=1e-12)

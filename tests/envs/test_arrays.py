@@ -142,7 +142,7 @@ def test_failing_reward_is_reported_once_per_episode():
     assert list(env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32)).reward_errors or {}) == [1]
 
 
-def test_flags_of_another_shape_are_refused(monkeypatch):
+def test_termination_flags_of_wrong_shape_are_refused(monkeypatch):
     env = make(2)
     begin(env, [1, 2])
     advance = env._sims.step
@@ -187,7 +187,7 @@ def test_relative_rewards_restart_with_each_episode():
         assert env.step_chunk([0, 1], STILL).reward.tolist() == [[2.0, 6.0, 10.0, 0.0, 0.0]] * 2
 
 
-def test_after_step_gets_the_slots_own_success():
+def test_after_step_gets_the_success_of_its_slot():
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0)
     begin(env, [1, 2])
     env.step_chunk([1], STILL[:1, :1])
@@ -222,7 +222,7 @@ def acted(step: RewardStep) -> float:
     return float(step.action[0]) + 10 * step.truncated
 
 
-def test_user_reward_gets_its_own_slot():
+def test_user_reward_gets_the_data_of_its_slot():
     reward = StepRewardSettings(path="test_arrays:acted")
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=False, reward_coef=1.0, reward=reward)
     env.reset([0, 1], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=limit) for limit in (1, 2)])

@@ -25,7 +25,7 @@ def chunk(rows, length, first=0.0):
     return actions
 
 
-def test_termination_inside_a_chunk_stops_the_slot_there():
+def test_termination_inside_a_chunk_stops_the_slot():
     sims, env = make(steps_of([0, 0, 1, 9], success=[2], terminated=[2]))
     env.reset([0], [start(seed=5)])
     result = env.step_chunk([0], chunk(1, 5))
@@ -92,7 +92,7 @@ def test_relative_rewards_telescope_over_chunks_and_restart_with_the_episode():
         assert got.sum() == 2.0 * rewards[-1]
 
 
-def test_plain_rewards_are_scaled_only():
+def test_absolute_rewards_are_scaled_only():
     _, env = make(steps_of([0.5, 0.5, 1.0]), relative=False, coef=4.0)
     env.reset([0], [start()])
     assert env.step_chunk([0], chunk(1, 3)).reward.tolist() == [[2.0, 2.0, 4.0]]
@@ -149,7 +149,7 @@ def test_non_finite_action_is_refused_before_anything_runs():
     assert len(sims.log) == 2
 
 
-def test_misuse_raises_errors():
+def test_calls_in_the_wrong_order_raise_errors():
     sims, env = make(steps_of([1.0], terminated=[0]), slots=2)
     for call in (lambda: env.step_chunk([0], chunk(1, 1)), lambda: env.render(0), lambda: env.instruction(0)):
         with pytest.raises(EnvError, match="slot 0: there is no episode; call reset"):
@@ -163,7 +163,7 @@ def test_misuse_raises_errors():
     assert env.step_chunk([0], chunk(1, 1)).done.all()
 
 
-def test_impossible_starts_are_refused():
+def test_invalid_reset_arguments_are_refused():
     _, env = make(steps_of([0.0]))
     with pytest.raises(EnvError, match=r"reset id 1 is outside 0\.\.0"):
         env.reset([0], [start(1)])

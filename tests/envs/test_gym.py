@@ -177,7 +177,7 @@ def test_invalid_expert_action_is_an_error():
         begin(knowing("box", [1.0, 2.0, 3.0])).expert_chunk([0], 1, noise=0.0)
 
 
-def test_a_category_that_does_not_exist_is_refused():
+def test_out_of_range_category_is_refused():
     with pytest.raises(EnvError, match=r"action \[3\], expected ids from 0 below \[3\]"):
         native_actions("counter", spaces.Discrete(3))(np.float32([3.0]))
 
@@ -247,7 +247,7 @@ def test_wrappers_are_applied_in_order():
     ],
     ids=str,
 )
-def test_images_and_stacks_of_them_become_cameras(shape, frames, colours):
+def test_images_and_image_stacks_become_cameras(shape, frames, colours):
     writer = ObservationWriter("eyes", spaces.Box(0, 255, shape, np.uint8))
     assert writer.image_size == (4, 6)
     assert writer.grey == (colours == 1)
@@ -287,7 +287,7 @@ def test_channels_first_stacks_give_a_warning():
     assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)])]
 
 
-def test_non_image_bytes_are_state():
+def test_non_image_byte_arrays_become_state():
     assert ObservationWriter("ram", spaces.Box(0, 255, (128,), np.uint8)).state_dim == 128
 
 
@@ -312,7 +312,7 @@ def test_video_without_images_is_refused():
     assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).simulator.renders
 
 
-def test_time_limit_defaults_to_the_runs():
+def test_time_limit_defaults_to_that_of_the_run():
     assert (
         ENVS.get("gym").spec(config(COUNTER), EnvContext()).max_episode_steps == config(COUNTER).train.max_episode_steps
     )
@@ -322,7 +322,7 @@ def test_time_limit_defaults_to_the_runs():
 
 
 @pytest.mark.parametrize(("env_id", "known"), [("CartPole-v1", False), ("pixel_env:PixelEnv", True), (COUNTER, True)])
-def test_success_reports_are_detected(env_id, known):
+def test_success_signals_are_detected(env_id, known):
     assert ENVS.get("gym").spec(config(env_id), EnvContext()).reward.reports_success == known
 
 
@@ -376,7 +376,7 @@ def test_config_errors_are_reported_before_the_start(env_id, values, error, text
         (["env.id=CartPole-v1", "model.action_dim=2"], "does not read model.action_dim"),
     ],
 )
-def test_bad_settings_are_refused_without_gymnasium(words, text):
+def test_invalid_settings_are_refused_without_importing_gymnasium(words, text):
     with pytest.raises(ConfigError, match=text):
         check_components(load_config("train", ["env=gym", "model=mlp", *words]))
 

@@ -89,7 +89,7 @@ def test_nested_success_key_is_read():
         ("make_suites", "of which near/0 is used; fix: env.suite=NAME"),
     ],
 )
-def test_unintended_observations_give_warnings(name, doubt):
+def test_suspicious_observation_spaces_give_warnings(name, doubt):
     found = described(name).doubts
     assert doubt in " ".join(found)
     assert len(found) == bool(doubt)

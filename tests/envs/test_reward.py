@@ -120,7 +120,7 @@ def test_failed_reward_is_zero_and_reported_once():
     assert "its parts are near; its `components` are near, far" in wrong.reward_errors[0]
 
 
-def test_reward_gets_its_slot_in_lockstep():
+def test_reward_gets_its_slot_in_batched_environments():
     SEEN.clear()
     sims = ScriptedBatch([steps_of([0.0]), steps_of([0.0])])
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0, reward=own("watched"))

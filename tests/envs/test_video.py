@@ -55,7 +55,7 @@ def test_video_ends_with_the_coloured_outcome(tmp_path, judged, success_from, co
     assert strongest == color
 
 
-def test_short_episodes_are_slowed_by_one_factor(tmp_path):
+def test_short_episodes_play_at_a_constant_slower_rate(tmp_path):
     """The longest of four steps lasts four seconds, so each step stays for a second."""
     for name, steps in (("short", 2), ("long", 4)):
         video = VideoRecorder(tmp_path / name, 20, "do it", True, horizon=4)
@@ -71,7 +71,7 @@ def test_video_has_no_overlay_on_the_image(tmp_path):
     assert np.abs(picture.astype(int) - 90).max() < 20, "nothing is drawn over the image"
 
 
-def test_long_instructions_wrap_and_plain_recordings_have_no_band(tmp_path):
+def test_long_instructions_wrap_in_the_video_caption(tmp_path):
     short = iio.imread(record(tmp_path / "s", [1], info=True).finish())
     long = iio.imread(record(tmp_path / "l", [1], info=True, instruction=LONG).finish())
     plain = iio.imread(record(tmp_path / "p", [1], info=False, instruction=LONG).finish())
@@ -79,13 +79,13 @@ def test_long_instructions_wrap_and_plain_recordings_have_no_band(tmp_path):
     assert plain.shape[1:3] == (128 * 4, 160 * 4)
 
 
-def test_odd_sizes_become_even(tmp_path):
+def test_odd_frame_sizes_are_padded_to_even(tmp_path):
     video = VideoRecorder(tmp_path / "odd", 10, "x", False)
     video.add(gray(7, (301, 513)), False)
     assert iio.imread(video.finish()).shape[1:3] == (302, 514)
 
 
-def test_discard_leaves_nothing(tmp_path):
+def test_discarded_video_leaves_no_file(tmp_path):
     video = record(tmp_path / "gone", [1, 2, 3], info=True)
     video.discard()
     video.discard()

@@ -203,24 +203,24 @@ def _engine() -> None:
     engine: Any = importlib.import_module("on_engine")
     with pytest.MonkeyPatch.context() as patch:
         for sleeps in (False, True):
-            engine.test_every_update_is_reloaded(patch, sleeps)
+            engine.test_vllm_reloads_weights_after_every_update(patch, sleeps)
 
 
 def _norms() -> None:
     import torch
 
     harness: Any = importlib.import_module("on_harness")
-    harness.test_norms_of_the_policy_keep_their_type_under_autocast(torch.bfloat16)
+    harness.test_policy_norms_keep_their_dtype_under_autocast(torch.bfloat16)
 
 
 def _resume() -> None:
     harness: Any = importlib.import_module("on_harness")
-    harness.test_a_run_begun_on_a_cpu_resumes_on_a_gpu()
+    harness.test_cpu_run_resumes_on_a_gpu()
 
 
 def _flops() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        importlib.import_module("on_benchmark").test_counted_flops_are_those_of_the_kernels(False, Path(folder))
+        importlib.import_module("on_benchmark").test_counted_flops_match_those_of_the_kernels(False, Path(folder))
 
 
 CHECKS = {

@@ -17,7 +17,7 @@ ARGS = {"size": "tiny", "layers": 2, "dtype": "bf16", "device": "cuda:1", "compi
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_counted_flops_are_those_of_the_kernels(graphs: bool, tmp_path: Path) -> None:
+def test_counted_flops_match_those_of_the_kernels(graphs: bool, tmp_path: Path) -> None:
     """Of adapted layers, and also where acting is recorded."""
     with FakeGpu(scalar=1.0) as gpu:
         policy = benchmark.build(tmp_path, "lora", argparse.Namespace(**ARGS, graphs=graphs))
@@ -31,7 +31,7 @@ def test_counted_flops_are_those_of_the_kernels(graphs: bool, tmp_path: Path) ->
     assert counted > 0
 
 
-def test_full_fine_tuning_of_7b_is_cut_where_it_does_not_fit() -> None:
+def test_full_fine_tuning_benchmark_uses_fewer_layers_if_memory_is_short() -> None:
     assert benchmark.fitting_layers(7_540_000_000, MEMORY) == 2
     assert benchmark.fitting_layers(7_540_000_000, 140 * 10**9) is None
     assert benchmark.fitting_layers(1_500_000_000, MEMORY) is None

@@ -93,7 +93,7 @@ def engine_of(**arguments: Any) -> VllmEngine:
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["awake", "asleep"])
-def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
+def test_vllm_reloads_weights_after_every_update(monkeypatch: pytest.MonkeyPatch, sleeps: bool) -> None:
     stub(monkeypatch)
     cfg = model_of(model_type="causal_lm_tiny", precision=Precision.bf16, num_action_chunks=4)
     request = PolicyRequest(env=ENV, temperature=1.0, device="cuda:3", seed=0, backend="vllm")
@@ -123,7 +123,7 @@ def test_every_update_is_reloaded(monkeypatch: pytest.MonkeyPatch, sleeps: bool)
     assert engine._llm.naps == (4 if sleeps else 0)
 
 
-def test_vllm_sleeps_while_weights_are_trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_vllm_sleeps_during_weight_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stub(monkeypatch)
     started: list[VllmEngine] = []
 

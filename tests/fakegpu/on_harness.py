@@ -31,7 +31,7 @@ def _outcome(function, autocast: torch.dtype | None) -> tuple:
 
 @pytest.mark.parametrize("autocast", AUTOCAST)
 @pytest.mark.parametrize("dtype", TYPES)
-def test_norms_have_the_type_of_torchs_own(dtype, autocast):
+def test_norm_dtypes_match_torch(dtype, autocast):
     for weight in (dtype, torch.float32):
         with FakeGpu():
             x, w = torch.empty(2, 8, device="cuda:1", dtype=dtype), torch.empty(8, device="cuda:1", dtype=weight)
@@ -44,7 +44,7 @@ def test_norms_have_the_type_of_torchs_own(dtype, autocast):
 @pytest.mark.parametrize("autocast", AUTOCAST)
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", TYPES[:3])
-def test_attention_has_the_type_of_torchs_own(dtype, mask, autocast):
+def test_attention_dtypes_match_torch(dtype, mask, autocast):
     for key in (dtype, torch.float32):
         with FakeGpu():
             q, k = (torch.empty(2, 4, 16, 64, device="cuda:1", dtype=one) for one in (dtype, key))
@@ -55,7 +55,7 @@ def test_attention_has_the_type_of_torchs_own(dtype, mask, autocast):
         assert ours == real, (dtype, key, mask, autocast)
 
 
-def test_copies_have_the_type_and_the_numbers_of_torchs_own():
+def test_copied_tensors_match_torch():
     with FakeGpu():
         for dtype in (torch.float32, torch.int64, torch.bool):
             host = torch.empty(3, dtype=dtype)
@@ -71,7 +71,7 @@ def test_copies_have_the_type_and_the_numbers_of_torchs_own():
 
 
 @pytest.mark.parametrize("dtype", NORMED)
-def test_norms_of_the_policy_keep_their_type_under_autocast(dtype):
+def test_policy_norms_keep_their_dtype_under_autocast(dtype):
     """Autocast would make float32 copies of a norm's input, which its kernel does not need."""
     with FakeGpu() as gpu, torch.autocast("cuda", dtype=torch.bfloat16):
         for norm in (RmsNorm(8, 1e-5), LayerNorm(8)):
@@ -98,7 +98,7 @@ def test_lists_of_tensors_on_several_devices_are_refused():
                 torch._fused_adamw_(*many[:4], [], [steps], amsgrad=False, maximize=False, **settings)
 
 
-def test_a_run_begun_on_a_cpu_resumes_on_a_gpu():
+def test_cpu_run_resumes_on_a_gpu():
     """The count of steps is on the CPU in the checkpoint, and the fused optimizer wants it beside the weights."""
     begun = torch.nn.Linear(3, 1)
     first = torch.optim.AdamW(begun.parameters())

@@ -75,7 +75,9 @@ def learn(loss: torch.Tensor, policy: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "precision"), [*((case, Precision.bf16) for case in OFT), ("official", Precision.fp32)]
 )
-def test_openvla_oft(case: str, precision: Precision, gpu: FakeGpu, tmp_path: Path) -> None:
+def test_openvla_oft_tensors_stay_on_the_selected_gpu(
+    case: str, precision: Precision, gpu: FakeGpu, tmp_path: Path
+) -> None:
     policy = use_oft(case, precision, gpu, tmp_path / "model")
     if case in ("values", "lora"):
         policy.save(tmp_path / "saved")
@@ -125,7 +127,7 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
 
 @pytest.mark.parametrize("pixels", [False, True], ids=["mlp", "cnn"])
 @pytest.mark.parametrize("sizes", [(), (3, 2)], ids=["numbers", "categories"])
-def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> None:
+def test_actor_critic_tensors_stay_on_the_selected_gpu(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> None:
     space = ActionSpec(dim=2, kind=ActionKind.box, low=(-1.0, -1.0), high=(1.0, 1.0))
     if sizes:
         space = ActionSpec(dim=2, kind=ActionKind.multi_discrete, sizes=sizes)
@@ -154,7 +156,7 @@ def test_actor_critic(sizes: tuple[int, ...], pixels: bool, gpu: FakeGpu) -> Non
     [(False, Precision.bf16, True), (False, Precision.bf16, False), (True, Precision.fp32, True)],
     indirect=["deterministic"],
 )
-def test_text(lora: bool, precision: Precision, gpu: FakeGpu) -> None:
+def test_causal_lm_tensors_stay_on_the_selected_gpu(lora: bool, precision: Precision, gpu: FakeGpu) -> None:
     env = EnvSpec(
         name="t",
         action=ActionSpec(dim=1),

@@ -40,7 +40,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def test_gpu_code(guard: Path) -> None:
+def test_gpu_code_passes_on_a_fake_gpu(guard: Path) -> None:
     done = on_fake_gpu(guard, *PYTEST, *map(str, sorted(HERE.glob("on_*.py"))))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -62,7 +62,7 @@ def test_every_seeded_bug_is_caught(guard: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_plan_of_every_row_is_within_ten_percent(guard: Path) -> None:
+def test_planned_memory_is_within_ten_percent(guard: Path) -> None:
     done = on_fake_gpu(guard, str(HERE / "rows.py"), "--layers", "2", timeout=3500)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")] for line in done.stdout.splitlines()[2:]]
@@ -72,7 +72,7 @@ def test_the_plan_of_every_row_is_within_ten_percent(guard: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_optimizer_step_of_eight_long_replies_takes_25_gib(guard: Path) -> None:
+def test_optimizer_step_of_eight_long_replies_fits_25_gib(guard: Path) -> None:
     done = on_fake_gpu(guard, str(HERE / "rows.py"), "--only", "text, one micro-batch")
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[2].split("|")[3]) <= 25.0

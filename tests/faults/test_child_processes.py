@@ -77,7 +77,7 @@ def test_child_processes_of_a_worker_end_when_the_worker_is_killed(tmp_path):
     ("launcher", "name"),
     [("local", "Simulated"), ("local", "Forked"), ("local", "Served"), ("local", "Unclosed"), ("inline", "Unclosed")],
 )
-def test_environment_may_use_a_separate_process(launcher, name, tmp_path):
+def test_environment_can_use_a_separate_process(launcher, name, tmp_path):
     words = [word for word in EVAL if launcher == "local" or not word.startswith("launcher.env_workers")]
     words += [f"launcher={launcher}", f"env.id=family_env:{name}"]
     done = run_cli(*words, cwd=tmp_path, env={FOLDER: str(tmp_path)})

@@ -34,7 +34,7 @@ def test_worker_crash_is_reported_restarted_and_counted(tmp_path):
     CheckpointStore(run / "checkpoints").verify(run / "checkpoints" / "step_000002")
 
 
-def test_a_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
+def test_worker_that_always_crashes_ends_the_run_with_exit_4(tmp_path):
     words = toy_words(tmp_path, "env.kwargs.fault=raise", "faults.max_restarts_per_worker=1", "launcher.env_workers=1")
     done = run_cli("train", *words, "algorithm.rollout_epoch=4", cwd=tmp_path)
     assert done.returncode == 4

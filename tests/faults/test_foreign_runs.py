@@ -103,7 +103,7 @@ def test_typed_code_paths_are_trusted(tmp_path):
         load_saved_config(run, ["trust=false"])
 
 
-def test_printed_next_commands_work(tmp_path):
+def test_suggested_next_commands_work(tmp_path):
     told = (train_toy(tmp_path) / "logs" / "events.log").read_text()
     for command in ("embodyrl eval ckpt=", "embodyrl play "):
         (line,) = [line for line in told.splitlines() if command in line]
@@ -133,7 +133,7 @@ def test_mismatched_weights_do_not_start_an_evaluation(tmp_path):
     assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
 
 
-def test_policy_trained_with_proprioception_needs_it(tmp_path):
+def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
     shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
     cfg = load_config("eval", [*words, "model.use_proprio=true"])
@@ -167,7 +167,7 @@ def test_registered_components_need_no_trust(tmp_path):
     ],
     ids=lambda words: words[-1] if words[0][:4] != "env=" else words[2],
 )
-def test_objects_of_the_wrong_kind_are_refused_without_a_call(words, tmp_path, monkeypatch, capsys):
+def test_objects_of_the_wrong_type_are_refused_without_a_call(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words, "--dry-run"]) == 2
     said = capsys.readouterr().err

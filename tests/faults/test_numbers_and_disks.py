@@ -43,7 +43,7 @@ def test_skipped_update_is_counted_and_keeps_weights(tmp_path):
 
 
 @pytest.mark.integration
-def test_an_absurd_learning_rate_ends_with_exit_5(tmp_path):
+def test_diverging_learning_rate_exits_5(tmp_path):
     absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000")
     words = toy_words(tmp_path, *absurd, "env.kwargs.goal=0.7", "runner.max_steps=5")
     done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
@@ -130,7 +130,7 @@ def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, 
 
 
 @pytest.mark.integration
-def test_a_damaged_checkpoint_is_refused_by_the_command_with_exit_6(tmp_path):
+def test_damaged_checkpoint_exits_6(tmp_path):
     run = train_toy(tmp_path, "runner.max_steps=1")
     victim = next((run / "checkpoints" / "step_000001" / "policy").glob("*.safetensors"))
     victim.write_bytes(victim.read_bytes()[:-1])

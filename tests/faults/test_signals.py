@@ -66,7 +66,7 @@ def assert_saved(run) -> None:
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)], ids=["int", "term", "hup"]
 )
-def test_a_signal_to_the_group_in_a_rollout_saves_and_exits(start, tmp_path, signum, code):
+def test_signal_to_the_process_group_in_a_rollout_saves_and_exits(start, tmp_path, signum, code):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate))
     command.wait_for(gate)
@@ -80,7 +80,7 @@ def test_a_signal_to_the_group_in_a_rollout_saves_and_exits(start, tmp_path, sig
     assert_saved(tmp_path / "run")
 
 
-def test_ctrl_c_in_an_update_finishes_the_update_first(start, tmp_path):
+def test_ctrl_c_in_an_update_completes_the_update(start, tmp_path):
     gate = tmp_path / "gate"
     command = start("algorithm.adv_type=toy_gates:GATED_GRPO", **{GATE: str(gate)})
     command.wait_for(gate)
@@ -150,7 +150,7 @@ def test_second_ctrl_c_exits_immediately(start, tmp_path, signum):
     assert_saved(tmp_path / "run")
 
 
-def test_ctrl_c_in_a_sweep_lets_its_run_save_and_starts_no_other(tmp_path):
+def test_ctrl_c_in_a_sweep_saves_the_run_and_starts_no_other(tmp_path):
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
     command = start_cli("train", "-m", *words, cwd=tmp_path)
@@ -179,7 +179,7 @@ def test_ctrl_c_in_a_sweep_lets_its_run_save_and_starts_no_other(tmp_path):
     [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143), (signal.SIGKILL, -signal.SIGKILL)],
     ids=["int", "term", "hup", "kill"],
 )
-def test_a_signal_to_the_process_of_a_sweep_alone_reaches_its_run(tmp_path, signum, code):
+def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, code):
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
     command = start_cli("train", "-m", *words, cwd=tmp_path)
@@ -277,7 +277,7 @@ def alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("signum", "said"), [(signal.SIGKILL, "died with SIGKILL"), (signal.SIGSTOP, "did not respond for 8 s")]
 )
-def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_path, signum, said):
+def test_dead_or_stopped_policy_worker_ends_the_run_with_exit_4(start, tmp_path, signum, said):
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate, at=60), "faults.update_timeout_s=8")
     command.wait_for(tmp_path / "run" / "metrics.jsonl", lines=1)
@@ -294,7 +294,7 @@ def test_a_policy_worker_that_dies_or_stops_ends_the_run_with_exit_4(start, tmp_
 GATED_SAVE = "model.model_type=toy_gates:GATED_CNN"
 
 
-def test_ctrl_c_in_a_save_finishes_the_checkpoint_first(start, tmp_path):
+def test_ctrl_c_in_a_save_completes_the_checkpoint(start, tmp_path):
     gate = tmp_path / "gate"
     command = start(GATED_SAVE, **{GATE: str(gate)})
     command.wait_for(gate)

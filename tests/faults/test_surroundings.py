@@ -134,7 +134,7 @@ def test_concurrent_runs_work_with_an_occupied_port(start, tmp_path):
 
 
 @pytest.mark.integration
-def test_a_reader_that_closes_the_pipe_does_not_end_the_run(tmp_path):
+def test_closed_output_pipe_does_not_end_the_run(tmp_path):
     """`embodyrl train ... | head -1`."""
     words = [sys.executable, "-m", "embodyrl.cli.main", "train", *toy_words(tmp_path, *INLINE)]
     with subprocess.Popen(
@@ -180,7 +180,7 @@ def _cycle(folder: Path, end: str) -> None:
 
 
 @pytest.mark.integration
-def test_starting_and_stopping_leaks_no_resources(tmp_path):
+def test_start_and_stop_leak_no_resources(tmp_path):
     layout = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(256, 256, 3)),))
 
     def held() -> tuple[int, int, set[str]]:

@@ -72,7 +72,7 @@ def test_gpu_logits_match_golden_values(tmp_path, precision, tolerance):
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.fp32, 1e-4), (Precision.bf16, 1e-2)])
-def test_acting_and_scoring_agree(precision, tolerance):
+def test_sampled_and_recomputed_log_probs_agree_on_gpu(precision, tolerance):
     policy, obs = build("assets/openvla_oft_tiny", precision=precision), observe()
     out = policy.act(obs, noise=np.random.default_rng(1).random((4, 56), dtype=np.float32))
     scores = policy.score(obs, out.tokens)
@@ -91,7 +91,7 @@ def test_cpu_and_gpu_actions_agree():
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_seven_billion_parameters_act_and_train_with_adapters(tmp_path):
+def test_7b_model_samples_actions_and_trains_with_adapters(tmp_path):
     if torch.cuda.mem_get_info()[1] < 40 * 2**30:
         pytest.skip("7B in bfloat16 with adapters wants 40 GiB of device memory")
     out = tmp_path / "gpu.json"

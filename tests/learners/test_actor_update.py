@@ -214,7 +214,7 @@ def test_samples_are_shuffled_per_step_and_epoch():
     assert _shuffle(50, 0, 1, 0).tolist() == orders[1]
 
 
-def test_values_are_clipped_around_those_of_the_rollout(make: Make):
+def test_value_clipping_is_relative_to_rollout_values(make: Make):
     """The estimate is right, but 1 below the rollout's and may have moved by 0.1: half of 0.9 squared."""
     actor = make("algorithm=ppo", "actor.optim.lr=0", "actor.optim.value_lr=0", "algorithm.value_clip=0.1")
     now = actor.arena[Record.value][records_of(actor.tickets)].copy()
@@ -256,7 +256,7 @@ def test_updated_reference_is_restored_on_resume(make: Make, tmp_path):
     assert not all(torch.equal(saved[name], policy[name]) for name in saved)
 
 
-def test_the_reference_scores_every_sample(make: Make):
+def test_reference_log_probs_cover_every_sample(make: Make):
     """In micro-batches of two; before the first update it is the policy."""
     actor = make("algorithm.kl_beta=0.1", "actor.micro_batch_size=2")
     list(actor.host.handle(ScoreRequest(tickets=actor.tickets)))
@@ -288,7 +288,7 @@ def returned(parts: Generator[None, None, Any]) -> Any:
             return end.value
 
 
-def test_filler_micro_batch_has_no_gradient(make: Make):
+def test_padding_micro_batch_has_no_gradient(make: Make):
     """Ranks without samples repeat one; neither loss, gradient nor metrics may contain it."""
     actor = make("actor.optim.lr=0")
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]

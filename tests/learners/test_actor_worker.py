@@ -78,7 +78,7 @@ def test_reference_with_other_action_statistics_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
-def test_even_parts_cover_the_total(total, largest):
+def test_even_split_covers_the_total(total, largest):
     assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)
     assert sum(even_parts(total, largest, 3)) == total
     assert len(even_parts(total, largest, 3)) == min(3, total)
@@ -131,7 +131,7 @@ def test_schedule_ends_with_the_run(tmp_path, words):
         assert 1 - row["step"] / 3 < left <= 1 - (row["step"] - 1) / 3, "the rate that the last optimizer step took"
 
 
-def test_minibatches_sets_the_number_of_optimizer_steps(tmp_path):
+def test_minibatches_setting_determines_the_optimizer_steps(tmp_path):
     words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=2")
     words += ("~actor.global_batch_size=", "actor.minibatches=5")
     assert rows(train_toy(tmp_path, *words))[0]["actor/optimizer_steps"] == 2 * 5

@@ -47,7 +47,7 @@ def small_run(folder: Path, preset: str) -> Any:
 
 @pytest.mark.needs("off_policy")
 @pytest.mark.parametrize("preset", PRESETS)
-def test_training_fails_where_the_loss_raises(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_exception_ends_the_training(preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from embodyrl.extensions.off_policy import sac_learner as sac
 
     def broken(*_: Any, **__: Any) -> Any:

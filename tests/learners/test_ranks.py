@@ -122,7 +122,7 @@ def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
 
 
 @pytest.mark.parametrize(("count", "world", "micro"), [(1, 4, 2), (7, 2, 2), (8, 4, 8), (9, 2, 3), (160, 7, 3)])
-def test_samples_are_dealt_evenly_to_ranks(count, world, micro):
+def test_samples_are_split_evenly_over_ranks(count, world, micro):
     dealt = [deal(np.ones(count, np.int64), RankInfo(rank=rank, world=world), micro, None) for rank in range(world)]
     assert len({len(batches) for batches in dealt}) == 1
     counted = np.concatenate([rows for batches in dealt for rows, counts in batches if counts])
@@ -141,13 +141,13 @@ def test_token_budget_holds_on_every_rank(world):
     assert len(dealt[0]) <= -(-len(deal(cost, RankInfo(), 1, 800)) // world) + 1
 
 
-def test_rank_shares_partition_the_batches():
+def test_rank_batches_partition_the_global_batch():
     whole = RankInfo().share(11, 3)
     shared = [part for rank in range(2) for part in RankInfo(rank=rank, world=2).share(11, 3)]
     assert sorted(shared, key=lambda part: part.start) == whole
 
 
-def test_layers_are_elements_of_outermost_module_lists():
+def test_sharded_layers_are_elements_of_outermost_module_lists():
     inner = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     block = torch.nn.Sequential(inner)
     model = torch.nn.ModuleDict({"a": torch.nn.ModuleList([block, torch.nn.Linear(1, 1)]), "b": torch.nn.Linear(1, 1)})

@@ -56,7 +56,7 @@ def test_critic_warmup_changes_only_the_value_head(tmp_path: Path) -> None:
     assert {name for name in steps[0] if "value_head" not in name} == still
 
 
-def test_an_update_stops_once_the_ratio_is_too_large(tmp_path: Path) -> None:
+def test_update_stops_once_the_ratio_is_too_large(tmp_path: Path) -> None:
     words = (*SHORT, *PPO, "actor.global_batch_size=4", "actor.micro_batch_size=4", "runner.max_steps=1")
     free = rows(train_toy(tmp_path, *words, "algorithm.update_epoch=8", "actor.optim.lr=0.01", name="free"))[0]
     stopped = rows(

@@ -23,7 +23,7 @@ WAYS = {
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) -> None:
+def test_each_flow_likelihood_gains_20_points(way: str, seed: int, tmp_path: Path) -> None:
     words = ("model=flow_small", f"seed={seed}", "video=none", "runner.val_check_interval=1000", *TEST, *WAYS[way])
     before, after = gain(train_gate(tmp_path, *words))
     assert after >= before + 0.2

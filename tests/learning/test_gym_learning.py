@@ -68,7 +68,7 @@ def test_grpo_trains_without_a_value_head(tmp_path):
     assert [row["actor/optimizer_steps"] > 0 for row in rows] == [True, True]
 
 
-def test_real_valued_actions_train_and_time_limits_bootstrap(tmp_path):
+def test_continuous_actions_train_and_time_limits_bootstrap(tmp_path):
     """Pendulum never terminates: its own limit of 200 steps cuts every episode, below the run's limit of 1000."""
     rows = run(tmp_path, *PENDULUM)
     assert rows[0]["eval/episode_len"] == 200

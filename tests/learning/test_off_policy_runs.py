@@ -98,7 +98,7 @@ class TwinPendulum(PendulumEnv):
 
 
 @pytest.mark.integration
-def test_half_of_each_batch_may_be_demonstrations(tmp_path):
+def test_half_of_each_batch_can_be_demonstrations(tmp_path):
     demos = tmp_path / "demos"
     words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
     collect(load_config("collect", words_of(tmp_path, *words, f"collect.out={demos}", "collect.episodes=2")))
@@ -127,7 +127,7 @@ def test_half_of_each_batch_may_be_demonstrations(tmp_path):
 
 
 @pytest.mark.integration
-def test_pixels_train_the_convolutions_through_the_critics(tmp_path):
+def test_critic_loss_trains_the_image_encoder(tmp_path):
     words = (*SMALL[:1], "env.id=pixel_env:PointingEnv", "env.kwargs.size=12", "model=cnn", *SMALL[3:], "algorithm=sac")
     words = words_of(tmp_path, *words, "runner.save_interval=1", "runner.max_steps=2", "checkpoint.keep=9")
     run = train(load_config("train", [*words, "env.train.max_episode_steps=8"])).run

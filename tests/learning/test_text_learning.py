@@ -35,7 +35,7 @@ def test_length_task_is_learned_from_scratch(tmp_path: Path):
     assert after >= 0.9
 
 
-def test_negated_reward_does_not_learn(tmp_path: Path):
+def test_negated_reward_does_not_improve_the_policy(tmp_path: Path):
     canary = ("reward.weights={exact: -0.5, overlap: -0.5}", "runner.max_steps=8", "launcher=inline")
     assert gain(learn(tmp_path, "length", *canary))[1] < 0.1
 
@@ -49,7 +49,7 @@ def test_vision_model_learns_colours_from_scratch(tmp_path: Path, seed: int):
 
 
 @pytest.mark.slow
-def test_shuffled_images_do_not_learn(tmp_path: Path):
+def test_shuffled_images_do_not_improve_the_policy(tmp_path: Path):
     """One of eight names at most is right where the image says nothing."""
     words = ("model=vision_lm_tiny", "data.kwargs={shuffled: true}")
     assert gain(learn(tmp_path, "colour", *words))[1] < 0.3
@@ -92,7 +92,7 @@ def test_text_distillation_reaches_the_teacher(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_separate_critic_learns_with_ppo(tmp_path: Path):
+def test_ppo_with_a_separate_critic_learns(tmp_path: Path):
     """PPO whose values are those of a second model, which starts from the policy's random weights."""
     factory = POLICIES.get("causal_lm_tiny")
     model = factory.settings(model_type="causal_lm_tiny", num_action_chunks=7, precision="fp32")
@@ -110,13 +110,13 @@ def test_separate_critic_learns_with_ppo(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_copy_task_learns_with_two_epochs_of_two_batches(tmp_path: Path):
+def test_copy_task_is_learned_with_two_epochs_of_two_batches(tmp_path: Path):
     words = ("algorithm.update_epoch=2", "actor.global_batch_size=128", "actor.micro_batch_size=128")
     assert gain(learn(tmp_path, "copy", *words, "actor.optim.lr=5e-4"))[1] >= 0.95
 
 
 @pytest.mark.slow
-def test_copy_task_learns_with_vllm_rollouts(tmp_path: Path):
+def test_copy_task_is_learned_with_vllm_rollouts(tmp_path: Path):
     pytest.importorskip("vllm")
     result = learn(tmp_path, "copy", "rollout.backend=vllm")
     assert gain(result)[1] >= 0.95
@@ -134,7 +134,7 @@ def test_separate_vllm_process_gets_new_weights(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_copy_task_learns_with_staleness_one(tmp_path: Path):
+def test_copy_task_is_learned_with_staleness_one(tmp_path: Path):
     result = learn(tmp_path, "copy", "algorithm.max_staleness=1", "runner.max_steps=200")
     assert gain(result)[1] >= 0.95
     stale = [row.get("rollout/staleness/1", 0.0) for row in rows(result.run)]
@@ -156,7 +156,7 @@ def calls_and_guesses(calls: float = 0.3, size: int = 6000) -> list[TextRow]:
 
 
 @pytest.mark.slow
-def test_outcome_reward_learns_to_call_the_calculator(tmp_path: Path):
+def test_calculator_calls_are_learned_from_outcome_rewards(tmp_path: Path):
     start = imitate(tmp_path, "test_text_learning:calls_and_guesses", 150)
     words = (f"ckpt={start}", "runner.max_steps=25", "actor.optim.lr=3e-4", "reward.weights={exact: 1.0, overlap: 0.0}")
     result = learn(tmp_path, "calculator", *words, "data.kwargs={digits: 1}", name="rl")
@@ -168,7 +168,7 @@ def test_outcome_reward_learns_to_call_the_calculator(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_sft_then_rl_learns_to_reverse_with_a_resume(tmp_path: Path):
+def test_reverse_task_is_learned_by_sft_then_resumed_rl(tmp_path: Path):
     start = imitate(tmp_path, "embodyrl.extensions.text.tasks:reverse", 66)
     sparse = ("reward.weights={exact: 1.0, overlap: 0.0}", f"ckpt={start}", "runner.max_steps=40")
     calm = ("algorithm.sampling_params.temperature=0.4", "actor.optim.schedule=constant", "actor.optim.lr=3e-4")

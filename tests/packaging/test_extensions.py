@@ -67,14 +67,14 @@ def test_extensions_import_only_declared_extensions():
     assert undeclared == []
 
 
-def test_declared_imports_are_used_and_have_no_circles():
+def test_declared_extension_imports_are_used_and_acyclic():
     used = {(owner(module), owner(target)) for module, target in crossing()}
     listed = {(name, other) for name, extension in extensions().items() for other in extension.imports}
     assert listed - used == set()
     assert cycle({name: frozenset(extension.imports) for name, extension in extensions().items()}) == []
 
 
-def test_groups_of_entry_points_are_public_names():
+def test_entry_point_groups_are_public_names():
     """Installed packages register by these names, which do not follow the folders of the code."""
     found = {
         node.value.value

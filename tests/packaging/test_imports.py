@@ -60,13 +60,13 @@ def cycle(graph: Mapping[str, frozenset[str]]) -> list[str]:
     return []
 
 
-def test_import_circle_is_detected():
+def test_import_cycle_is_detected():
     assert cycle({"a": frozenset("b"), "b": frozenset("c"), "c": frozenset("a")})
     assert not cycle({"a": frozenset("bc"), "b": frozenset("c")})
 
 
 @pytest.mark.parametrize("unit", ["modules", "folders"])
-def test_imports_have_no_circles(unit):
+def test_imports_have_no_cycles(unit):
     graph = imports()
     if unit == "folders":
         names = {folder(module) for module in graph}
@@ -77,7 +77,7 @@ def test_imports_have_no_circles(unit):
     assert cycle(graph) == []
 
 
-def test_imports_go_down_only():
+def test_imports_follow_the_layer_order():
     """The layers of the import contract, also for what it may leave out: type-only imports, single files."""
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     level = {name.strip(): i for i, row in enumerate(contract["layers"]) for name in row.split("|")}

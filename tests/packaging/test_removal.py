@@ -72,7 +72,7 @@ def test_core_suite_passes_without_extension(name, tmp_path):
     assert done.returncode == 0
 
 
-def test_marks_name_extensions():
+def test_needs_markers_name_existing_extensions():
     """A misspelt name would skip the test in every tree."""
     known = {*extensions(), *(path.name for folder in FOLDERS for path in (TESTS / folder).glob("*/"))}
     for file in TESTS.rglob("test_*.py"):

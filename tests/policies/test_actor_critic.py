@@ -84,7 +84,7 @@ def uniforms(count: int, policy: Policy) -> np.ndarray:
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 @pytest.mark.parametrize("space", SPACES)
 @pytest.mark.parametrize(("name", "cameras"), [("mlp", 0), ("cnn", 2)])
-def test_scores_match_samples_exactly(name, cameras, space, temperature):
+def test_recomputed_log_probs_match_samples_exactly(name, cameras, space, temperature):
     env = env_spec(space, cameras=cameras)
     policy = shake(build(name, env=env, chunk=3, temperature=temperature))
     obs = observe(env, 7)
@@ -382,7 +382,7 @@ def test_squashed_density_matches_torch():
     assert torch.equal(entropy, -logprob)
 
 
-def test_correlated_noise_is_sampled_and_scored_consistently():
+def test_correlated_noise_log_probs_match_samples():
     """Against torch's Gaussian with covariance deviation^2 r^|i - j| between actions i and j of a chunk."""
     head, chunk = GaussianHead((-1.0, -2.0), (1.0, 2.0), -0.7, 0.8), 4
     steps = torch.arange(chunk)

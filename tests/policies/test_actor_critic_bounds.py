@@ -33,7 +33,7 @@ def test_squashed_deviation_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp"])
-def test_imitation_does_not_depend_on_the_temperature_of_acting(name: str) -> None:
+def test_imitation_loss_is_independent_of_the_rollout_temperature(name: str) -> None:
     rng = np.random.default_rng(0)
     state = rng.normal(size=(4, 3)).astype(np.float32)
     obs = Observation(images=np.zeros((4, 0, 0, 0, 3), np.uint8), state=state, instructions=("",) * 4)

@@ -75,7 +75,9 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
         ({"gripper": replace(ENDS, index=0)}, {}, None, "data.gripper"),
     ],
 )
-def test_differences_are_named(tmp_path: Path, policy: Any, env: Any, renamed: Any, said: str | None) -> None:
+def test_different_policy_inputs_are_reported(
+    tmp_path: Path, policy: Any, env: Any, renamed: Any, said: str | None
+) -> None:
     problems = compare(tmp_path, policy, env, renamed)
     assert len(problems) == (said is not None), problems
     if said is not None:

@@ -17,7 +17,7 @@ def usual(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("rows", [1, 8, 4096])
-def test_stacks_match_their_layers(activation, rows):
+def test_stacked_networks_match_separate_layers(activation, rows):
     """Fails where an activation, a bias or a gradient is missing or belongs to another layer."""
     torch.manual_seed(2)
     stacks = [
@@ -39,7 +39,7 @@ def test_stacks_match_their_layers(activation, rows):
         torch.testing.assert_close(stacks[1](x), found[0][1], rtol=0, atol=0)
 
 
-def test_stacks_accept_other_types_and_empty_batches():
+def test_stacked_networks_accept_other_dtypes_and_empty_batches():
     stack = Stack({"0": nn.Linear(5, 64), "2": nn.Linear(64, 64), "4": nn.Linear(64, 3)}, "tanh")
     assert stack(torch.zeros(0, 5)).shape == (0, 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):

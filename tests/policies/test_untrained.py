@@ -38,7 +38,7 @@ LAST = float(np.nextafter(np.float32(1), np.float32(0)))
     [(PLAIN, (-1, -1), (0, 0), (1, 1)), (DIALS, (0, 0), (1, 1), (1, 2)), (BOX, (-2, -1), (2, 0), (6, 1))],
     ids=["undeclared", "categories", "half bounded"],
 )
-def test_random_actions_span_the_range(space, first, middle, last):
+def test_random_actions_cover_the_action_range(space, first, middle, last):
     for noise, expected in ((constant(0.0), first), (None, middle), (constant(LAST), last)):
         np.testing.assert_allclose(act(space, noise), np.broadcast_to(expected, (4, 2, 2)), atol=1e-6)
 

@@ -39,12 +39,12 @@ def test_event_loop_is_not_reentrant(tmp_path, monkeypatch, apart):
     assert seen == {"pump", "advance"}
 
 
-def test_wait_without_open_work_fails_an_assertion(tmp_path):
+def test_wait_without_pending_requests_fails_an_assertion(tmp_path):
     with running_crew(tmp_path) as stage, pytest.raises(AssertionError, match="no worker is busy"):
         stage.workers.scheduler.run_until(lambda: False)
 
 
-def test_a_request_to_all_ranks_returns_the_reply_or_raises_its_error(tmp_path):
+def test_request_to_all_ranks_returns_the_reply_or_raises(tmp_path):
     with running_crew(tmp_path) as stage:
         done = stage.workers.scheduler.call(SaveRequest(folder=str(tmp_path / "saved")))
         assert done.seconds > 0

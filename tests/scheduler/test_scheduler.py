@@ -81,7 +81,7 @@ def test_rewards_stay_aligned_with_actions(tmp_path):
             np.testing.assert_array_equal(e.reward, stage.workers.arena[Record.action][e.records][..., 0])
 
 
-def test_the_number_of_stages_does_not_change_the_episodes(tmp_path):
+def test_episodes_are_independent_of_pipeline_stages(tmp_path):
     seen = []
     for stages in (1, 2, 4):
         words = (f"rollout.pipeline_stage_num={stages}", "runner.deterministic=true", "algorithm.rollout_epoch=2")
@@ -104,7 +104,7 @@ def test_episode_results_are_schedule_independent(tmp_path):
     assert lists[0] == lists[1] == lists[2] == lists[3]
 
 
-def test_tally_counts_overlapped_work_with_its_time(tmp_path):
+def test_overlapped_rollout_work_is_counted_with_its_duration(tmp_path):
     with running_crew(tmp_path, "algorithm.max_staleness=1") as stage:
         cfg, env, rollouts = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         rollouts.publish(0)
@@ -123,7 +123,7 @@ def test_tally_counts_overlapped_work_with_its_time(tmp_path):
 PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")
 
 
-def test_a_quota_cuts_running_episodes_and_bootstraps_them(tmp_path):
+def test_step_quota_cuts_running_episodes_and_bootstraps(tmp_path):
     with running_crew(tmp_path, *PPO, "env.kwargs.goal=0.5", "env.train.total_num_envs=8") as stage:
         rollout = collect(stage)
         chunks = sum(len(e.records) for e in rollout.episodes)

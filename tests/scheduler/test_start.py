@@ -15,7 +15,7 @@ from embodyrl.scheduler.start import plan_hosts, policy_init
 @pytest.mark.parametrize(
     ("offload", "gpus", "all_cores"), [("true", "0", True), ("true", "", False), ("false", "0", False)]
 )
-def test_cpu_optimizer_steps_use_all_cores(tmp_path, monkeypatch, offload, gpus, all_cores):
+def test_optimizer_steps_on_cpu_use_all_cores(tmp_path, monkeypatch, offload, gpus, all_cores):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     cfg = toy_config(tmp_path, "launcher=local", "actor.fsdp.size=1", f"actor.fsdp.cpu_offload={offload}")

@@ -60,7 +60,7 @@ def test_chunks_respect_max_staleness(tmp_path, lag):
         assert (carried > 0) == (lag > 0), "with a lag some episodes run on while weights change"
 
 
-def test_next_rollout_resets_early_but_uses_new_weights(tmp_path):
+def test_next_rollout_resets_early_and_uses_new_weights(tmp_path):
     with running_crew(tmp_path, "runner.max_steps=3") as stage:
         sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
         first = collect(stage, sampler, 0)

@@ -43,7 +43,7 @@ def test_no_gripper_convention_keeps_actions():
     assert converted([0.3], None, LIBERO) == converted([0.3], POLICY, None) == [np.float32(0.3)]
 
 
-def test_gripper_index_may_differ():
+def test_gripper_index_is_configurable():
     actions = np.array([[[1.0, 0.2, 0.3]], [[0.0, 0.2, 0.3]]], np.float32)
     convert_gripper(actions, GripperConvention(open=1.0, closed=0.0, index=0), LIBERO)
     assert actions[:, 0, 2].tolist() == [-1.0, 1.0]
@@ -54,7 +54,7 @@ def test_gripper_conversion_round_trips():
     assert converted(there, LIBERO, POLICY) == [1.0, 0.0]
 
 
-def test_padding_changes_results_by_rounding_only(tmp_path):
+def test_batch_padding_changes_results_by_rounding_only(tmp_path):
     seen = []
     for deterministic in ("true", "false"):
         with running_crew(tmp_path, f"runner.deterministic={deterministic}", "env.kwargs.echo=true") as stage:

@@ -37,7 +37,7 @@ def look(env):
 START = EpisodeStart(reset_id=3, seed=1, max_episode_steps=9)
 
 
-def test_the_average_is_that_of_lerobot():
+def test_temporal_ensembling_matches_lerobot():
     data = load_file(GOLDEN)
     for row in range(data["ensemble.chunks"].shape[1]):
         ensemble = TemporalEnsemble(float(data["ensemble.coeff"]), data["ensemble.chunks"].shape[2])
@@ -45,7 +45,7 @@ def test_the_average_is_that_of_lerobot():
             assert ensemble.take(chunk) == pytest.approx(expected, abs=1e-6)
 
 
-def test_weights_of_an_average_follow_the_age_of_chunks():
+def test_ensembling_weights_depend_on_the_chunk_age():
     for coeff, expected in ((0.5, 1.866167), (0.01, 2.323339), (0.0, 2.333333)):
         ensemble = TemporalEnsemble(coeff, 3)
         for chunk in ([0, 0, 1], [0, 2, 0]):
@@ -53,7 +53,7 @@ def test_weights_of_an_average_follow_the_age_of_chunks():
         assert ensemble.take(np.array([[4.0], [0], [0]], np.float32))[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_observations_hold_the_last_steps_oldest_first():
+def test_history_observations_are_ordered_oldest_first():
     env, alone = make(history=3), plain()
     assert env.spec.cameras.names == ("front_2", "front_1", "front")
     assert env.spec.state_dim == 3 * alone.spec.state_dim
@@ -76,7 +76,7 @@ def test_observations_hold_the_last_steps_oldest_first():
     assert np.array_equal(look(env)[1], np.tile(look(alone)[1], 3))
 
 
-def test_averages_of_chunks_are_executed_and_reset_with_each_episode():
+def test_ensembled_actions_are_reset_with_each_episode():
     env, alone = make(ensemble_chunk=4), plain()
     assert env.spec.action.dim == 28
     assert env.spec.expert.tasks == ()
@@ -92,7 +92,7 @@ def test_averages_of_chunks_are_executed_and_reset_with_each_episode():
             assert np.array_equal(look(env)[1], look(alone)[1])
 
 
-def test_without_keys_the_environment_is_unchanged():
+def test_environment_without_history_keys_is_unchanged():
     env, alone = make(), plain()
     assert env.spec == alone.spec
     for one in (env, alone):

@@ -206,7 +206,7 @@ def test_slots_on_a_shared_model_match_separate_slots(roomy):
     assert not alone[1][2].success.any()
 
 
-def test_a_swap_restores_every_part_of_the_state(roomy):
+def test_swapping_slots_restores_the_full_state(roomy):
     for slot, task_seed in ((0, 7), (1, 9)):
         roomy.start(slot, STOVE, slot, seed=task_seed)
     roomy.turn_stove_on(0)
@@ -223,7 +223,7 @@ def test_a_swap_restores_every_part_of_the_state(roomy):
         assert (other["own"][name] != before["own"][name]).any(), f"{name} tells the slots apart"
 
 
-def test_eviction_and_reload_continue_exactly():
+def test_evicted_simulators_reload_and_continue_exactly():
     spec = spec_of("libero_10")
     kitchen, study = 2, 5
     first, second = actions_of(6, chunks=2), actions_of(7, chunks=1)[0]
@@ -259,7 +259,7 @@ def test_rendered_frames_are_upright_and_not_mirrored(roomy):
     assert robot.std() > 3 * table.std(), "the robot stands at the top of the image, the empty table is below"
 
 
-def test_numpy_global_generator_is_unchanged(roomy):
+def test_global_numpy_generator_is_unchanged(roomy):
     np.random.seed(123)
     expected = np.random.random()
     np.random.seed(123)

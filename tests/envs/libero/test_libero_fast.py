@@ -52,7 +52,7 @@ def random_actions(count, seed=0):
     ("suite", "task"),
     [("libero_goal", 7), ("libero_object", 0), ("libero_spatial", 4), ("libero_10", 5), ("libero_90", 0)],
 )
-def test_lean_states_equal_full_ones_and_fast_ones_agree(suite, task):
+def test_lean_and_fast_profiles_match_full_simulation_states(suite, task):
     actions = random_actions(100)
     full = simulator(suite, task)
     expected, success = states(full, suite, task, actions)
@@ -146,7 +146,7 @@ def test_fast_loop_compiles_before_the_first_reset(tmp_path):
     subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=580)
 
 
-def test_settle_steps_are_steps_with_an_open_gripper():
+def test_settle_steps_keep_the_gripper_open():
     hold = np.array([[0.0] * 6 + [-1.0]] * 5)
     plain, later = simulator("libero_goal", 7, fast=True), simulator("libero_goal", 7, fast=True, settle_steps=15)
     expected, _ = states(plain, "libero_goal", 7, hold)
@@ -156,7 +156,7 @@ def test_settle_steps_are_steps_with_an_open_gripper():
         sim.close()
 
 
-def test_the_key_of_settle_steps_reaches_the_simulator():
+def test_settle_steps_setting_is_passed_to_the_simulator():
     starts = []
     for steps in (10, 15):
         cfg = env_of("libero", task_suite_name="libero_goal", settle_steps=steps, render_profile="lean")

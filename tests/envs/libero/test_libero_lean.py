@@ -103,7 +103,7 @@ def test_only_visual_meshes_are_replaced(model):
 
 
 @pytest.mark.parametrize("marked", [True, False])
-def test_the_colour_space_of_a_texture_is_kept(marked, model, tmp_path):
+def test_texture_colour_space_is_kept(marked, model, tmp_path):
     from PIL import Image, PngImagePlugin
 
     info = PngImagePlugin.PngInfo()

@@ -331,7 +331,7 @@ def test_experts_reach_their_goals(env_id):
     assert succeeded >= 7
 
 
-def test_success_is_the_reward_of_tasks_without_reward():
+def test_tasks_without_reward_use_success_as_reward():
     """Its reward mode is "none" unless another one is asked for: every step of a success was worth nothing."""
     cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))

@@ -114,7 +114,7 @@ class physx:
     ],
     ids=["fetched", "offline"],
 )
-def test_physx_for_gpus_is_fetched_before_a_task_is_built(enable, says, tmp_path, monkeypatch, capfd):
+def test_gpu_physx_is_downloaded_before_a_task_is_built(enable, says, tmp_path, monkeypatch, capfd):
     (tmp_path / "sapien.py").write_text(SAPIEN.format(enable=enable))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -94,7 +94,7 @@ def test_expert_noise_excludes_the_gripper():
     assert len({see(env, slot)[1][3] for slot in range(20)}) == 1, "the fingers are not"
 
 
-def test_reset_ids_fix_the_layout_and_differ():
+def test_reset_ids_determine_distinct_layouts():
     layouts = {tuple(new_world(TASKS[0], i).blocks) for i in range(500)}
     assert len(layouts) == 500
     env = make(2)
@@ -105,7 +105,7 @@ def test_reset_ids_fix_the_layout_and_differ():
         assert one.tobytes() == other.tobytes()
 
 
-def test_layouts_have_no_overlap_and_no_solved_task():
+def test_initial_layouts_have_no_overlap_and_no_solved_task():
     for index in range(0, 84000, 97):
         task = TASKS[index // 4000]
         table = new_world(task, index)
@@ -115,7 +115,7 @@ def test_layouts_have_no_overlap_and_no_solved_task():
         assert not table.success()
 
 
-def test_grasp_carry_and_release():
+def test_blocks_can_be_grasped_carried_and_released():
     table = world(Skill.put, blocks=((0.03, 0.0), (-0.2, -0.2), (0.2, -0.2)))
     table.step(0, 0, 0, True)
     assert table.held == 0
@@ -190,7 +190,7 @@ def test_success_ends_the_episode_with_reward_one():
     assert result.terminated[0, last]
 
 
-def test_expert_keeps_the_goal_with_ignored_terminations():
+def test_expert_holds_the_goal_after_success():
     env = make()
     for task in (0, 3, 12):
         env.reset([0], [start(env.spec.reset_ids_of(task)[1], ignore=True, limit=60)])
@@ -199,7 +199,7 @@ def test_expert_keeps_the_goal_with_ignored_terminations():
         assert task == 0 or result.success[0, -1]
 
 
-def test_state_follows_the_actions():
+def test_state_changes_with_the_actions():
     env = make()
     env.reset([0], [start(0)])
     before = see(env)[1]
@@ -280,7 +280,7 @@ def test_wrong_setting_error_contains_the_fix(changes, words):
     assert any(words in problem for problem in problems), problems
 
 
-def test_presets_validate_on_other_layouts():
+def test_presets_use_separate_validation_layouts():
     cfg = load_config("train", ["env=tabletop", "model=scripted"])
     assert FACTORY.validate(cfg.env) == []
     spec = FACTORY.spec(cfg.env, EnvContext())

@@ -66,7 +66,7 @@ def test_game_fails_in_a_hole_and_truncates_at_the_limit() -> None:
 
 
 @pytest.mark.parametrize("reply", ["10", "21", "x1y", "1_0", "upright"])
-def test_parts_of_words_are_no_action(reply: str) -> None:
+def test_partial_words_are_not_actions(reply: str) -> None:
     """Fails where "10" is read as the actions 1 and 0."""
     env = make(action_words=["left", "1", "2", "right"])
     assert say(env, reply).reward[0].sum() == -0.5

@@ -19,7 +19,7 @@ def test_demonstrations_use_only_states_of_the_split():
     assert {e.reset_id for e in plan.episodes} == {5, 6}
 
 
-def test_demonstration_order_of_states_differs_per_task():
+def test_demonstrations_reshuffle_states_on_each_pass():
     """Each lap of a task has another order, each trial a seed and noise of its own."""
     cfg = load_config("collect", [*TOY_COLLECT, "env.kwargs.tasks=3", "collect.out=demos"])
     plan = [*demonstration_episodes(cfg, ENV, [(task, trial) for task in (0, 1) for trial in range(24)]).episodes]

@@ -50,7 +50,7 @@ def policy() -> CausalLMPolicy:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_acting_and_scoring_agree(temperature: float):
+def test_causal_lm_sampled_and_recomputed_log_probs_agree(temperature: float):
     policy = build(temperature=temperature, value_dim=6)
     torch.nn.init.normal_(policy.module.value_head.weight)
     out = policy.act(observe(*PROMPTS), noise=noise(5))
@@ -68,7 +68,7 @@ def test_acting_and_scoring_agree(temperature: float):
     np.testing.assert_allclose(final[:, 0], out.value[:, 0], atol=2e-4)
 
 
-def test_gradients_match_the_plain_model(policy: CausalLMPolicy):
+def test_log_probs_and_gradients_match_a_plain_forward_pass(policy: CausalLMPolicy):
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(PROMPTS[1]), out.tokens[1:2])
     reply = out.tokens[1][out.tokens[1] >= 0]
@@ -79,7 +79,7 @@ def test_gradients_match_the_plain_model(policy: CausalLMPolicy):
     np.testing.assert_allclose(scores.logprob[0, : len(reply)].detach().numpy(), wanted, atol=1e-5)
 
 
-def test_scoring_without_gradients_runs_in_parts(policy: CausalLMPolicy):
+def test_log_probs_without_gradients_are_computed_in_chunks(policy: CausalLMPolicy):
     """All slots of a run at once would take more memory than an update."""
     prompts, tokens = tuple(f"{i}+1=" for i in range(70)), np.random.default_rng(0).integers(4, 12, (70, 6))
     whole = policy.score(observe(*prompts), tokens).logprob.detach().numpy()
@@ -91,7 +91,7 @@ def test_scoring_without_gradients_runs_in_parts(policy: CausalLMPolicy):
     np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
-def test_forward_width_is_that_of_the_longest_row(policy: CausalLMPolicy):
+def test_forward_length_is_that_of_the_longest_row(policy: CausalLMPolicy):
     """Long prompt and short reply beside short prompt and long reply: the numbers and gradients of each one alone."""
     prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)
     tokens[0, :1], tokens[1, :8] = [7], range(4, 12)
@@ -380,7 +380,7 @@ def test_end_token_follows_the_chat_template(
     assert found.encode_replies(["12"])[0].tolist() == [ids["1"], ids["2"], ids[end]]
 
 
-def test_imitation_learns_the_end_of_a_reply():
+def test_sft_learns_the_end_of_a_reply():
     """Without it, a tuned model would never stop."""
     policy, prompts = build(), observe("12=", "abc=")
     tokens = policy.encode_replies(["1", "abc"])

@@ -16,7 +16,7 @@ from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
 
 @pytest.mark.parametrize("is_lora", [False, True])
-def test_chunked_scoring_keeps_scores_and_gradients(is_lora, monkeypatch):
+def test_chunked_log_probs_keep_values_and_gradients(is_lora, monkeypatch):
     cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": TextLoraSettings(r=2, lora_alpha=2)})
     tested = build(cfg, value_dim=6, temperature=0.7, trainable=True)
     torch.nn.init.normal_(tested.module.value_head.weight)

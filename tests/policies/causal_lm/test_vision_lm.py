@@ -109,7 +109,7 @@ def policy(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return build("vision_lm", value_dim=6, path=str(tmp_path))
 
 
-def test_vision_replies_and_scores_match_transformers(policy: CausalLMPolicy):
+def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy):
     obs = observe()
     torch.nn.init.normal_(policy.module.value_head.weight)
     drawn = policy.act(obs, noise=np.random.default_rng(1).random((4, 6), dtype=np.float32))
@@ -186,7 +186,7 @@ def test_replies_contain_no_image_tokens():
     assert (drawn.tokens != picture).all()
 
 
-def test_small_vision_tokenizer_has_the_tasks_colours() -> None:
+def test_tiny_vision_tokenizer_contains_all_colour_names() -> None:
     words = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/vision_lm_tiny")).get_vocab()
     assert set(tasks.COLOURS) <= set(words)
 

@@ -44,7 +44,7 @@ def test_replies_follow_three_weight_updates(policy):
     assert not any(np.array_equal(a, b) for a, b in pairwise(seen))
 
 
-def test_vllm_samples_are_scored_consistently(policy):
+def test_vllm_log_probs_match_the_module(policy):
     out = policy.act(observe(*PROMPTS), noise=noise(5))
     scores = policy.score(observe(*PROMPTS), out.tokens)
     np.testing.assert_allclose(scores.logprob.detach().numpy(), out.logprob, atol=1e-4)

@@ -96,7 +96,7 @@ def test_fpo_temperature_scales_the_initial_noise():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_acting_and_scoring_agree(way, temperature):
+def test_flow_chain_sampled_and_recomputed_log_probs_agree(way, temperature):
     field, many = Field(16), seeds(16)
     chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
@@ -148,7 +148,7 @@ def test_record_size_matches_the_layout():
     assert {way: likelihood(field, **WAYS[way]).record.layout.tokens for way in expected} == expected
 
 
-def test_mixed_chain_is_the_ode_except_one_step():
+def test_mixed_chain_follows_the_ode_except_one_step():
     """Each row has its own place, all places occur, and the kept states are those around it."""
     field, many = Field(64), seeds(64)
     cfg = settings()

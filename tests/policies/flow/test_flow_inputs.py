@@ -58,7 +58,7 @@ def test_left_top_frames_match_bilinear_interpolation():
 
 
 @pytest.mark.parametrize("pad", [pad_centred, pad_left_top])
-def test_frames_of_the_right_size_are_only_scaled(pad):
+def test_frames_of_the_right_size_are_not_resized(pad):
     given = frames(28, 28)
     given.flags.writeable = False
     expected = torch.from_numpy(given.copy()).permute(0, 3, 1, 2) / 255.0 * 2 - 1
@@ -66,7 +66,7 @@ def test_frames_of_the_right_size_are_only_scaled(pad):
     assert (expected.min(), expected.max()) == (-1, 1)
 
 
-def test_fitted_sizes_match_the_originals():
+def test_resized_image_sizes_match_the_reference():
     assert fitted_size(frames(480, 640, 1), 224) == (168, 224)
     assert fitted_size(frames(480, 640, 1), 512) == (384, 512)
     assert fitted_size(frames(100, 33, 1), 28) == (28, 9)

@@ -182,7 +182,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(model, data):
 
 @torch.no_grad()
 @pytest.mark.parametrize("cast", [True, False], ids=["weights", "autocast"])
-def test_bfloat16_is_close(model, data, cast):
+def test_bfloat16_outputs_are_close_to_float32(model, data, cast):
     expected = sample(model, model.prefix(inputs_of(data)), data["noise"], 4)
     if cast:
         model.bfloat16()

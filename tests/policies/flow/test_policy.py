@@ -109,7 +109,7 @@ def stir(policy: FlowPolicy) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_acting_and_scoring_agree(folder, way):
+def test_flow_sampled_and_recomputed_log_probs_agree(folder, way):
     policy = build(folder, value_dim=1, **WAYS[way])
     stir(policy)
     obs = observe(6)
@@ -156,7 +156,7 @@ def test_actions_have_the_units_of_the_data(folder):
 
 
 @pytest.mark.parametrize("start", ["zero", "random"])
-def test_greedy_is_the_ode_and_batch_independent(folder, start):
+def test_greedy_actions_follow_the_ode_batch_independently(folder, start):
     policy = build(folder, greedy_start=start)
     stir(policy)
     obs = observe(5)
@@ -167,7 +167,7 @@ def test_greedy_is_the_ode_and_batch_independent(folder, start):
 
 
 @pytest.mark.parametrize("way", ["sde", "noise", "fpo"])
-def test_value_loss_does_not_change_the_network(folder, way):
+def test_value_loss_does_not_change_the_flow_network(folder, way):
     policy = build(folder, value_dim=1, **WAYS[way])
     stir(policy)
     obs = observe(4)
@@ -225,7 +225,7 @@ def test_imitation_loss_is_the_mean_over_pairs(folder):
     torch.testing.assert_close(three.imitate(obs, actions).loss, expected)
 
 
-def test_random_greedy_start_depends_on_the_whole_observation(folder):
+def test_random_greedy_noise_depends_on_the_whole_observation(folder):
     policy, obs = build(folder, greedy_start="random"), observe(3)
     alike = replace(obs, images=np.repeat(obs.images[:1], 3, axis=0))
     starts = policy._greedy_start(alike)
@@ -234,7 +234,7 @@ def test_random_greedy_start_depends_on_the_whole_observation(folder):
     assert not build(folder, greedy_start="zero")._greedy_start(obs).any()
 
 
-def test_imitation_fits_the_demonstrations(folder):
+def test_sft_fits_the_demonstrations(folder):
     """One action for each instruction: greedy and sampled chunks come near it."""
     policy = build(folder, num_steps=4)
     obs = observe(16)
@@ -298,7 +298,7 @@ def test_damaged_weights_are_refused_without_changes(folder, tmp_path, damage):
         assert all(torch.equal(before[name], p) for name, p in policy.module.state_dict().items())
 
 
-def test_spec_matches_the_policy(folder):
+def test_flow_spec_matches_the_built_policy(folder):
     for env, path in ((ENV, folder), (ENV, None)):
         policy = build(path, env=env)
         assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())
@@ -307,7 +307,7 @@ def test_spec_matches_the_policy(folder):
     assert "fp32 only" in FACTORY.validate(half)[0]
 
 
-def test_record_size_is_about_two_states(folder):
+def test_chunk_record_contains_about_two_action_chunks(folder):
     """Mixed form of 3 x 4 numbers: index and 24 floats in 13 tokens, rounded up to a multiple of K."""
     policy = build(folder)
     assert policy.spec.tokens_per_chunk == 15

@@ -50,7 +50,7 @@ def flow_from(policy: SteeredFlowPolicy, start: torch.Tensor) -> FloatArray:
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_dsrl_choice_is_the_initial_noise(folder, repeated):  # noqa: F811
+def test_dsrl_action_is_the_initial_noise(folder, repeated):  # noqa: F811
     policy = steer(folder, noise_repeated=repeated, noise_bound=2.0)
     out = policy.act(observe(6), noise=noise_for(policy, 6))
     chosen = policy.chosen(out.tokens)
@@ -60,7 +60,7 @@ def test_dsrl_choice_is_the_initial_noise(folder, repeated):  # noqa: F811
     assert np.abs(flow_from(policy, start) - out.actions).max() < 1e-5
 
 
-def test_steered_noise_uses_the_sde(folder):  # noqa: F811
+def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
     """From the chosen start; the first steps of the seed's streams, and the greedy chunk is the ODE's as before."""
     policy, plain = (steer(folder, noise_repeated=True, steered_noise=level) for level in (0.7, 0.0))
     noise, obs = noise_for(policy, 6), observe(6)
@@ -178,7 +178,7 @@ def test_dsrl_update_uses_stored_features(tmp_path):
         assert all(torch.equal(p, frozen[name]) for name, p in host.policy.module.network.named_parameters())
 
 
-def test_temperature_widens_the_choice(folder):  # noqa: F811
+def test_temperature_widens_the_dsrl_distribution(folder):  # noqa: F811
     """The sample before it is squashed is mean + temperature * deviation * noise."""
     policy = steer(folder)
     noise, chosen = noise_for(policy, 6), []

@@ -114,7 +114,7 @@ def test_deterministic_step_has_finite_gradients():
 
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 10])
-def test_the_last_step_ends_at_data(steps):
+def test_last_denoising_step_is_deterministic(steps):
     """Whatever the rounding of 1 - i/steps: the last step of CPS is certain, and its mean is the ODE's."""
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     t, end = times(torch.full((2,), steps - 1), steps)
@@ -146,7 +146,7 @@ def test_flow_sde_has_the_flows_marginals():
         assert float(state.std()) == pytest.approx(spread, rel=0.05), method.__name__
 
 
-def test_new_noise_head_returns_the_geometric_mean():
+def test_untrained_noise_head_returns_the_geometric_mean():
     head = NoiseHead(8, 3, 0.08, 0.16)
     assert torch.allclose(head(torch.randn(2, 5, 8)), torch.tensor(math.sqrt(0.08 * 0.16)))
     for parameter in head.parameters():

@@ -86,7 +86,7 @@ def noise_for(policy, count):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", FORMS)
-def test_vla_acting_and_scoring_agree(form, way, tmp_path):
+def test_vla_sampled_and_recomputed_log_probs_agree(form, way, tmp_path):
     values = {"value_dim": 1, "value_from": "expert" if way == "all" else "prefix"}
     policy = build(form, folder_of(form, tmp_path), **values, **WAYS[way])
     obs = observe(5)
@@ -280,7 +280,7 @@ def test_trained_parameters_follow_the_settings(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_vla_residual_starts_at_zero_and_is_trained_alone(form, tmp_path):
+def test_vla_residual_starts_at_zero_with_a_frozen_base(form, tmp_path):
     path, obs = folder_of(form, tmp_path), observe(4)
     alone, policy = build(form, path), build(form, path, likelihood="residual", residual_scale=0.4)
     assert trained_parts(policy) == {"residual_actor"}

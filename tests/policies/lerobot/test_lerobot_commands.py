@@ -59,7 +59,7 @@ def policy(folder, name, step):
     return folder / name / "checkpoints" / f"step_{step:06d}" / "policy"
 
 
-def test_training_on_demonstrations_writes_their_statistics(runs):
+def test_sft_writes_the_statistics_of_its_demonstrations(runs):
     from safetensors.numpy import load_file
 
     for kind in ("act", "diffusion"):
@@ -72,7 +72,7 @@ def test_training_on_demonstrations_writes_their_statistics(runs):
         assert "embodyrl_init" not in json.loads((folder / "config.json").read_text())
 
 
-def test_a_policy_with_history_acts_in_an_environment_with_history(runs):
+def test_history_policy_acts_in_a_history_environment(runs):
     words = (*trained(runs, "diffusion"), *ENV, *CAMERA, *PLAYED, "eval.episodes_per_task=2")
     history = ("env.env_type=tabletop_history", "env.history=2")
     result = evaluate(configure("eval", runs, "evaluated", *words, *history))
@@ -90,7 +90,7 @@ def test_act_is_evaluated_with_temporal_ensembling(runs):
     "method",
     [("algorithm=sac", "model.likelihood=dsrl"), ("algorithm=sac", "model.likelihood=residual"), ("algorithm=ppo",)],
 )
-def test_rl_changes_the_parts_that_its_method_trains(runs, method):
+def test_rl_updates_only_the_trainable_modules(runs, method):
     from safetensors.torch import load_file
 
     name = "_".join(method).replace("=", "_").replace(".", "_")
@@ -104,7 +104,7 @@ def test_rl_changes_the_parts_that_its_method_trains(runs, method):
     assert (after / "embodyrl_heads.safetensors").is_file()
 
 
-def test_two_ranks_update_like_one(tmp_path):
+def test_lerobot_policy_on_two_ranks_matches_one(tmp_path):
     start = fresh("diffusion", tmp_path / "start")
     model = ("model=diffusion", f"model.path={start}", "model.num_action_chunks=4", "~model.use_proprio=")
     learning = ("algorithm=ppo", "algorithm.update_epoch=1", "actor.optim.lr=0.001", "actor.micro_batch_size=3")

@@ -36,7 +36,7 @@ KINDS = ("act", "diffusion")
 
 
 @pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
-def test_a_folder_is_written_as_it_was_read(case, tmp_path):
+def test_lerobot_folder_round_trips(case, tmp_path):
     folder = folder_of(case, tmp_path / "in")
     policy, out = policy_of(folder), tmp_path / "out"
     out.mkdir()
@@ -47,7 +47,7 @@ def test_a_folder_is_written_as_it_was_read(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["act/state", "diffusion/state"])
-def test_another_number_of_executed_actions_is_written(case, tmp_path):
+def test_changed_number_of_executed_actions_is_saved(case, tmp_path):
     folder = folder_of(case, tmp_path / "in")
     raw = json.loads((folder / "config.json").read_text())
     if raw.get("temporal_ensemble_coeff") is not None:  # which goes with single actions only
@@ -61,7 +61,7 @@ def test_another_number_of_executed_actions_is_written(case, tmp_path):
     assert f"executes {before['n_action_steps']} actions" in policy.spec.doubts[0]
 
 
-def test_weights_of_a_compiled_model_keep_their_names(tmp_path):
+def test_compiled_model_weights_keep_their_names(tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     weights = load_file(folder / "model.safetensors")
     plain = policy_of(folder)
@@ -75,7 +75,7 @@ def test_weights_of_a_compiled_model_keep_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("robot", ["", "so100"])
-def test_statistics_among_the_weights_of_older_folders_count_and_stay(robot, tmp_path):
+def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
     folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
     statistics = load_file(folder / "policy_preprocessor_step_3_normalizer_processor.safetensors")
     for path in folder.glob("policy_*"):
@@ -102,7 +102,7 @@ def test_statistics_among_the_weights_of_older_folders_count_and_stay(robot, tmp
 
 @pytest.mark.parametrize("cameras", [(), ("front",)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_model_is_saved_as_lerobot_has_it(kind, cameras, tmp_path):
+def test_new_model_is_saved_in_the_lerobot_layout(kind, cameras, tmp_path):
     """Same keys and files as in folders that LeRobot wrote; statistics and heads of RL return."""
     env = toy_env(4, cameras)
     start = fresh(kind, tmp_path / "start")
@@ -127,7 +127,7 @@ def test_a_new_model_is_saved_as_lerobot_has_it(kind, cameras, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_a_run_bring_their_statistics(kind, tmp_path):
+def test_weights_of_a_run_include_their_statistics(kind, tmp_path):
     env = toy_env(4)
     start = fresh(kind, tmp_path / "start")
     policy, out = policy_of(start, env=env), tmp_path / "out"
@@ -148,7 +148,7 @@ def test_weights_of_a_run_bring_their_statistics(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_contradictions_are_named(kind, tmp_path):
+def test_contradictory_lerobot_settings_are_reported(kind, tmp_path):
     factory = POLICIES.get(kind)
 
     def problem(**changes):
@@ -168,7 +168,7 @@ def test_contradictions_are_named(kind, tmp_path):
     assert "is no folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
 
 
-def test_an_environment_that_does_not_fit_is_refused(tmp_path):
+def test_mismatched_environment_is_refused(tmp_path):
     folder = folder_of("diffusion/state", tmp_path / "in")
     cfg, factory = model_of("diffusion", path=str(folder), num_action_chunks=3), POLICIES.get("diffusion")
     config, _ = read_config(folder, "diffusion", factory.config)
@@ -182,7 +182,7 @@ def test_an_environment_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_tasks_are_doubted_for_a_policy_without_instructions(kind, tmp_path):
+def test_several_tasks_without_instruction_input_give_a_warning(kind, tmp_path):
     cfg, factory = model_of(kind, path=str(fresh(kind, tmp_path / "in")), num_action_chunks=4), POLICIES.get(kind)
     assert factory.spec(cfg, toy_env(), 0).doubts == ()
     several = replace(toy_env(), tasks=("go", "stop"), states_per_task=(4, 4))
@@ -190,7 +190,7 @@ def test_several_tasks_are_doubted_for_a_policy_without_instructions(kind, tmp_p
     assert factory.spec(cfg, replace(several, text=TextSpec(instructed=False)), 0).doubts == ()
 
 
-def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
+def test_cameras_are_not_mistaken_for_history_frames(tmp_path):
     factory, env = POLICIES.get("diffusion"), toy_env(4, ("front", "wrist"))
     cfg = model_of("diffusion", path=str(fresh("diffusion", tmp_path / "in", n_obs_steps=2)), num_action_chunks=4)
     with pytest.raises(ConfigError, match="for each of 2 steps"):
@@ -198,7 +198,7 @@ def test_a_new_model_does_not_take_cameras_for_a_history(tmp_path):
     assert factory.spec(cfg, with_history(env, 2), 0).inputs.num_images == 4
 
 
-def test_averaged_chunks_are_actions_of_all_rows(tmp_path):
+def test_temporal_ensemble_policy_returns_whole_chunks(tmp_path):
     folder, data = folder_of("act/state", tmp_path / "in"), recorded("act/state")
     config, _ = read_config(folder, "act", ActConfig)
     env = flattened(env_of_config(config), config.chunk_size)

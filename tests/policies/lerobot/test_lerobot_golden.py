@@ -56,7 +56,7 @@ def check_gradients(network, data, case):
 
 
 @pytest.mark.parametrize("case", [*ACT, *DIFFUSION])
-def test_normalization_is_equal_to_the_last_bit(cases, case):
+def test_normalization_is_bit_identical_to_lerobot(cases, case):
     policy, config, data = cases[case]
     inputs = policy._inputs(observation(config, data, "raw."))
     assert torch.equal(policy._from_actions(data["raw.action"].numpy()), data["normalised.action"])
@@ -67,7 +67,7 @@ def test_normalization_is_equal_to_the_last_bit(cases, case):
 
 
 @pytest.mark.parametrize("case", ACT)
-def test_act_trains_like_the_original(cases, case, monkeypatch):
+def test_act_losses_and_gradients_match_lerobot(cases, case, monkeypatch):
     policy, config, data = cases[case]
     network, obs = policy.module.network, observation(config, data, "raw.")
     target, padding = policy._from_actions(data["raw.action"].numpy()), data["action_is_pad"]
@@ -94,7 +94,7 @@ def test_act_trains_like_the_original(cases, case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ACT)
-def test_act_encodes_positions_and_pixels_like_the_original(cases, case):
+def test_act_embeddings_match_lerobot(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
     tokens = network.read(inputs)
@@ -110,7 +110,7 @@ def test_act_encodes_positions_and_pixels_like_the_original(cases, case):
 
 
 @pytest.mark.parametrize("case", ACT)
-def test_act_acts_like_the_original(cases, case):
+def test_act_chunks_match_lerobot(cases, case):
     policy, config, data = cases[case]
     read = policy._read(observation(config, data, "raw."))
     close(read.model[1], data["eval.encoder_out.0"], ONE_PASS, "encoder")
@@ -121,7 +121,7 @@ def test_act_acts_like_the_original(cases, case):
 
 
 @pytest.mark.parametrize("case", ["act/image", "act/novae"])
-def test_chunks_give_the_actions_of_the_originals_queue(cases, case):
+def test_executed_actions_match_the_lerobot_action_queue(cases, case):
     """A query for each `n_action_steps` actions."""
     policy, config, data = cases[case]
     every = config.n_action_steps
@@ -133,7 +133,7 @@ def test_chunks_give_the_actions_of_the_originals_queue(cases, case):
 
 
 @pytest.mark.parametrize("case", DIFFUSION)
-def test_diffusion_trains_like_the_original(cases, case):
+def test_diffusion_losses_and_gradients_match_lerobot(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
     network.train(meta(case)["train_mode"])
@@ -158,7 +158,7 @@ def test_diffusion_trains_like_the_original(cases, case):
 
 
 @pytest.mark.parametrize("case", ["diffusion/image", "diffusion/separate"])
-def test_diffusion_finds_key_points_like_the_original(cases, case):
+def test_diffusion_spatial_softmax_matches_lerobot(cases, case):
     policy, config, data = cases[case]
     network, inputs = policy.module.network, policy._inputs(observation(config, data, "raw."))
     separate = config.use_separate_rgb_encoder_per_camera
@@ -179,7 +179,7 @@ def test_diffusion_finds_key_points_like_the_original(cases, case):
 @pytest.mark.parametrize("case", DIFFUSION)
 @pytest.mark.parametrize(("sampler", "steps"), [("DDIM", 10), ("DDPM", 10), ("DDPM", 100)])
 @torch.no_grad()
-def test_denoising_follows_the_originals_steps(cases, case, sampler, steps):
+def test_denoising_steps_match_lerobot(cases, case, sampler, steps):
     policy, config, data = cases[case]
     condition = policy._read(observation(config, data, "raw.")).model
     close(condition, data["eval.global_cond"], ONE_PASS, "condition")
@@ -204,7 +204,7 @@ def test_denoising_follows_the_originals_steps(cases, case, sampler, steps):
 
 @pytest.mark.parametrize("case", DIFFUSION)
 @torch.no_grad()
-def test_chunks_from_a_history_give_the_actions_of_the_originals_queue(cases, case):
+def test_history_chunks_match_the_lerobot_action_queue(cases, case):
     """A query for each `n_action_steps` actions; the first observation fills the history."""
     policy, config, data = cases[case]
     close(policy._executed(data["sample.ddim10.out"]), data["eval.chunk"], ONE_PASS, "chunk")

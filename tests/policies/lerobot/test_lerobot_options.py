@@ -31,7 +31,7 @@ DIFFUSION = (
 
 
 @pytest.mark.parametrize("number", range(len(ACT) + len(DIFFUSION)))
-def test_an_option_acts_trains_and_returns(number, tmp_path):
+def test_each_lerobot_option_trains_and_round_trips(number, tmp_path):
     kind = "act" if number < len(ACT) else "diffusion"
     changes = (*ACT, *DIFFUSION)[number]
     seen = any(key in str(changes) for key in ("backbone", "VISUAL", "rgb", "resize"))
@@ -54,7 +54,7 @@ def test_an_option_acts_trains_and_returns(number, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["act", "diffusion"])
-def test_only_masked_losses_leave_padding_out(kind, tmp_path):
+def test_only_masked_losses_exclude_padding(kind, tmp_path):
     """Of diffusion with `do_mask_loss_for_padding`; the mean is over all numbers."""
     for masked in (True, False):
         changes = {"do_mask_loss_for_padding": masked} if kind == "diffusion" else {"use_vae": False}
@@ -72,7 +72,7 @@ def test_only_masked_losses_leave_padding_out(kind, tmp_path):
     ("name", "count"),
     [("resnet18", 11_176_512), ("resnet34", 21_284_672), ("resnet50", 23_508_032), ("resnet101", 42_500_160)],
 )
-def test_residual_networks_have_the_published_sizes(name, count):
+def test_resnets_have_the_published_sizes(name, count):
     """Numbers of torchvision's documentation without the last layer."""
     assert count_parameters(name, frozen=False) == count
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def test_residual_networks_have_the_published_sizes(name, count):
 
 
 @pytest.mark.parametrize("dilated", [False, True])
-def test_maps_have_the_predicted_size(dilated):
+def test_feature_maps_have_the_predicted_size(dilated):
     parts = torch.nn.Sequential(resnet_parts("resnet50", FrozenBatchNorm, dilated=dilated)).eval()
     with torch.no_grad():
         found = parts(torch.zeros(1, 3, 50, 70)).shape
@@ -106,7 +106,7 @@ def test_crops_are_random_in_training_and_central_in_evaluation():
 
 
 @pytest.mark.parametrize("kind", ["linear", "scaled_linear", "sigmoid", "squaredcos_cap_v2"])
-def test_noise_schedules_rise(kind):
+def test_noise_schedules_are_increasing(kind):
     config = DiffusionConfig(n_action_steps=4, beta_schedule=kind)
     found = betas(config)
     assert found.shape == (100,)

@@ -31,7 +31,7 @@ def build(kind, tmp_path, env, *, value_dim=0, trainable=True, start=None, **key
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_those_of_acting(kind, seen, tmp_path):
+def test_lerobot_sampled_and_recomputed_log_probs_agree(kind, seen, tmp_path):
     policy, obs = build(kind, tmp_path, SEEN[seen], value_dim=1), observe(SEEN[seen], 3)
     out = policy.act(obs, noise=noise_for(policy, 3))
     assert out.actions.shape == (3, 4, 2)
@@ -45,7 +45,7 @@ def test_scores_are_those_of_acting(kind, seen, tmp_path):
 
 @pytest.mark.parametrize("steps", ["one", "all"])
 @pytest.mark.parametrize("sampler", ["DDPM", "DDIM"])
-def test_the_chain_is_scored_as_it_was_sampled(sampler, steps, tmp_path):
+def test_diffusion_chain_log_probs_match_the_samples(sampler, steps, tmp_path):
     policy = build("diffusion", tmp_path, SEEN["state"], sampler=sampler, stochastic_steps=steps)
     obs = observe(SEEN["state"], 4)
     out = policy.act(obs, noise=noise_for(policy, 4), temperature=1.0)
@@ -56,7 +56,7 @@ def test_the_chain_is_scored_as_it_was_sampled(sampler, steps, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_does_not_depend_on_its_batch(kind, tmp_path):
+def test_lerobot_rows_are_batch_independent(kind, tmp_path):
     env = SEEN["images"]
     policy, obs = build(kind, tmp_path, env), observe(env, 4)
     noise = noise_for(policy, 4)
@@ -68,7 +68,7 @@ def test_a_row_does_not_depend_on_its_batch(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_scores_agree_with_finite_differences(kind, tmp_path):
+def test_log_prob_gradients_match_finite_differences(kind, tmp_path):
     policy, obs = build(kind, tmp_path, SEEN["state"]), observe(SEEN["state"], 2)
     tokens = policy.act(obs, noise=noise_for(policy, 2)).tokens
     weight = (policy.module.network.action_head if kind == "act" else policy.module.network.unet.final_conv[1]).weight
@@ -85,7 +85,7 @@ def test_gradients_of_scores_agree_with_finite_differences(kind, tmp_path):
 
 @pytest.mark.parametrize("seen", SEEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_imitation_lowers_its_loss(kind, seen, tmp_path):
+def test_sft_reduces_the_imitation_loss(kind, seen, tmp_path):
     env = SEEN[seen]
     policy, obs = build(kind, tmp_path, env), observe(env, 4)
     horizon = policy.spec.imitated
@@ -108,7 +108,7 @@ def test_imitation_lowers_its_loss(kind, seen, tmp_path):
 
 @pytest.mark.parametrize("likelihood", ["dsrl", "residual"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_only_the_actor_of_a_frozen_model_learns(kind, likelihood, tmp_path):
+def test_only_the_added_actor_and_value_head_are_trainable(kind, likelihood, tmp_path):
     env = SEEN["images"]
     policy, obs = build(kind, tmp_path, env, likelihood=likelihood, value_dim=1), observe(env, 3)
     assert isinstance(policy, SoftActor)
@@ -127,7 +127,7 @@ def test_only_the_actor_of_a_frozen_model_learns(kind, likelihood, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_actor_chooses_decides_the_chunk(kind, tmp_path):
+def test_dsrl_noise_determines_the_action_chunk(kind, tmp_path):
     env = SEEN["state"]
     start = fresh(kind, tmp_path / "start")
     policy, obs = build(kind, tmp_path, env, likelihood="dsrl", start=start), observe(env, 3)
@@ -143,7 +143,7 @@ def test_what_the_actor_chooses_decides_the_chunk(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_residual_of_nothing_is_the_model_and_demonstrations_name_their_correction(kind, tmp_path):
+def test_zero_residual_gives_the_actions_of_the_frozen_model(kind, tmp_path):
     env, start = SEEN["state"], fresh(kind, tmp_path / "start")
     policy = build(kind, tmp_path, env, likelihood="residual", start=start)
     obs = observe(env, 3)
@@ -156,7 +156,7 @@ def test_a_residual_of_nothing_is_the_model_and_demonstrations_name_their_correc
 
 
 @pytest.mark.parametrize("repeated", [False, True])
-def test_chosen_noise_is_the_start_of_denoising(repeated, tmp_path):
+def test_dsrl_noise_is_the_initial_denoising_sample(repeated, tmp_path):
     env = SEEN["state"]
     policy, obs = build("diffusion", tmp_path, env, likelihood="dsrl", noise_repeated=repeated), observe(env, 3)
     out = policy.act(obs, noise=noise_for(policy, 3))
@@ -168,7 +168,7 @@ def test_chosen_noise_is_the_start_of_denoising(repeated, tmp_path):
     assert np.abs(policy._to_actions(policy._executed(chunk)) - out.actions).max() < 1e-5
 
 
-def test_dsrl_of_an_act_without_a_latent_is_refused(tmp_path):
+def test_dsrl_requires_an_act_model_with_a_latent(tmp_path):
     cfg = model_of("act", path=str(fresh("act", tmp_path / "act", use_vae=False)), likelihood="dsrl")
     assert "use_vae" in POLICIES.get("act").validate(cfg)[0]
 
@@ -180,7 +180,7 @@ def test_parameters_are_counted_without_torch(kind, tmp_path):
         assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.network.parameters()), name
 
 
-def test_frames_are_turned_upright(tmp_path):
+def test_camera_frames_are_rotated_upright(tmp_path):
     env = SEEN["images"]
     obs = observe(env, 2)
     flipped = type(obs)(images=obs.images[:, :, ::-1, ::-1], state=obs.state, instructions=obs.instructions)

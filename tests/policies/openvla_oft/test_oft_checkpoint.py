@@ -37,7 +37,7 @@ def test_bf16_save_has_every_tensor_of_the_original(checkpoint, make_policy, tmp
         assert torch.equal(saved[key], tensor), key
 
 
-def test_save_load_save_is_byte_equal(checkpoint, make_policy, tmp_path, monkeypatch):
+def test_resaved_checkpoint_is_byte_identical(checkpoint, make_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_module, "SHARD_BYTES", 1_500_000)
     first = make_policy(checkpoint, value_dim=8)
     first.save(tmp_path / "a")
@@ -167,7 +167,7 @@ def test_a_folder_without_weights_is_refused(checkpoint, make_policy, tmp_path):
         policy.load_weights(tmp_path)
 
 
-def test_the_config_must_fit_the_weights(checkpoint, make_policy, edit_json):
+def test_config_must_match_the_weights(checkpoint, make_policy, edit_json):
     text = json.loads((checkpoint / "config.json").read_text())["text_config"]
     edit_json(checkpoint / "config.json", text_config=text | {"intermediate_size": 44})
     with pytest.raises(CheckpointError, match=r"other shapes .*config\.json does not belong"):

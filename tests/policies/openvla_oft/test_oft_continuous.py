@@ -53,7 +53,7 @@ def uniform(policy, count: int) -> np.ndarray:
     return np.random.default_rng(5).random((count, policy.spec.tokens_per_chunk), dtype=np.float32)
 
 
-def test_continuous_scoring_is_batch_independent(policy):
+def test_continuous_log_probs_are_batch_independent(policy):
     obs = observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
     assert out.tokens.shape == out.logprob.shape == (6, policy.spec.tokens_per_chunk)

@@ -71,7 +71,7 @@ def test_valid_folder_and_preset_have_no_problems(checkpoint):
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
 )
-def test_bad_values_are_refused_one_line_each(checkpoint, config, part):
+def test_each_invalid_value_gives_one_line(checkpoint, config, part):
     (message,) = problems(checkpoint, **config)
     assert part in message
     assert "\n" not in message
@@ -142,7 +142,7 @@ def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
         ({}, {"image_rotation_deg": 90}, "image_rotation_deg"),
     ],
 )
-def test_spec_refuses_what_does_not_fit_the_environment(checkpoint, env_spec, config, env, part):
+def test_spec_refuses_mismatched_environments(checkpoint, env_spec, config, env, part):
     with pytest.raises(ConfigError, match=part):
         FACTORY.spec(model_of(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
 
@@ -187,7 +187,7 @@ def test_unusable_statistics_are_rejected_before_anything_is_built(checkpoint, e
         FACTORY.spec(model_of(path=str(checkpoint)), env_spec, 0)
 
 
-def test_statistics_file_replaces_those_of_the_config(checkpoint):
+def test_statistics_file_replaces_statistics_of_the_config(checkpoint):
     statistics = checkpoint / "dataset_statistics.json"
     raw = json.loads(statistics.read_text())
     statistics.write_text(json.dumps({"mine": raw["libero_10_no_noops"]}))

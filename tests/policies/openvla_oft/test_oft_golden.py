@@ -411,7 +411,7 @@ def test_changed_logits_fail_the_comparison(policies, golden, limits, file, key)
         CHECKS[file](policies, recorded)
 
 
-def test_causal_mask_gives_other_logits(policies, golden, monkeypatch):
+def test_causal_attention_changes_the_logits(policies, golden, monkeypatch):
     plain = F.scaled_dot_product_attention
 
     def causal(q, k, v, attn_mask=None):

@@ -39,14 +39,14 @@ def observe(count: int) -> Observation:
     )
 
 
-def test_graph_batch_sizes_are_few():
+def test_cuda_graphs_use_few_batch_sizes():
     sizes = {bucket(count) for count in range(1, 257)}
     assert len(sizes) == 16
     assert all(count <= bucket(count) <= 1.5 * count for count in range(2, 257))
 
 
 @torch.no_grad()
-def test_padded_batch_matches_the_batch(policy):
+def test_padded_graph_batch_matches_the_unpadded_batch(policy):
     inputs = policy._inputs(observe(5))
     filled = fill(inputs, bucket(5))
     assert len(filled.pixels) == len(filled.state) == 6
@@ -55,7 +55,7 @@ def test_padded_batch_matches_the_batch(policy):
 
 
 @torch.no_grad()
-def test_failed_recording_falls_back_with_a_warning(policy):
+def test_failed_graph_capture_falls_back_with_a_warning(policy):
     inputs, recorded = policy._inputs(observe(5)), Recorded(policy._forward)
     with pytest.warns(UserWarning, match=r"model\.cuda_graphs: not used, because .*CUDAGraph"):
         first = recorded(inputs)
@@ -65,7 +65,7 @@ def test_failed_recording_falls_back_with_a_warning(policy):
 
 
 @torch.no_grad()
-def test_out_of_memory_is_not_a_fallback(policy, monkeypatch):
+def test_graph_capture_out_of_memory_is_raised(policy, monkeypatch):
     def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 

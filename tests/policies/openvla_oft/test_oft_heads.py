@@ -80,7 +80,7 @@ def observe_twice():
     )
 
 
-def test_denoising_follows_the_schedule(official, golden):
+def test_ddim_timesteps_follow_the_schedule(official, golden):
     module = official("diffusion", action_head="diffusion", trainable=False).module
     batch, x = golden_inputs(golden), golden("official_diffusion_2img_proprio")["noise"]
     with torch.no_grad():

@@ -82,7 +82,7 @@ def test_official_pipeline_equals_tensorflow(tf_images, tf_frames):
     assert (difference > 0).mean() <= 1e-4
 
 
-def test_normalisation_and_channel_order(tf_images, norms, golden_dir):
+def test_normalisation_and_channel_order_match_reference(tf_images, norms, golden_dir):
     want = np.load(golden_dir / "expected" / "image_pipeline_pixel_values.npz")
     frames = tf_images["center_crop_224"][None, None]
     got = preprocess(frames, rotation_deg=0, pipeline="rlinf", size=224, norms=norms, device=CPU)
@@ -93,7 +93,7 @@ def test_normalisation_and_channel_order(tf_images, norms, golden_dir):
 
 
 @pytest.mark.parametrize("pipeline", ["rlinf", "official"])
-def test_rotation_is_applied_first(tf_images, norms, pipeline):
+def test_image_rotation_is_applied_first(tf_images, norms, pipeline):
     raw = tf_images["agentview_256"][None, None]
     arguments = {"pipeline": pipeline, "size": 56, "norms": norms, "device": CPU}
     rotated = preprocess(raw, rotation_deg=180, **arguments)
@@ -101,7 +101,7 @@ def test_rotation_is_applied_first(tf_images, norms, pipeline):
     assert not torch.equal(rotated, preprocess(raw, rotation_deg=0, **arguments))
 
 
-def test_cameras_are_groups_of_six_channels(norms):
+def test_each_camera_has_six_channels(norms):
     frames = np.random.default_rng(0).integers(0, 256, (3, 2, 40, 48, 3), dtype=np.uint8)
     arguments = {"rotation_deg": 180, "pipeline": "rlinf", "size": 28, "norms": norms, "device": CPU}
     both = preprocess(frames, **arguments)

@@ -34,7 +34,7 @@ def take_a_step(policy, obs, tokens):
     optimizer.step()
 
 
-def test_an_exported_adapter_run_is_a_public_checkpoint(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
+def test_exported_adapter_run_has_the_public_layout(checkpoint, make_policy, env_spec, golden, adapter, tmp_path):
     config = {"is_lora": True, "lora": LoraSettings(path=str(adapter)), "precision": Precision.bf16}
     make_policy(checkpoint, value_dim=1, **config).save(tmp_path / "saved")
     export_policy(model_of(path=str(checkpoint), **config), env_spec, tmp_path / "saved", tmp_path / "public")
@@ -50,7 +50,7 @@ def test_an_exported_adapter_run_is_a_public_checkpoint(checkpoint, make_policy,
     assert (logits - want).abs().mean() < 0.05 * (base - want).abs().mean()
 
 
-def test_all_linear_finds_the_modules_of_the_public_adapter(checkpoint, make_policy, adapter):
+def test_all_linear_selects_the_modules_of_the_public_adapter(checkpoint, make_policy, adapter):
     policy = make_policy(checkpoint, is_lora=True, value_dim=1, lora=LoraSettings(r=4, lora_alpha=4))
     injected = {name.partition(".lora_A.")[0] for name in policy.module.state_dict() if ".lora_A." in name}
     assert injected == set(read_adapter(adapter).factors)
@@ -113,7 +113,7 @@ def test_adapter_checkpoints_contain_only_trained_weights(checkpoint, make_polic
     assert np.abs(before - out.value).max() > 1e-2
 
 
-def test_bf16_base_with_fp32_adapters(checkpoint, make_policy):
+def test_adapters_are_fp32_on_a_bf16_base(checkpoint, make_policy):
     policy = make_policy(checkpoint, is_lora=True, value_dim=1, precision=Precision.bf16, lora=LoraSettings(path=None))
     base = {p.dtype for n, p in policy.module.named_parameters() if ".lora_" not in n and "value_head" not in n}
     assert base == {torch.bfloat16}
@@ -151,7 +151,7 @@ def test_mismatched_adapters_are_an_error(checkpoint, make_policy, adapter, tmp_
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 2.0), (True, 4.0)])
-def test_a_saved_adapter_is_read_by_peft(checkpoint, make_policy, tmp_path, stabilised, scale):
+def test_saved_adapter_is_readable_by_peft(checkpoint, make_policy, tmp_path, stabilised, scale):
     from peft import PeftConfig
 
     lora = LoraSettings(r=4, lora_alpha=8, target_modules="q_proj,v_proj", use_rslora=stabilised)

@@ -103,7 +103,7 @@ def test_compiled_model_matches_the_plain_model(checkpoint, make_policy, monkeyp
 
 
 @pytest.mark.parametrize(("chunk", "dim", "images"), [(25, 14, 3), (5, 7, 1)])
-def test_other_action_dimensions_work(checkpoint, make_policy, env_spec, chunk, dim, images):
+def test_other_action_dimensions_are_supported(checkpoint, make_policy, env_spec, chunk, dim, images):
     """ALOHA: 25 actions of 14 dimensions from three cameras, between minimum and maximum; Bridge: 5 of 7."""
     bounds = {"min": [-2.0] * dim, "max": [2.0] * dim, "q01": [-1.0] * dim, "q99": [1.0] * dim}
     (checkpoint / "dataset_statistics.json").write_text(json.dumps({"robot": {"action": bounds}}))

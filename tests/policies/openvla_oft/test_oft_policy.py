@@ -71,7 +71,7 @@ def test_actions_are_in_the_units_of_the_statistics(checkpoint, make_policy):
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 @pytest.mark.parametrize("trainable", [True, False])
-def test_oft_acting_and_scoring_agree(checkpoint, make_policy, precision, trainable):
+def test_oft_sampled_and_recomputed_log_probs_agree(checkpoint, make_policy, precision, trainable):
     policy = make_policy(checkpoint, value_dim=1, precision=precision, trainable=trainable)
     for noise in (uniforms(4), None):
         out = policy.act(observe(), noise=noise)
@@ -147,7 +147,7 @@ def test_sampling_follows_the_softmax():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_integer_sums_match_float_sums(dtype):
+def test_integer_cumulative_sums_match_float_sums(dtype):
     probability = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 2).to(dtype).softmax(-1)
     probability[:, 100:200] = 0
     sums = integer_sums(probability)
@@ -158,7 +158,7 @@ def test_integer_sums_match_float_sums(dtype):
 
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("pipeline", ["rlinf", "official"])
-def test_training_and_acting_use_the_same_pixels(checkpoint, make_policy, pipeline, precision):
+def test_training_and_rollout_use_the_same_pixels(checkpoint, make_policy, pipeline, precision):
     policy = make_policy(checkpoint, image_pipeline=pipeline, precision=precision)
     seen = []
     policy.module.vision_backbone.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
@@ -170,7 +170,7 @@ def test_training_and_acting_use_the_same_pixels(checkpoint, make_policy, pipeli
     assert torch.equal(seen[0], seen[2])
 
 
-def test_sampling_at_the_ends_of_the_interval_is_valid():
+def test_sampling_at_the_bounds_of_the_noise_interval_is_valid():
     scaled = torch.full((1, 2, 256), -float("inf"))
     scaled[..., 7] = 0.0
     noise = torch.tensor([[0.0, np.nextafter(np.float32(1), np.float32(0))]])
@@ -189,7 +189,7 @@ def test_gradients_reach_both_towers_and_the_value_head(make_policy):
     assert silent == []
 
 
-def test_tiny_preset_starts_near_uniform(make_policy):
+def test_tiny_preset_action_distribution_starts_near_uniform(make_policy):
     obs = observe(instructions=("pick up the milk and place it in the basket",))
     first, again, other = (make_policy(TINY, seed=seed, temperature=1.0) for seed in (0, 0, 1))
     entropy = first.score(obs, first.act(obs, noise=None).tokens).entropy

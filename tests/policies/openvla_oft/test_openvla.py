@@ -71,7 +71,7 @@ def reference_decode(module, batch, row):
     return found, logprobs
 
 
-def test_greedy_decoding_and_scoring_match_the_reference(openvla, golden):
+def test_greedy_actions_and_log_probs_match_the_reference(openvla, golden):
     module, batch = openvla().module, inputs_of(golden)
     with torch.no_grad():
         logits, bins, _ = decode_tokens(module, batch, lambda _, x: x.argmax(-1))
@@ -95,7 +95,7 @@ def test_tokens_depend_on_earlier_tokens_only(openvla, golden):
     assert all((a[:, j] - b[:, j]).abs().max() > 1e-3 for j in range(4, 7))
 
 
-def test_openvla_acting_and_scoring_are_batch_independent(openvla):
+def test_openvla_actions_and_log_probs_are_batch_independent(openvla):
     policy = openvla(value_dim=1)
     assert policy.spec.tokens_per_chunk == 7
     obs, noise = observe(), np.random.default_rng(0).random((4, 7), dtype=np.float32)

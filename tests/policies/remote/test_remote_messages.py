@@ -99,7 +99,7 @@ class Bomb:
         ("data", None, "do not have that size"),
     ],
 )
-def test_a_damaged_or_dangerous_array_is_refused(field, value, says, tmp_path, monkeypatch):
+def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     whole = text_keyed(PICTURE)
     data = pickle.dumps(Bomb()) if value == "|O" else whole["data"]
@@ -185,7 +185,7 @@ def test_missing_part_error_lists_received_parts():
     assert OPENPI.read(message, images=1, states=0).state is None
 
 
-def test_upright_is_its_own_inverse():
+def test_rotating_images_twice_gives_the_original():
     turned = upright(PICTURE, 180)
     assert np.array_equal(turned, PICTURE[::-1, ::-1])
     assert np.array_equal(upright(turned, 180), PICTURE)

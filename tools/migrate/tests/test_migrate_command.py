@@ -67,12 +67,12 @@ ACCEPTED = {
 }
 
 
-def test_every_case_has_an_expectation() -> None:
+def test_every_case_has_an_expected_outcome() -> None:
     assert {path.name for path in CASES.iterdir()} == set(REFUSED) | set(ACCEPTED)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_case_that_differs_ends_with_exit_2_and_its_reason(run: Any, name: str) -> None:
+def test_differing_config_exits_2_with_a_reason(run: Any, name: str) -> None:
     outcome = run(CASES / name)
     assert (outcome.code, outcome.settings) == (2, None)
     assert REFUSED[name] in outcome.screen
@@ -80,7 +80,7 @@ def test_a_case_that_differs_ends_with_exit_2_and_its_reason(run: Any, name: str
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_a_case_that_is_the_same_is_written(run: Any, tmp_path: Path, name: str) -> None:
+def test_equivalent_config_is_written(run: Any, tmp_path: Path, name: str) -> None:
     outcome = run(CASES / name)
     assert outcome.code == 0, outcome.screen
     cfg = embodyrl.compose("train", f"experiment={Path(name).stem}", config_dirs=[tmp_path])
@@ -92,11 +92,11 @@ def test_a_case_that_is_the_same_is_written(run: Any, tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("name", ["12_verl_gsm8k.sh", "16_areal_multi_turn.yaml"])
-def test_validation_of_the_source_is_never_lost(run: Any, name: str) -> None:
+def test_source_validation_settings_are_reported(run: Any, name: str) -> None:
     assert "differs: validation episodes: every row there" in run(CASES / name).screen
 
 
-def test_nearest_writes_the_experiment_with_its_differences(run: Any) -> None:
+def test_nearest_flag_writes_the_experiment_and_lists_differences(run: Any) -> None:
     outcome = run(CASES / "02_rlinf_temperature.yaml", "--nearest")
     assert outcome.code == 0
     assert outcome.settings is not None
@@ -104,12 +104,12 @@ def test_nearest_writes_the_experiment_with_its_differences(run: Any) -> None:
     assert "not the same experiment: differs: top k: 50 there, off here." in outcome.screen
 
 
-def test_nearest_writes_nothing_where_nothing_is_near(run: Any) -> None:
+def test_nearest_flag_writes_nothing_without_a_close_match(run: Any) -> None:
     for name in ("01_cosmos_gym.toml", "04_rlinf_eval_only.yaml", "17_verl_config_not_found.sh"):
         assert run(CASES / name, "--nearest").code == 2
 
 
-def test_a_smaller_batch_gives_the_trials_their_states(run: Any) -> None:
+def test_smaller_batch_limits_trials_to_their_initial_states(run: Any) -> None:
     outcome = run(CASES / "09_simplevla_trials.sh", "data.train_batch_size=8")
     assert outcome.code == 0, outcome.screen
     assert outcome.settings is not None
@@ -124,13 +124,13 @@ def test_the_experiment_does_not_repeat_defaults(run: Any, tmp_path: Path) -> No
     assert (cfg.algorithm.clip_ratio_low, cfg.algorithm.group_size, cfg.actor.optim.lr) == (0.2, 8, 4e-6)
 
 
-def test_unsupported_keys_are_on_the_screen(run: Any) -> None:
+def test_unsupported_keys_are_printed(run: Any) -> None:
     outcome = run(DATA / "simplevla_rl_libero.sh", "+trainer.nnodes=2", "+trainer.max_val_batches=3", "--nearest")
     assert "unsupported, without effect on the result: trainer.nnodes=2" in outcome.screen
     assert "not the same experiment: unsupported key: trainer.max_val_batches=3" in outcome.screen
 
 
-def test_json_has_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_contains_the_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main([str(CASES / "03_rlinf_min_lr_rate.yaml"), "--to", str(tmp_path), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (code, told["written"], told["layout"], told["reasons"]) == (0, True, "0.3", [])
@@ -146,7 +146,7 @@ def test_an_existing_experiment_is_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert "exists" in capsys.readouterr().err
 
 
-def test_the_module_runs(tmp_path: Path) -> None:
+def test_migrate_module_is_executable(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "embodyrl_migrate", str(tmp_path / "none.yaml")]
     found = subprocess.run(words, cwd=ROOT / "tools" / "migrate", capture_output=True, text=True, timeout=100)
     assert (found.returncode, found.stderr) == (
@@ -166,7 +166,7 @@ def test_the_module_runs(tmp_path: Path) -> None:
         ('[ "$1" = "x" ]', None),
     ],
 )
-def test_conditions_that_a_script_decides_are_followed(condition: str, taken: str | None) -> None:
+def test_shell_conditions_are_evaluated(condition: str, taken: str | None) -> None:
     text = f"""kind=b
 if {condition}; then
     lr=b
@@ -183,12 +183,12 @@ python -m verl.trainer.main_ppo model.path=m/$kind optim.lr=$lr
         assert (script.words[1], script.unclear) == (f"optim.lr={taken}", [])
 
 
-def test_two_training_commands_are_unclear() -> None:
+def test_two_training_commands_are_reported_as_ambiguous() -> None:
     text = "python -m verl.trainer.main_ppo a.b=1\npython -m verl.trainer.main_ppo a.b=2 c.d=3\n"
     assert "starts 2 commands" in read_shell(text).unclear[0]
 
 
-def test_a_config_in_a_folder_above_is_found(tmp_path: Path) -> None:
+def test_config_in_a_parent_folder_is_found(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "run.yaml").write_text("data: {train_batch_size: 8}\n")
     (tmp_path / "run.sh").write_text(
@@ -220,7 +220,7 @@ def test_unreadable_files_are_rejected(tmp_path: Path, name: str, text: str, mes
 
 
 @pytest.mark.parametrize("system", systems())
-def test_every_group_of_the_tables_exists_and_every_refusal_names_the_nearest(system: str) -> None:
+def test_migration_tables_name_existing_groups(system: str) -> None:
     found = load_system(system)
     cases = [case for question in found.identity for case in question["cases"]]
     assert [case for case in cases if "refuse" in case and not case.get("nearest")] == []
@@ -242,12 +242,12 @@ UNKNOWN = {
 """A recipe of each system, with its keys of the rollout backend and of the trainer."""
 
 
-def test_every_system_is_asked_for_an_unknown_backend_and_trainer() -> None:
+def test_unknown_backend_cases_cover_every_system() -> None:
     assert {next(system for system in systems() if name.startswith(system)) for name in UNKNOWN} == {*systems()}
 
 
 @pytest.mark.parametrize(("name", "word"), [(name, word) for name, words in UNKNOWN.items() for word in words])
-def test_an_unknown_backend_or_trainer_ends_with_exit_2_in_spite_of_nearest(run: Any, name: str, word: str) -> None:
+def test_unknown_backend_or_trainer_exits_2_with_nearest_flag(run: Any, name: str, word: str) -> None:
     outcome = run(DATA / name, f"+{word}" if name.endswith((".yaml", ".sh")) else word, "--nearest")
     assert (outcome.code, outcome.settings) == (2, None)
     assert f"({word})" in outcome.screen

@@ -36,7 +36,7 @@ def subject(reason: str) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "facts" in wanted])
-def test_what_decides_the_result_is_kept_or_named(name: str) -> None:
+def test_settings_that_affect_results_are_kept_or_reported(name: str) -> None:
     result, facts, why, _ = migrated(name)
     wanted = EXPECTED[name]
     assert list(dict.fromkeys(map(subject, why))) == wanted.get("reasons", [])
@@ -51,7 +51,7 @@ def test_what_decides_the_result_is_kept_or_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "refused" in wanted])
-def test_unknown_parts_are_refused_with_the_nearest_one(name: str) -> None:
+def test_unknown_components_are_refused_with_a_suggestion(name: str) -> None:
     _, _, why, _ = migrated(name)
     for part, words in EXPECTED[name]["refused"].items():
         lines = [line for line in why if line.startswith(f"{part}: ") and words in line]
@@ -60,7 +60,7 @@ def test_unknown_parts_are_refused_with_the_nearest_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "missing" in wanted])
-def test_a_missing_file_is_the_only_reason_and_nothing_is_composed(name: str) -> None:
+def test_missing_file_is_the_only_reported_reason(name: str) -> None:
     result, _, why, source = migrated(name)
     assert list(dict.fromkeys(source.missing)) == EXPECTED[name]["missing"]
     assert [line.startswith("missing file: ") for line in why] == [True] * len(EXPECTED[name]["missing"])
@@ -68,7 +68,7 @@ def test_a_missing_file_is_the_only_reason_and_nothing_is_composed(name: str) ->
 
 
 @pytest.mark.parametrize("name", [name for name, wanted in EXPECTED.items() if "missing" not in wanted])
-def test_every_key_has_a_verdict(name: str) -> None:
+def test_every_source_key_has_a_migration_status(name: str) -> None:
     result, _, _, source = migrated(name)
     account = [verdict for verdict in result.verdicts if not verdict.is_default]
     assert sorted(verdict.key for verdict in account) == sorted(source.values)
@@ -143,7 +143,7 @@ FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_rlinf(family: str) -> None:
+def test_rlinf_config_families_give_the_expected_differences(family: str) -> None:
     overrides, wanted = FAMILIES[family]
     _, _, why, _ = migrated(LIBERO_GRPO, *overrides)
     found = list(dict.fromkeys(map(subject, why)))
@@ -157,12 +157,12 @@ NAMED: dict[str, list[Any]] = yaml.safe_load((DATA / "rlinf_configs.yaml").read_
 
 
 @pytest.mark.parametrize("family", sorted({family for family, _ in NAMED.values()}))
-def test_named_configs_of_rlinf_end_as_their_family(family: str) -> None:
+def test_rlinf_configs_have_the_exit_code_of_their_family(family: str) -> None:
     *_, why, _ = migrated(LIBERO_GRPO, *FAMILIES[family][0])
     assert {code for name, (of, code) in NAMED.items() if of == family} == {2 if why else 0}
 
 
-def test_what_rlinf_does_not_read_changes_nothing() -> None:
+def test_keys_unused_by_rlinf_do_not_change_the_result() -> None:
     plain, _, differs, _ = migrated(LIBERO_GRPO)
     unread = (
         "algorithm.kl_beta=0.1",
@@ -185,19 +185,21 @@ def test_what_rlinf_does_not_read_changes_nothing() -> None:
     ],
     ids=["algorithm", "rollout", "the older section is not read", "rollout_epoch"],
 )
-def test_the_layout_says_where_the_sampling_is_read(layout: str, words: tuple[str, ...], temperature: float) -> None:
+def test_sampling_keys_are_read_by_config_layout_version(
+    layout: str, words: tuple[str, ...], temperature: float
+) -> None:
     result, _, why, _ = migrated(LIBERO_GRPO, *words)
     assert (result.layout, [subject(line) for line in why]) == (layout, FILTERED)
     assert result.flat["algorithm.sampling_params.temperature"] == temperature
 
 
-def test_steps_are_the_smaller_of_epochs_and_steps() -> None:
+def test_training_steps_are_limited_by_max_epochs_and_max_steps() -> None:
     for steps, wanted in ((-1, 1000), (300, 300), (2000, 1000)):
         result, *_ = migrated(LIBERO_GRPO, f"runner.max_steps={steps}")
         assert result.flat["runner.max_steps"] == wanted
 
 
-def test_simplevla_reads_neither_entropy_nor_epochs_nor_schedule() -> None:
+def test_simplevla_ignores_entropy_epochs_and_schedule() -> None:
     actor = "actor_rollout_ref.actor"
     unread = (f"{actor}.entropy_coeff=0.5", f"{actor}.ppo_epochs=3", f"{actor}.optim.warmup_style=cosine")
     result, _, why, _ = migrated("simplevla_rl_libero.sh", *unread)
@@ -207,7 +209,7 @@ def test_simplevla_reads_neither_entropy_nor_epochs_nor_schedule() -> None:
 
 
 @pytest.mark.parametrize(("trials", "states"), [(20, [0, 19]), (49, [0, 48]), (50, None)])
-def test_trials_of_a_task_are_its_first_initial_states(trials: int, states: list[int] | None) -> None:
+def test_trials_per_task_select_the_first_initial_states(trials: int, states: list[int] | None) -> None:
     result, facts, why, _ = migrated("simplevla_rl_libero.sh", f"+data.num_trials_per_task={trials}")
     assert why == []
     assert [result.flat[f"env.{split}.state_ids"] for split in ("train", "eval")] == [states, states]
@@ -216,7 +218,7 @@ def test_trials_of_a_task_are_its_first_initial_states(trials: int, states: list
 
 
 @pytest.mark.parametrize("system", systems())
-def test_every_fact_names_file_and_function_of_its_source(system: str) -> None:
+def test_every_compared_setting_names_its_source_file(system: str) -> None:
     from embodyrl_migrate.tables import read
 
     found = load_system(system)
@@ -227,7 +229,7 @@ def test_every_fact_names_file_and_function_of_its_source(system: str) -> None:
 
 
 @pytest.mark.parametrize("system", systems())
-def test_the_core_of_the_comparison_is_complete(system: str) -> None:
+def test_comparison_covers_all_core_settings(system: str) -> None:
     core = """
     horizon group episodes optimizer_steps steps estimator divided_by_deviation loss aggregation clip_low clip_high
     dual_clip kl entropy filter old_logprob temperature top_k learning_rate schedule warmup weight_decay betas
