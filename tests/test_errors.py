@@ -24,10 +24,10 @@ def test_user_errors_are_not_python_errors(kind: type) -> None:
         (ValueError(), "ValueError"),
     ],
 )
-def test_reason_of_a_foreign_error_is_its_message(error: Exception, words: str) -> None:
+def test_reason_of_a_third_party_error_is_its_message(error: Exception, words: str) -> None:
     assert errors.reason_of(error) == words
 
 
-def test_no_message_has_the_repr_of_an_error() -> None:
+def test_error_messages_contain_no_exception_repr() -> None:
     package = Path(errors.__file__).parent
     assert [path.name for path in package.rglob("*.py") if "error!r}" in path.read_text(encoding="utf-8")] == []

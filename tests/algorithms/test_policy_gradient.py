@@ -394,13 +394,13 @@ def test_groups_without_signal_still_count_in_the_denominator():
 @pytest.mark.parametrize(
     ("changes", "signal"), [({}, False), ({"kl_beta": 0.1}, True), ({"entropy_bonus": 0.01}, True)]
 )
-def test_constant_groups_have_signal_only_through_other_terms(changes: dict, signal: bool):
+def test_constant_reward_groups_train_through_other_loss_terms_only(changes: dict, signal: bool):
     batch = Algorithm(algorithm_of(**changes)).prepare(success_groups(0, 4))
     assert batch.has_signal is signal
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
 
-def test_value_coef_decides_whether_values_are_a_signal():
+def test_values_give_a_training_signal_only_with_value_coef():
     episode = make_episode([[0.0], [0.0]], value=[[0.0], [0.0]], bootstrap=[0.0])
     for coefficient, signal in ((0.5, True), (0.0, False)):
         assert Algorithm(gae_config(value_coef=coefficient)).prepare([episode]).has_signal is signal

@@ -84,7 +84,7 @@ def test_corrections_ignore_empty_columns(keys: dict[str, Any], level: TokenLeve
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
 @pytest.mark.parametrize("loss_type", ["clip_cov", "kl_cov"])
-def test_cov_fraction_counts_scored_tokens_only(loss_type: str, share: float) -> None:
+def test_cov_fraction_excludes_tokens_without_log_prob(loss_type: str, share: float) -> None:
     bounds = {"cov_bounds": [-9.0, 9.0]} if loss_type == "clip_cov" else {}
     assert_equal_with_empty_columns(loss_type=loss_type, cov_share=share, **bounds)
 

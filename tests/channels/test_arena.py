@@ -78,7 +78,7 @@ def test_missing_memory_is_an_error_before_allocation():
         Arena.create(huge, 1)
 
 
-def test_fields_do_not_overlap(arena):
+def test_record_fields_do_not_overlap(arena):
     a, b = arena.allocate(), arena.allocate()
     with arena.write(a) as record:
         arena["image"][record] = 255
@@ -109,7 +109,7 @@ def _run(target, *args) -> int | None:
     return process.exitcode
 
 
-def test_attached_process_writes_in_place(arena):
+def test_attached_process_writes_to_shared_memory(arena):
     ticket = arena.allocate()
     assert _run(_fill, arena.handle, ticket) == 0
     assert arena["image"][arena.read([ticket])[0]].min() == 42

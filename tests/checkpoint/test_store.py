@@ -238,7 +238,7 @@ def edit_manifest(path: Path, change) -> None:
         "a/",
     ],
 )
-def test_malicious_names_are_refused(name: str, tmp_path: Path):
+def test_malicious_file_names_are_refused(name: str, tmp_path: Path):
     secret = b"outside"
     (tmp_path / "outside.bin").write_bytes(secret)
     store = CheckpointStore(tmp_path)

@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
     return cwd, run_cli("train", *words, "launcher.env_workers=2", cwd=cwd)
 
 
-def test_training_prints_where_its_results_are(trained):
+def test_training_prints_the_paths_of_its_results(trained):
     cwd, done = trained
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -62,7 +62,7 @@ def test_eval_writes_separate_results(trained):
     assert len(list((cwd / "runs" / "videos" / "evaluated").glob("step000002_*.mp4"))) == 1
 
 
-def test_resume_by_path_uses_the_runs_settings(trained):
+def test_resume_by_path_uses_the_settings_of_the_run(trained):
     cwd, _ = trained
     done = run_cli("train", "--resume", "runs/run", "trust=true", "runner.max_steps=3", cwd=cwd)
     assert done.returncode == 0, done.stderr

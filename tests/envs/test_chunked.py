@@ -81,7 +81,7 @@ def test_slots_end_independently():
         assert result.truncated.any(axis=1).tolist() == [*ignoring]
 
 
-def test_relative_rewards_telescope_over_chunks_and_restart_with_the_episode():
+def test_relative_rewards_telescope_over_chunks_of_an_episode():
     rewards = [0.5, 0.25, 2.0, -1.0, 3.0, 0.75]
     _, env = make(steps_of(rewards), coef=2.0)
     for _ in range(2):

@@ -316,7 +316,7 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
-def test_dead_rank_ends_the_others_immediately(start, tmp_path):
+def test_dead_rank_ends_all_other_ranks_immediately(start, tmp_path):
     """Rank 0 waits for it in a collective whose own limit is an hour."""
     gate = tmp_path / "gate"
     command = start("algorithm.adv_type=toy_gates:GATED_GRPO", "actor.fsdp.size=2", **{GATE: str(gate)})

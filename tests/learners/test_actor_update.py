@@ -181,7 +181,7 @@ def test_loaded_optimizer_keeps_the_runs_settings(make: Make, tmp_path):
     assert (group["weight_decay"], group["eps"]) == (0.5, 0.001)
 
 
-def test_update_metrics_are_means_and_max_metrics_maxima():
+def test_update_metrics_are_averaged_except_maxima():
     steps = [{"kl": 1.0, "kl_max": 2.0}, {"kl": 3.0, "kl_max": 1.0}]
     assert mean_metrics(steps) == {"kl": 2.0, "kl_max": 2.0}
 

@@ -121,7 +121,7 @@ def test_model_sets_the_default_warm_up(typed, first):
     "words",
     [("env.kwargs.echo=true", "actor.global_batch_size=10"), ("env.kwargs.goal=0.5", "actor.global_batch_size=8")],
 )
-def test_schedule_ends_with_the_run(tmp_path, words):
+def test_learning_rate_schedule_ends_with_the_run(tmp_path, words):
     """16 samples in batches of 10 are two steps, not 16 // 10; and of episodes that end early fewer samples come."""
     steps = ("runner.max_steps=3", "actor.optim.schedule=linear")
     logged = rows(train_toy(tmp_path, *WORDS, *steps, *words))

@@ -57,7 +57,7 @@ def test_return_is_shown_without_success():
     assert step_line(3, 9, row) == "step 3/9 | 1.0 s | eval return 475.2 | return 31.50"
 
 
-def test_off_tty_lines_are_plain_and_never_wrapped(tmp_path: Path):
+def test_non_terminal_lines_are_plain_and_unwrapped(tmp_path: Path):
     out = StringIO()
     monitor = ConsoleMonitor(out)
     monitor.open(tmp_path, INFO)
@@ -67,7 +67,7 @@ def test_off_tty_lines_are_plain_and_never_wrapped(tmp_path: Path):
     assert out.getvalue() == LINE + "\n[bold]brackets stay[/bold]\n"
 
 
-def test_off_tty_progress_is_rate_limited(tmp_path: Path):
+def test_non_terminal_progress_is_rate_limited(tmp_path: Path):
     now, out = [0.0], StringIO()
     monitor = ConsoleMonitor(out, clock=lambda: now[0])
     monitor.open(tmp_path, INFO)

@@ -35,7 +35,7 @@ def test_every_folder_has_mutants():
 
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
-def test_mutants_fail_their_tests(tmp_path):
+def test_each_mutant_fails_its_tests(tmp_path):
     """At least 95 % of them."""
     out = tmp_path / "verdicts.jsonl"
     subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=14000)

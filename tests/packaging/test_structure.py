@@ -130,7 +130,7 @@ def tracked_files() -> list[Path]:
     return [ROOT / name for name in listed.stdout.decode().split("\0") if name]
 
 
-def test_no_tracked_file_names_a_developers_machine():
+def test_no_tracked_file_mentions_a_developer_machine():
     home = re.compile(rb"/(?:home|Users)/\w+/|/work" rb"/(?:main|shared|venv|\.)|/roo" rb"t/|[Cc]:\\\\Users")
     found = [
         f"{path.relative_to(ROOT)}: {match[0].decode()}"

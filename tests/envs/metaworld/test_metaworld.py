@@ -151,7 +151,7 @@ def test_goal_is_hidden_in_ml_benchmarks():
 
 
 @pytest.mark.sim
-def test_full_images_match_the_package_and_lean_ones_are_similar():
+def test_full_images_match_and_lean_images_resemble_the_package():
     env_dict = pytest.importorskip("metaworld.env_dict")
     cameras, shown = ("corner2", "topview"), {}
     for profile in ("full", "lean"):

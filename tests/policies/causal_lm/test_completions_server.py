@@ -145,7 +145,7 @@ def test_server_replies_match_the_module_after_adapter_updates(folder: Path, url
 
 
 @pytest.mark.integration
-def test_log_probabilities_are_those_at_the_temperature(folder: Path, url: str) -> None:
+def test_log_probabilities_include_the_temperature(folder: Path, url: str) -> None:
     policy, own = build(folder, url, temperature=0.5), build(folder, temperature=0.5)
     drawn = policy.act(ASKED, noise=np.full((3, 5), 0.3, np.float32))
     assert drawn.logprob == pytest.approx(own.score(ASKED, drawn.tokens).logprob.detach().numpy(), abs=1e-4)

@@ -46,7 +46,7 @@ CASES = [(name, layout) for name in NAMES for layout in layouts_of(name)]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES, ids=lambda x: x if isinstance(x, str) else x.name)
-def test_layouts_round_trip(name, layout, tmp_path):
+def test_weight_layouts_round_trip(name, layout, tmp_path):
     model = model_of(name)
     save_weights(model.state_dict(), tmp_path / "saved", layout)
     written = load_file(tmp_path / "saved" / "model.safetensors")
@@ -160,7 +160,7 @@ def test_a_missing_embedding_is_named(tmp_path):
     refused(tensors, tmp_path / "in", rf"lacks 1 of \d+ weights: '{OWN_EMBEDDING}'")
 
 
-def test_every_single_missing_weight_is_refused():
+def test_each_missing_weight_is_refused():
     model = model_of("smolvla")
     for key in stored("smolvla"):
         tensors = stored("smolvla")
@@ -177,7 +177,7 @@ def test_unexpected_weights_are_named(key, tmp_path):
     refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 unexpected weights: '{key}'")
 
 
-def test_a_name_of_another_layout_is_refused(tmp_path):
+def test_weight_name_of_another_layout_is_refused(tmp_path):
     stray = "vision.post_layernorm.bias"
     refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' does not match the layout")
 
@@ -221,7 +221,7 @@ def test_sharded_weights_are_loaded(tmp_path):
         load_weights(model.state_dict(), tmp_path)
 
 
-def test_fresh_layout_has_all_weights_of_its_loader():
+def test_fresh_model_has_all_weights_of_its_layout():
     """One copy of the embedding, and zeros for the output matrix that nothing reads."""
     weights = model_of("pi0").state_dict()
     for layout in (OPENPI, LEROBOT, TRANSFORMERS):

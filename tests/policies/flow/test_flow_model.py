@@ -41,7 +41,7 @@ def test_model_rows_are_batch_independent(model, data):
 
 
 @torch.no_grad()
-def test_shared_time_matches_per_row_time(model, data):
+def test_shared_timestep_matches_per_row_timesteps(model, data):
     memory = model.memory(model.prefix(inputs_of(data)))
     one = model.denoise(memory, data["noise"], torch.tensor([0.7]))
     each = model.denoise(memory, data["noise"], torch.full((2,), 0.7))
@@ -271,7 +271,7 @@ def test_time_embedding_matches_hand_computed_values():
     ],
     ids=["pi0", "pi05", "smolvla"],
 )
-def test_published_model_sizes_match(spec, backbone, expert):
+def test_model_sizes_match_the_published_sizes(spec, backbone, expert):
     """PaliGemma; adaRMS adds a layer to each of 37 norms; SmolVLA has 450.0 M with an output matrix of 47.3 M."""
     with torch.device("meta"):
         model = build(spec)

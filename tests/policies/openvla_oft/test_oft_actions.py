@@ -21,7 +21,7 @@ def test_action_tokens_match_recorded_examples(tokenizer, golden_dir):
         assert tokenizer.encode(float(value)) == token
 
 
-def test_every_id_survives_a_round_trip(tokenizer):
+def test_every_action_token_id_round_trips(tokenizer):
     ids = np.arange(31745, 32000)
     assert np.array_equal(tokenizer.encode(tokenizer.decode(ids)), ids)
     assert tokenizer.decode(np.array(31744)) == tokenizer.decode(np.array(31745))

@@ -82,7 +82,7 @@ def test_oft_sampled_and_recomputed_log_probs_agree(checkpoint, make_policy, pre
         np.testing.assert_allclose(scores.value.detach().numpy(), out.value, atol=1e-6)
 
 
-def test_temperature_is_in_the_logprob_and_greedy_ignores_it(checkpoint, make_policy):
+def test_log_prob_includes_the_temperature_except_for_greedy(checkpoint, make_policy):
     hot, cold = make_policy(checkpoint, temperature=1.6), make_policy(checkpoint, temperature=0.5)
     hot_out, cold_out = (p.act(observe(), noise=None) for p in (hot, cold))
     np.testing.assert_array_equal(hot_out.tokens, cold_out.tokens)
