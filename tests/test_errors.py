@@ -1,4 +1,4 @@
-"""Errors for users reach them as they are."""
+"""Error messages for users."""
 
 from __future__ import annotations
 

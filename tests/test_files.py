@@ -1,4 +1,4 @@
-"""What the machine gives, cores by affinity and by the quotas of control groups; and what is written."""
+"""Available cores and memory under quotas, and file output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plug-ins that are broken: named by an error, and no hindrance to others."""
+"""Broken plug-ins are reported and do not affect others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Off-policy corrections on the fixed input of the reference values."""
+"""Off-policy corrections against reference values on a fixed input."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Estimators from episodes to credits, through `prepare`."""
+"""Advantage estimators on whole episodes, through `prepare`."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Values and gradients of every policy loss on the fixed input, computed independently of this code."""
+"""Values and gradients of every policy loss against independently computed reference values."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a step says of its batch and of its losses, by hand."""
+"""Metrics of batches and losses against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns of a record without a log-probability change no loss, gradient, mask or metric."""
+"""Record columns without a log-probability do not affect losses, gradients, masks or metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The channel benchmark runs, keeps its contract, and counts one copy of an observation."""
+"""The channel benchmark runs and counts one copy per observation."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The benchmarks of the policy run, and write what `--json` promises."""
+"""The policy benchmarks run and write the documented JSON fields."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""The gate between hosts: who knows the secret is connected, nobody else is heard, the server behind it is private."""
+"""The proxy between hosts connects clients with the secret and disconnects all others."""
 
 import os
 import socket

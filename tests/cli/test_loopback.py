@@ -1,4 +1,4 @@
-"""Pages for this host: any request gets an answer, and a client that is slow delays no other."""
+"""The local web server answers any request, and slow clients do not delay others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a user starts it: real processes, their exit codes and what they print."""
+"""The command line in real processes: exit codes and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users and their scripts rely on: names of commands and flags, their speed, and that every key is read."""
+"""The public interface: names of commands and flags, start-up imports, and the use of every config key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes, real signals: what a launcher reports when workers answer, die, hang or fail."""
+"""Launchers with real processes and signals: workers that reply, die, hang or fail."""
 
 import multiprocessing
 import os

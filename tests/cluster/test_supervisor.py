@@ -1,4 +1,4 @@
-"""How the death of a worker is told."""
+"""Error messages for dead workers."""
 
 from pathlib import Path
 from types import SimpleNamespace

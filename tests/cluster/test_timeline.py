@@ -1,4 +1,4 @@
-"""Who waited for whom, against numbers worked out by hand, and the trace of a real run."""
+"""Utilisation and waiting times against values computed by hand, and the trace of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every adapter that is asked for acts, or the command is rejected; the banner names what was merged into what."""
+"""Adapters named in the config are applied or the command is refused; the banner names the merged weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks see every step and validation, and may end the run."""
+"""Callbacks receive every step and validation, and can end the run."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Same seed, same numbers: inline or in processes, whatever the number of workers and stages."""
+"""Equal seeds give equal results for any number of processes, workers and stages."""
 
 from __future__ import annotations
 

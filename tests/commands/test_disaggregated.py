@@ -1,4 +1,4 @@
-"""Rollout and actor in processes of their own: the same numbers as in one, and versions that are what they say."""
+"""Disaggregated rollout and actor processes match a run in one process."""
 
 from __future__ import annotations
 

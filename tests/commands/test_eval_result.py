@@ -1,4 +1,4 @@
-"""The table of an evaluation by hand: per task, per suite, in all, and its metrics."""
+"""Evaluation results per task, per suite and overall against values computed by hand."""
 
 from __future__ import annotations
 

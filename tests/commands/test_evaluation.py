@@ -1,4 +1,4 @@
-"""Evaluation: its table, its rows, and recordings whose names say what happened."""
+"""Evaluation: result table, episode rows and recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run logs, and the rows of one rollout."""
+"""Metrics of a training run and of one rollout."""
 
 from __future__ import annotations
 

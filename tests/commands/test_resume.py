@@ -1,4 +1,4 @@
-"""Going on with a run equals never having stopped."""
+"""Resumed runs match uninterrupted runs."""
 
 from __future__ import annotations
 

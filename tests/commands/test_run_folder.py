@@ -1,4 +1,4 @@
-"""The run folder: its name, its lock, and what it remembers."""
+"""The run folder: name, lock and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a session: in turn or beside the training, complete either way, and no failure is lost."""
+"""Synchronous and asynchronous checkpoints of a session are complete, and errors are raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes whose goal holds before the first action are counted and named."""
+"""Episodes whose goal is reached before the first action are counted and listed."""
 
 from __future__ import annotations
 

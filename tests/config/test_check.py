@@ -1,4 +1,4 @@
-"""Typed keys that have no effect: accepted, with one warning line where the value is not the default."""
+"""Keys without effect are accepted with one warning if the value is not the default."""
 
 import subprocess
 import sys

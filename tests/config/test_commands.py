@@ -1,4 +1,4 @@
-"""Who reads what: typed and ignored is impossible, and nobody is refused for what they did not type."""
+"""Each command refuses keys of other commands and accepts all of its defaults."""
 
 from pathlib import Path
 

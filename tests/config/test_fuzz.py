@@ -1,4 +1,4 @@
-"""Whatever is typed: a config that holds, or lines that say what is wrong. No traceback, no hang, no nonsense."""
+"""Random overrides give a valid config or a readable error."""
 
 from __future__ import annotations
 

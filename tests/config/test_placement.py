@@ -1,4 +1,4 @@
-"""Placement is parsed, never evaluated."""
+"""Placement strings are parsed without evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of settings: joined ones, keys, wording, travelling between processes."""
+"""Settings classes: joining, keys, wording and pickling."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Stored runs of version 0.1 load with the values that they were started with."""
+"""Stored runs of version 0.1 load with their original values."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""YAML of settings."""
+"""YAML of settings, and suites derived from names."""
 
 from pathlib import Path
 

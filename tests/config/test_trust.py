@@ -1,4 +1,4 @@
-"""What a config from a folder may name, value by value (`tests/faults/test_foreign_runs.py`: in whole runs)."""
+"""Values that a config from a folder may contain (`tests/faults/test_foreign_runs.py` tests whole runs)."""
 
 from pathlib import Path
 from typing import Any

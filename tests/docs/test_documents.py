@@ -1,4 +1,4 @@
-"""What the documentation says happens: its commands run, its code is that of examples/, its links lead somewhere."""
+"""The documentation is correct: commands run, code matches examples/, links resolve."""
 
 from __future__ import annotations
 

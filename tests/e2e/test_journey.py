@@ -1,4 +1,4 @@
-"""A user's way through the commands: train, look, evaluate, go on."""
+"""A user's sequence of commands: train, list, evaluate, resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulators that step as arrays: the episodes are those of single simulators, and training takes them as any other."""
+"""Array-based simulators match single simulators and can be trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments behind the environment seam."""
+"""Gymnasium environments behind the environment interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What public Gymnasium environments have and ours do not: texts, other names of success, other forms of images."""
+"""Third-party Gymnasium environments: text observations, other success keys and image formats."""
 
 from __future__ import annotations
 

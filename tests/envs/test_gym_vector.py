@@ -1,4 +1,4 @@
-"""Natively vectorized environments: slots of one batch behave as environments of their own."""
+"""Natively vectorized environments: each slot matches a single environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Foreign code in a process of its own."""
+"""Environment code in a separate process."""
 
 import importlib
 import os

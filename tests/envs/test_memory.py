@@ -1,4 +1,4 @@
-"""How many tasks a worker may keep loaded."""
+"""The number of loaded tasks per worker."""
 
 from __future__ import annotations
 

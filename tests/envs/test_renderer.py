@@ -1,4 +1,4 @@
-"""EGL where a GPU draws with it, OSMesa elsewhere, and the reason; the probe survives drivers that do not."""
+"""EGL rendering on GPUs, OSMesa otherwise, and a probe that tolerates broken drivers."""
 
 from __future__ import annotations
 

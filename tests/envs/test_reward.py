@@ -1,4 +1,4 @@
-"""Rewards of the user's own: what the function is told, what is made of its answer, and how it fails."""
+"""User-defined rewards: arguments, combination with the simulator's reward, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` counts FLOPs as the fake GPU meters them, and needs no more memory than there is."""
+"""`benchmarks/gpu.py` counts the same FLOPs as the fake GPU and stays within its memory."""
 
 from __future__ import annotations
 

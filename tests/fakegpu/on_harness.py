@@ -1,4 +1,4 @@
-"""The fake GPU itself: what it replaces gives the types of torch's own dispatch, and lists of tensors are compared."""
+"""The fake GPU: replaced operations have the dtypes of torch's own dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every policy, head and precision on a device other than the first: build, act, values, score and imitate.
+"""Every policy, head and precision on a device other than the first: build, sample, log-probabilities and SFT.
 
 With deterministic algorithms, where what CUDA cannot do in a fixed order raises; text, which then generates otherwise,
 also without.

@@ -1,4 +1,4 @@
-"""A whole policy process on a GPU that is not there, alone and as one of eight ranks: every wait and copy is known.
+"""A whole policy process on the fake GPU, alone and as one of eight ranks: expected syncs and copies.
 
 A wait stops the host until the device is done, so that one in a loop costs more than its kernel; this table changes
 only when somebody means it to. `FAKEGPU_PRINT=1` prints the table as it is.

@@ -1,4 +1,4 @@
-"""The code for GPUs on one that is not there (see `fakegpu.py`): `on_*.py` beside this file in their own process."""
+"""GPU code on a fake GPU (see `fakegpu.py`), with `on_*.py` of this folder in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few signals of `chaos.py`: by default at a collection, which loads no torch; at all kinds of runs where asked."""
+"""Random signals of `chaos.py`: by default during a collection without torch, optionally in all kinds of runs."""
 
 from __future__ import annotations
 

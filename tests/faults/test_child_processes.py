@@ -1,4 +1,4 @@
-"""Processes that an environment starts: they may be started in every process of a run, and end with it."""
+"""Child processes of environments can start in every process of a run and end with the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused by name, with the next older one; nothing falls back or starts over in silence."""
+"""Damaged checkpoints are refused by name, and the error names an older complete one."""
 
 from __future__ import annotations
 

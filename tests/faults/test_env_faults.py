@@ -1,4 +1,4 @@
-"""Env workers that die, hang, raise or lie, in real processes: named, restarted and counted."""
+"""Env workers that die, hang, raise or return invalid data are reported, restarted and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Env workers that die, hang, crawl, flood or lie while the driver watches: real processes, exact counters."""
+"""Env workers that die, hang, respond slowly or print too much: real processes and exact counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder of somebody else never runs code and calls no server, whatever its config names."""
+"""Run folders from untrusted sources never run code and never contact a server."""
 
 from __future__ import annotations
 

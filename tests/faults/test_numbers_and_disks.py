@@ -1,4 +1,4 @@
-"""Non-finite numbers, full disks, damaged files, folders that cannot be written."""
+"""Non-finite numbers, full disks, damaged files and folders without write permission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Off-policy runs whose env workers die or that are resumed: what the buffer holds has happened, once each."""
+"""Off-policy runs with crashed env workers or a resume store each transition once."""
 
 from __future__ import annotations
 

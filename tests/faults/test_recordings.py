@@ -1,4 +1,4 @@
-"""Recordings that fail: training goes on and says so once, evaluation stops where it is told to, no half file stays."""
+"""Failed recordings: training continues with one warning, evaluation stops if configured."""
 
 from __future__ import annotations
 

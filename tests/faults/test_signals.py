@@ -1,4 +1,4 @@
-"""Real signals at every phase of a run: the run stops in order, says one line, and can go on."""
+"""Real signals in every phase of a run: the run saves, exits and can be resumed."""
 
 from __future__ import annotations
 

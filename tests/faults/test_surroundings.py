@@ -1,4 +1,4 @@
-"""Hostile surroundings: nothing is left behind, nothing outside the run is needed."""
+"""Unusual process environments: no leftovers, and no dependency on files outside of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT on a CUDA device: the golden numbers, agreement of acting and scoring, and the benchmark at 7B."""
+"""OpenVLA-OFT on a CUDA device: golden values, log-probabilities and the 7B benchmark."""
 
 import json
 import shutil

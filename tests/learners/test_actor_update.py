@@ -1,4 +1,4 @@
-"""One actor on records that a test has written: what an update reads, weighs, and leaves behind."""
+"""One actor update on hand-written records: inputs, weights and saved state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor: what must not matter does not, and splits of work cover everything."""
+"""The actor: independence of batch splits, the reference policy and the learning-rate schedule."""
 
 from __future__ import annotations
 

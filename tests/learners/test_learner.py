@@ -1,4 +1,4 @@
-"""Updates of a user's own: one file, named by its estimator, and nothing of the package is edited."""
+"""User-defined learners: one file, selected by its estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each preset trains with the one implementation of its loss: an error there ends the run."""
+"""Each preset uses the single implementation of its loss: an exception in the loss ends the run."""
 
 from __future__ import annotations
 

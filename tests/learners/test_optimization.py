@@ -1,4 +1,4 @@
-"""The optimizer's step, whatever order a gradient has in memory."""
+"""Optimizer steps for any memory layout of a gradient."""
 
 from __future__ import annotations
 

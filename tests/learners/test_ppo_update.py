@@ -1,4 +1,4 @@
-"""PPO of small networks: one whole update against Stable-Baselines3."""
+"""One whole PPO update of small networks against Stable-Baselines3."""
 
 from __future__ import annotations
 

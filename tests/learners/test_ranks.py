@@ -1,4 +1,4 @@
-"""Actor ranks: the same losses, weights and checkpoints, whatever their number and however the weights are spread."""
+"""Actor ranks: losses, weights and checkpoints are independent of the number of ranks and of sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming on several ranks: one of them holds whole weights, the others never do."""
+"""Resuming on several ranks: full weights are held by one rank only."""
 
 from __future__ import annotations
 

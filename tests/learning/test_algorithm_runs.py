@@ -1,4 +1,4 @@
-"""Every preset trains in a real run; switches of the actor and of the loop do what they say."""
+"""Every preset trains in a real run, and actor settings have the documented effect."""
 
 from __future__ import annotations
 

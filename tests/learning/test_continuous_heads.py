@@ -1,4 +1,4 @@
-"""RL moves the continuous heads of OpenVLA-OFT uphill: whole runs on the toy, and a bandit that is learned."""
+"""RL with the continuous heads of OpenVLA-OFT improves the reward: toy runs and a bandit."""
 
 from __future__ import annotations
 

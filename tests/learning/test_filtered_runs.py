@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning through the whole loop."""
+"""Filtered behaviour cloning in complete training runs."""
 
 from __future__ import annotations
 

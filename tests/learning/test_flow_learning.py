@@ -1,4 +1,4 @@
-"""Flow policies on tabletop: each likelihood learns on tables of the test, and the canaries sing where they must."""
+"""Flow policies on tabletop: each likelihood improves success, and negated advantages reduce success."""
 
 from __future__ import annotations
 

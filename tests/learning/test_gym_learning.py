@@ -1,4 +1,4 @@
-"""Small policies on real Gymnasium tasks, through the whole training loop."""
+"""Small policies on real Gymnasium tasks in complete training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards that were learned, and reinforcement learning on nothing but them."""
+"""Learned reward models, and RL on their rewards only."""
 
 from pathlib import Path
 

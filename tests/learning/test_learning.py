@@ -1,4 +1,4 @@
-"""Learning on the toy: success must rise, and canaries must not sing."""
+"""Learning on the toy environment: success rises, and controls do not improve."""
 
 from __future__ import annotations
 

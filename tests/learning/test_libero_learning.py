@@ -1,4 +1,4 @@
-"""Real LIBERO from the shipped checkpoint: ten minutes of GRPO on a CPU teach it, shuffled advantages do not."""
+"""Ten minutes of GRPO on a CPU improve the included LIBERO checkpoint; shuffled advantages do not."""
 
 from __future__ import annotations
 

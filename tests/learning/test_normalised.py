@@ -1,4 +1,4 @@
-"""A normalised policy acts to the last bit alike in its run's validation, in `eval`, after a resume and exported."""
+"""Policies with observation normalisation act identically in validation, in `eval`, after resume and after export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SAC and RLPD through the whole loop, on real environments."""
+"""SAC and RLPD on real environments in complete training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A corrected flow, and a corrected OpenVLA-OFT, through the whole loop."""
+"""Residual policies on flow and OpenVLA-OFT models in complete training runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default run: it gets better, its start reads the instruction, and opposite advantages make it worse."""
+"""The default run improves success, and negated advantages reduce success."""
 
 from __future__ import annotations
 

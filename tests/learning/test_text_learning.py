@@ -1,4 +1,4 @@
-"""A language model of half a million random weights learns text tasks through the whole stack."""
+"""A randomly initialized language model of half a million weights learns text tasks end to end."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Loggers in threads of their own: real blocking calls."""
+"""Loggers in background threads, with real blocking calls."""
 
 from __future__ import annotations
 

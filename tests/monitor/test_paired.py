@@ -1,4 +1,4 @@
-"""Comparisons in pairs, by hand."""
+"""Paired comparisons against values computed by hand."""
 
 from __future__ import annotations
 

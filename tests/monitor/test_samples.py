@@ -1,4 +1,4 @@
-"""What a language model said, before and after training: on the console, in `view` and in the report."""
+"""Sampled replies before and after training, on the console, in `view` and in the report."""
 
 from __future__ import annotations
 

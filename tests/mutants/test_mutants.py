@@ -1,4 +1,4 @@
-"""Planted bugs are noticed by the tests that are named beside them (slow: all of them, one after the other)."""
+"""Each mutant makes its named tests fail (slow: runs all mutants in sequence)."""
 
 from __future__ import annotations
 

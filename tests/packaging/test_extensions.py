@@ -1,4 +1,4 @@
-"""The core imports no extension, and an extension only those that it declares (extension.toml)."""
+"""The core imports no extension, and extensions import only declared extensions (extension.toml)."""
 
 from __future__ import annotations
 

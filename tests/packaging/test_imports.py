@@ -1,4 +1,4 @@
-"""The import graph of the package, function-level and type-only imports included."""
+"""The import graph of the package, with function-level and type-only imports."""
 
 import ast
 import re

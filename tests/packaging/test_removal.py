@@ -1,4 +1,4 @@
-"""The core works without any extension, and without each with those that declare it."""
+"""The core works without any extension and without each single extension."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set-up script, its functions in a real shell with a real pip."""
+"""The set-up script in a real shell with a real pip."""
 
 import shutil
 import subprocess

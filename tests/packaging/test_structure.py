@@ -1,4 +1,4 @@
-"""Rules of the house that a machine can check, on the files themselves."""
+"""Project rules that can be checked on the source files."""
 
 from __future__ import annotations
 

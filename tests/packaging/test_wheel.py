@@ -1,4 +1,4 @@
-"""What a user gets from a wheel: built without network, installed aside, used from a folder that knows no sources."""
+"""The wheel: built without network, installed separately and used outside of the checkout."""
 
 from __future__ import annotations
 

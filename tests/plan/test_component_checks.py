@@ -1,4 +1,4 @@
-"""The chosen components judge their part of the config."""
+"""Checks of the config by its components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs that start from a run, and words whose meaning depends on what they are for."""
+"""Configs that start from a saved run, and overrides that depend on context."""
 
 from pathlib import Path
 

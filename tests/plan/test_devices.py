@@ -1,4 +1,4 @@
-"""Every spawned process sees the GPUs that the plan deals it, and no other."""
+"""Every spawned process gets only the GPUs of its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of training and evaluation: pure functions of config and step."""
+"""Episode plans of training and evaluation are pure functions of config and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad configs are refused with the right line; good ones compose to the expected values."""
+"""Invalid configs are refused with the right message, and valid ones compose to the expected values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The precision that a model computes in where neither a file nor an override chooses it."""
+"""The default model precision without a configured value."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Choices that depend on memory, without a planner."""
+"""Memory-dependent defaults without the planner extension."""
 
 import pytest
 from toy_runs import toy_config

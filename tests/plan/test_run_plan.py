@@ -1,4 +1,4 @@
-"""What the join decides before any process starts."""
+"""Decisions of the run plan before any process starts."""
 
 import pytest
 

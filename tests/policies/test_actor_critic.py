@@ -1,4 +1,4 @@
-"""The small actor-critic policies: distributions, shapes, what acting and scoring agree on, checkpoints."""
+"""Small actor-critic policies: distributions, shapes, log-probabilities and checkpoints."""
 
 from __future__ import annotations
 

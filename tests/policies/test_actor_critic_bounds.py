@@ -1,4 +1,4 @@
-"""Small networks: what is bounded, and what does not depend on how actions are drawn."""
+"""Small networks: clipping bounds and independence of the sampling temperature."""
 
 from __future__ import annotations
 

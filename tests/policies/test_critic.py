@@ -1,4 +1,4 @@
-"""A critic apart from the language model whose replies it values."""
+"""A critic that is separate from the language model."""
 
 from __future__ import annotations
 

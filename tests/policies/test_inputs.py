@@ -1,4 +1,4 @@
-"""What a policy was trained on travels with its weights and is compared with the environment."""
+"""The inputs that a policy was trained on are saved with its weights and compared with the environment."""
 
 from __future__ import annotations
 

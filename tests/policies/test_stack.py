@@ -1,4 +1,4 @@
-"""Stacks of small layers as one operation: the numbers and gradients of their layers."""
+"""Stacked small layers in one operation match separate layers in values and gradients."""
 
 from __future__ import annotations
 

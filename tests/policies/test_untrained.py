@@ -1,4 +1,4 @@
-"""Random actions cover the action space, whatever its kind."""
+"""Random actions cover action spaces of any kind."""
 
 from __future__ import annotations
 

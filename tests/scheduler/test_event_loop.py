@@ -1,4 +1,4 @@
-"""The driver's one event loop: nothing runs inside something else, and no wait is endless."""
+"""The driver's event loop is not reentrant, and every wait ends."""
 
 from __future__ import annotations
 

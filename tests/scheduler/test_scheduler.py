@@ -1,4 +1,4 @@
-"""Rollouts of the toy with the tiny policy, in one process: complete, paired, cut, cleaned up."""
+"""Rollouts of the toy environment with the tiny policy in one process."""
 
 from __future__ import annotations
 

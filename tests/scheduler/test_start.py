@@ -1,4 +1,4 @@
-"""What a process is told before it starts."""
+"""Settings of a process before it starts."""
 
 from contextlib import closing
 

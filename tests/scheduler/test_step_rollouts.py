@@ -1,4 +1,4 @@
-"""Rollouts of a training: early resets, older weights within bounds, groups in place of filtered ones."""
+"""Training rollouts: early resets, bounded staleness and refilled groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Env workers: the times that they report, the records that they fill, and their recordings."""
+"""Env workers: reported times, filled records and recordings."""
 
 from __future__ import annotations
 

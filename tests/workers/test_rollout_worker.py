@@ -1,4 +1,4 @@
-"""Grippers between conventions, and padded batches."""
+"""Gripper conversion and padded batches."""
 
 from __future__ import annotations
 

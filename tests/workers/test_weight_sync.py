@@ -1,4 +1,4 @@
-"""New weights reach the processes that act: complete, in their own type, whatever the size of a bucket."""
+"""Weight transfer to rollout processes: complete, in the right dtype, for any bucket size."""
 
 from __future__ import annotations
 

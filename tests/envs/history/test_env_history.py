@@ -1,4 +1,4 @@
-"""Several observed steps and averaged chunks around another environment."""
+"""The history wrapper: stacked observations and temporal ensembling of action chunks."""
 
 from __future__ import annotations
 

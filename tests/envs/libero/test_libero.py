@@ -1,4 +1,4 @@
-"""The real LIBERO: identity with the benchmark's own environment, exact repetition, exact sharing of models."""
+"""The real LIBERO: identity with the benchmark's environment, reproducibility and shared models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What LIBERO checks before a simulator starts."""
+"""LIBERO's config checks before a simulator starts."""
 
 import subprocess
 import sys

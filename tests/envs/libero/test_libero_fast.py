@@ -1,4 +1,4 @@
-"""Lean visuals and the faster inner loop on the real LIBERO: what is bit-identical, what agrees up to rounding."""
+"""Lean visuals and the faster inner loop on the real LIBERO, bit-identical or equal up to rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small copies of meshes and textures: what is kept, what is left alone, and the cache."""
+"""Reduced copies of meshes and textures, and their cache."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The environment that documented figures of "told of another place" are of."""
+"""The LIBERO variant with wrong instructions that documented results refer to."""
 
 from __future__ import annotations
 

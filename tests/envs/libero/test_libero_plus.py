@@ -1,4 +1,4 @@
-"""LIBERO-Plus without a simulator: variants, starts, words and noise, against what the public package gives."""
+"""LIBERO-Plus without a simulator: variants, poses, instructions and noise against the public package."""
 
 from __future__ import annotations
 

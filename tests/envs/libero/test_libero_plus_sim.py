@@ -1,4 +1,4 @@
-"""LIBERO-Plus on the real simulator: cameras and arms stand where those of the public package do."""
+"""LIBERO-Plus in the real simulator: camera and arm poses match the public package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LIBERO-PRO on the real simulator: every task is built and stepped, told as its description says, and solved."""
+"""LIBERO-PRO in the real simulator: every task loads, has its instruction and is solvable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real ManiSkill: exact repetition, the identity of lean physics, experts, messages."""
+"""The real ManiSkill: reproducibility, lean rendering, experts and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ManiSkill's factory refuses and says without a simulator."""
+"""ManiSkill's config checks without a simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MetaWorld's adapter against the package, where it is installed."""
+"""The MetaWorld adapter against the installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text environment: one-step episodes, tools in between, and whose tokens count."""
+"""The text environment: one-step episodes, tool calls and token-level rewards."""
 
 from collections.abc import Sequence
 

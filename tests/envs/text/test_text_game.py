@@ -1,4 +1,4 @@
-"""Gymnasium games in words."""
+"""Gymnasium games as text."""
 
 from __future__ import annotations
 

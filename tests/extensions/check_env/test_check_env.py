@@ -1,4 +1,4 @@
-"""`check-env` passes on sound environments and finds each planted fault by the check that is meant to find it."""
+"""`check-env` passes on valid environments and reports each seeded fault by its own check."""
 
 from __future__ import annotations
 

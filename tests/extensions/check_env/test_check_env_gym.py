@@ -1,4 +1,4 @@
-"""`check-env` on Gymnasium environments: no legal one is refused, and each illegal one is named with its cure."""
+"""`check-env` on Gymnasium environments: valid ones pass, invalid ones are reported with a fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`embodyrl ckpt`: what it lists is there, what it exports loads, what it finds broken it names."""
+"""`embodyrl ckpt`: list, export, verify and prune."""
 
 from __future__ import annotations
 

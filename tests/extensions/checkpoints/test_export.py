@@ -1,4 +1,4 @@
-"""Exported checkpoints of language models: what plain transformers reads in them, and what an export looks up."""
+"""Exported language-model checkpoints in plain transformers."""
 
 from __future__ import annotations
 

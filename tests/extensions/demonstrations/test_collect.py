@@ -1,4 +1,4 @@
-"""Demonstrations from real workers: what is kept, in which order, and that nothing is lost or repeated."""
+"""Demonstrations collected by real workers: filtering, order and completeness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAgger with real workers: what is executed, what is recorded, and what each round learns from."""
+"""DAgger with real workers: executed actions, recorded labels and training rounds."""
 
 from __future__ import annotations
 

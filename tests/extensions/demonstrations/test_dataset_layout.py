@@ -1,4 +1,4 @@
-"""The written folder follows the published layout, and the check notices when one does not."""
+"""Written datasets follow the published layout, and the layout check reports violations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read back is what was written, also after a crash in the middle."""
+"""Datasets round-trip, also after a crash during writing."""
 
 from __future__ import annotations
 

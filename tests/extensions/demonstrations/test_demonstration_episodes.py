@@ -1,4 +1,4 @@
-"""Lists of episodes that demonstrations are collected from."""
+"""Episode lists for collecting demonstrations."""
 
 from __future__ import annotations
 

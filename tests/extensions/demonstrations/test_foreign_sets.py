@@ -1,4 +1,4 @@
-"""Data sets of other programs: what their tables state is read, and what cannot be read is named."""
+"""Datasets of other programs: metadata is respected, and unreadable data are reported."""
 
 from __future__ import annotations
 

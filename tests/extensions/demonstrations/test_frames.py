@@ -1,4 +1,4 @@
-"""Images and videos of other programs: what is larger than declared is refused before it is decoded."""
+"""Images and videos of other programs: data larger than declared are refused before decoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LeRobot data sets in both directions: what lerobot 0.4.4 wrote (lerobot_files/write.py) is read, and ours there."""
+"""LeRobot datasets in both directions, with files written by lerobot 0.4.4 (lerobot_files/write.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Supervised objectives beside imitation: losses against references, what they learn, and what they are used for."""
+"""Objectives in addition to SFT: losses against references, training and use of the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The hub, in and out: what `embodyrl push` sends is what `model.path=owner/name` and `data.path=owner/name` load."""
+"""Upload to the hub with `embodyrl push`, and download by `model.path` and `data.path`."""
 
 from __future__ import annotations
 

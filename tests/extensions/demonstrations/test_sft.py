@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations that real workers collected, with the real tiny OpenVLA-OFT policy."""
+"""SFT of the tiny OpenVLA-OFT policy on demonstrations collected by real workers."""
 
 from __future__ import annotations
 

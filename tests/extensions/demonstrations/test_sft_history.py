@@ -1,4 +1,4 @@
-"""Samples with several observed steps, and which of their actions belong to the episode."""
+"""Training samples with an observation history, and the validity of their actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Doctor reports facts of this machine and fails where something is really broken."""
+"""The doctor command reports facts of this machine and fails for broken components."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Filtered behaviour cloning: which chunks are kept, as what they are imitated, and the update that follows."""
+"""Filtered behaviour cloning: stored chunks, target actions and updates."""
 
 from __future__ import annotations
 

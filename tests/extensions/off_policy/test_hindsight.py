@@ -1,4 +1,4 @@
-"""Hindsight: which goals a transition may get, what it then earned, and what it takes."""
+"""Hindsight relabelling: candidate goals, rewards and terminations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Soft actor-critic: one update against Stable-Baselines3, and what the buffer makes of episodes."""
+"""Soft actor-critic: one update against Stable-Baselines3, and the transitions in the replay buffer."""
 
 from __future__ import annotations
 

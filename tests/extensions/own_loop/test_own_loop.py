@@ -1,4 +1,4 @@
-"""The library in programs of one's own: environments, policies, loops, text, and scripts without a guard."""
+"""The Python API in user programs: environments, policies, training loops, text and scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The presets for GPUs: what their dry runs say on machines with a stub `nvidia-smi`, kept word by word.
+"""Dry runs of the GPU presets with a stub `nvidia-smi`, against recorded output.
 
 `DRY_RUNS=write` writes the files anew.
 """

@@ -1,4 +1,4 @@
-"""Workers as Ray actors on two nodes: the same numbers as in one process, and a lost node is survived."""
+"""Ray actors on two nodes: results match one process, and lost nodes are tolerated."""
 
 from __future__ import annotations
 

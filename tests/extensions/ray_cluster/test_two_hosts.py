@@ -1,4 +1,4 @@
-"""Two hosts and a wire that is cut, slow or lossy: with numbers all the same, or with an end that names its cause."""
+"""Two hosts with a slow, lossy or interrupted network: equal results or a clear error."""
 
 from __future__ import annotations
 

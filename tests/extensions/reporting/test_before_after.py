@@ -1,4 +1,4 @@
-"""Films of the episodes that tell most, and a resumed run that keeps its story."""
+"""Videos of selected episodes before and after training, and across a resume."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The result card says what the files of a run say."""
+"""The result card matches the files of its run."""
 
 from __future__ import annotations
 

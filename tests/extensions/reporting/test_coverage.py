@@ -1,4 +1,4 @@
-"""How often each printed 95 % interval holds the true value, by simulation."""
+"""Coverage of the 95 % intervals by simulation."""
 
 from __future__ import annotations
 

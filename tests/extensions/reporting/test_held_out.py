@@ -1,4 +1,4 @@
-"""What a run says about its evaluation: how many different episodes, and who has used their initial states."""
+"""Reports of evaluated episodes and of the overlap with training states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loggers with a service behind them, offline, against the real packages where they are installed."""
+"""Loggers of hosted services, offline, with the real packages if installed."""
 
 from __future__ import annotations
 

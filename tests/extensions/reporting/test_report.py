@@ -1,4 +1,4 @@
-"""The report: its numbers, and the page as a real browser shows it."""
+"""The report: its numbers, and the page in a real browser."""
 
 from __future__ import annotations
 

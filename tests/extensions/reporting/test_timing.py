@@ -1,4 +1,4 @@
-"""Time of a run from its rows of metrics."""
+"""Run time from rows of metrics."""
 
 from embodyrl.extensions.reporting.timing import run_seconds
 from embodyrl.monitor.timing import step_seconds

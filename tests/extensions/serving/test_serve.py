@@ -1,4 +1,4 @@
-"""`embodyrl serve` and model=remote: real processes, both protocols, other people's clients where there are any."""
+"""`embodyrl serve` and model=remote: real processes, both protocols, and third-party clients if installed."""
 
 from __future__ import annotations
 

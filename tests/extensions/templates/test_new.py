@@ -1,4 +1,4 @@
-"""`embodyrl new`: what it writes works right away, as the README beside it says."""
+"""`embodyrl new`: generated packages run without changes."""
 
 from __future__ import annotations
 

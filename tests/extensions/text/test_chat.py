@@ -1,4 +1,4 @@
-"""Chat templates against transformers, and what a run says about them before it starts."""
+"""Chat templates against transformers, and the checks before a run starts."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""GGUF files as model folders: equal weights, the end of a turn, and errors that name the fix."""
+"""GGUF files as model folders: equal weights, end-of-turn tokens and errors."""
 
 from __future__ import annotations
 

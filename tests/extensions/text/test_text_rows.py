@@ -1,4 +1,4 @@
-"""Rows of text tasks: sources, templates, splits, filters, and errors that name the row."""
+"""Rows of text tasks: sources, templates, splits, filters and errors."""
 
 import json
 import pickle

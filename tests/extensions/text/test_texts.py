@@ -1,4 +1,4 @@
-"""Text tasks through the whole stack: one-step episodes, critics, references, and errors before anything starts."""
+"""Text tasks end to end: one-step episodes, critics, references and config errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The language-model policy: what it draws, what it scores, and how it is saved."""
+"""The language-model policy: sampling, log-probabilities and checkpoints."""
 
 import json
 import shutil

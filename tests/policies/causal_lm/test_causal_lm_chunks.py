@@ -1,4 +1,4 @@
-"""Scores in chunks of a vocabulary's logits: the same numbers and gradients as from all logits at once."""
+"""Log-probabilities from chunks of logits match those from all logits at once."""
 
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""Replies by a server in the completions protocol, in a process of its own: a small one, and vLLM's."""
+"""Replies from a server with the completions API in a separate process: a small one and vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder that vLLM reads a model from, whose path is part of its compile cache's key."""
+"""The model folder of vLLM, whose path is part of the compile cache key."""
 
 from __future__ import annotations
 

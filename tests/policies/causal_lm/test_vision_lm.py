@@ -1,4 +1,4 @@
-"""Vision-language models: pixels in records become what plain transformers makes of the same images."""
+"""Vision-language models: pixels from records match the inputs of plain transformers."""
 
 from pathlib import Path
 from typing import Any

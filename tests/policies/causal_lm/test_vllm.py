@@ -1,4 +1,4 @@
-"""Rollouts by real vLLM: weights follow the actor's, replies and log-probabilities are its own."""
+"""Rollouts with real vLLM: weight updates, replies and log-probabilities."""
 
 import json
 from itertools import pairwise

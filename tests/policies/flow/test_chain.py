@@ -1,4 +1,4 @@
-"""Chains: what is kept suffices, acting and scoring agree, and only what is executed counts."""
+"""Denoising chains: stored tokens are sufficient, log-probabilities agree, and only executed actions count."""
 
 from __future__ import annotations
 

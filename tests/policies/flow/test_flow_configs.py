@@ -1,4 +1,4 @@
-"""config.json of openpi, lerobot, transformers and ours, as the sizes of a model."""
+"""Model sizes from config.json of openpi, lerobot, transformers and embodyrl."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Every tensor that openpi's and lerobot's own code left (tests/golden/flow/README.md) against ours.
+"""Recorded tensors of openpi and lerobot (tests/golden/flow/README.md) are reproduced.
 
 Tolerances are relative to the largest expected number: 2e-5 for one pass, 1e-4 for ten steps and for gradients, which
 leaves room for other processors. That nothing is compared in vain is shown by changing each tensor by 2 %.

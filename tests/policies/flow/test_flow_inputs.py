@@ -1,4 +1,4 @@
-"""Images, prompts and statistics of flow policies, against what the public code's formulas give by hand."""
+"""Images, prompts and statistics of flow policies against formulas of the public code."""
 
 import json
 

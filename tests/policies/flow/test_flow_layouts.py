@@ -1,4 +1,4 @@
-"""Names of weights in public checkpoints: there and back, key by key; what does not fit is refused by name."""
+"""Weight names of public checkpoints round-trip, and mismatched weights are refused by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the recorded tensors do not show: batches, masks, features, what gradients keep, precisions, fresh weights."""
+"""Flow models beyond the recorded tensors: batches, masks, features, gradients, precision and initialization."""
 
 from dataclasses import replace
 

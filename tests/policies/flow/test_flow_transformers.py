@@ -1,4 +1,4 @@
-"""pi0 against transformers' own model on the same weights, through the files that both read."""
+"""pi0 against the transformers model with the same weights."""
 
 import pytest
 import torch

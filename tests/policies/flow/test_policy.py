@@ -1,4 +1,4 @@
-"""The flow policy on its small network: acting, scoring, imitation, values, files."""
+"""The small flow policy: sampling, log-probabilities, SFT, values and checkpoints."""
 
 from __future__ import annotations
 

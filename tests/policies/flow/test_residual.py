@@ -1,4 +1,4 @@
-"""A residual policy: the flow stays as it is and proposes, what is learned is a bounded correction."""
+"""The residual policy: a frozen flow and a trained bounded correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DSRL: the flow stays as it is, what is learned is the noise that it starts from."""
+"""DSRL: a frozen flow and a trained policy over its initial noise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a flow against RLinf's own methods (see the metadata of the file), and against what defines them."""
+"""Flow steps against RLinf's methods (see the metadata of the file) and their definitions."""
 
 from __future__ import annotations
 

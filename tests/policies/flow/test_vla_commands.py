@@ -1,4 +1,4 @@
-"""The commands with tiny pi0, pi0.5 and SmolVLA folders on the toy environment, in this process."""
+"""Commands with tiny pi0, pi0.5 and SmolVLA folders on the toy environment, in process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What small files of a checkpoint folder state: statistics of several robots, prompt limits, executed actions."""
+"""Small files of a checkpoint folder: statistics of several robots, prompt limits and executed actions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands with small ACT and diffusion policies on the tabletop, in this process."""
+"""Commands with small ACT and diffusion policies on tabletop, in process."""
 
 from __future__ import annotations
 

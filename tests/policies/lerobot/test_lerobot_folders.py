@@ -1,4 +1,4 @@
-"""Checkpoint folders: LeRobot's in and out unchanged, older layouts, new models, and what does not fit."""
+"""LeRobot checkpoint folders: round trips, older layouts, new models and mismatches."""
 
 from __future__ import annotations
 

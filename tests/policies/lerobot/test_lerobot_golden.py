@@ -1,4 +1,4 @@
-"""Every number that LeRobot 0.4.4 left (tests/golden/lerobot/README.md) against ours.
+"""Recorded tensors of LeRobot 0.4.4 (tests/golden/lerobot/README.md) are reproduced.
 
 Tolerances are relative to the largest expected number of a tensor: 2e-5 for one pass, 1e-4 for gradients and chains of
 steps, which leaves room for other processors.

@@ -1,4 +1,4 @@
-"""Every option of the original configs: built, saved, loaded, and scored as it acts."""
+"""Every option of the original configs: build, save, load and log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acting, scoring and training of ACT and Diffusion Policy: one function, whatever the batch."""
+"""Sampling, log-probabilities and training of ACT and Diffusion Policy for any batch composition."""
 
 from __future__ import annotations
 

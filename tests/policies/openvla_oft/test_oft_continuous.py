@@ -1,4 +1,4 @@
-"""RL of the continuous heads: what is drawn is scored, by formulas written out, and gradients lead uphill."""
+"""RL with continuous heads: log-probabilities against explicit formulas, and gradient checks."""
 
 from __future__ import annotations
 

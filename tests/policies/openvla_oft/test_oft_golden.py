@@ -1,4 +1,4 @@
-"""Every tensor that the original implementations left (tests/golden/openvla_oft/README.md) against ours.
+"""Recorded tensors of the original implementations (tests/golden/openvla_oft/README.md) are reproduced.
 
 Limits are multiples of the gap between our float32 and our float64 result, which the test measures: kernels of other
 processors differ by up to nine of these gaps. That nothing is compared in vain is shown by changing each tensor by 2 %.

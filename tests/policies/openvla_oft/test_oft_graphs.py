@@ -1,4 +1,4 @@
-"""Recorded forward passes: batches of a few sizes, and what happens where nothing can be recorded."""
+"""CUDA graphs: few batch sizes, and a fallback if capture fails."""
 
 from __future__ import annotations
 

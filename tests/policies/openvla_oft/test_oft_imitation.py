@@ -1,4 +1,4 @@
-"""Supervised losses of discrete tokens and of L1 regression, and heads that start at random."""
+"""SFT losses of discrete tokens and L1 regression, and newly initialized heads."""
 
 import dataclasses
 

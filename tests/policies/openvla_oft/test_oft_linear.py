@@ -1,4 +1,4 @@
-"""What runs on GPUs only, on the CPU beside what runs there: the same functions and gradients."""
+"""GPU-only code paths on the CPU: the same functions and gradients as the default paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-rank adapters against the original implementation with peft, and against themselves merged."""
+"""LoRA adapters against the original implementation with peft, and against merged weights."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Peak memory of writing and reading a sharded checkpoint of 400 MB, each in a fresh process."""
+"""Peak memory of writing and reading a sharded 400 MB checkpoint, each in a new process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The model by itself: its keys, shapes and gradients; what it computes is compared in test_oft_golden.py."""
+"""Keys, shapes and gradients of the model; test_oft_golden.py compares its outputs."""
 
 import json
 

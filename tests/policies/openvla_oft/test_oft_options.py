@@ -1,4 +1,4 @@
-"""Options of recipes and of training: precision of the rotary table, bounds, temperature, freezing, recomputation."""
+"""Options: rotary table precision, action bounds, temperature, freezing and gradient checkpointing."""
 
 import dataclasses
 import functools

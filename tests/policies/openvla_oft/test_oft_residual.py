@@ -1,4 +1,4 @@
-"""A frozen OpenVLA-OFT and the correction of what it proposes, with each of its heads."""
+"""A frozen OpenVLA-OFT with a residual correction, for each action head."""
 
 from __future__ import annotations
 

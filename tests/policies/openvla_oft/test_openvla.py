@@ -1,4 +1,4 @@
-"""OpenVLA, token by token, against a plain full-vocabulary decoder without cache or padding."""
+"""OpenVLA token decoding against a plain full-vocabulary decoder without cache or padding."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Messages about observations: what is written is read again, and what is damaged or dangerous is refused."""
+"""Observation messages round-trip, and damaged or malicious messages are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: exit codes, what is on the screen, what is written; and the public cases."""
+"""The migrate command: exit codes, printed text, written files and the public cases."""
 
 from __future__ import annotations
 

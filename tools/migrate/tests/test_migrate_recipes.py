@@ -1,4 +1,4 @@
-"""Recipes of other frameworks: what decides the result is kept, the rest is named and ends with exit 2."""
+"""Recipes of other frameworks: settings that affect results are kept, all others are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that pass tests without doing the task, or reach other processes: none does, and honest ones still pass."""
+"""Programs that cheat or access other processes pass no test, and correct programs pass."""
 
 import json
 import os

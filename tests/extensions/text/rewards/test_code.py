@@ -1,4 +1,4 @@
-"""Programs run in the sandbox: results, limits, what they cannot see, and what they cannot leave behind."""
+"""Programs in the sandbox: results, limits, isolation and cleanup."""
 
 import json
 import os

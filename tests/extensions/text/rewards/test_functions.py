@@ -1,4 +1,4 @@
-"""Rewards of texts against cases that are right, wrong, and easily confused."""
+"""Text rewards on correct, wrong and ambiguous replies."""
 
 import pytest
 

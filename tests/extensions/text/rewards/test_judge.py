@@ -1,4 +1,4 @@
-"""The judge: weights, components, penalties, and reward functions that fail or hang."""
+"""The verifier: weights, components, penalties, and reward functions that fail or hang."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Rewards over HTTP and from a reward model, through the judge."""
+"""Rewards over HTTP and from a reward model, through the verifier."""
 
 import json
 import threading
