@@ -1,6 +1,7 @@
-"""What foreign code leaves running: threads and child processes that would keep a process alive, or outlive it.
+"""Cleanup of threads and child processes of foreign code that would keep a process alive, or outlive it.
 
-Run as a program with a process id and a mark, it waits for the end of that process and kills what carries the mark.
+Run as a program with a process id and a mark, it waits for the end of that process and kills all processes with the
+mark.
 """
 
 import contextlib

@@ -338,7 +338,7 @@ class Algorithm:
 
     @property
     def _has_other_terms(self) -> bool:
-        """True if samples without advantage still have a gradient."""
+        """Return True if samples without advantage still have a gradient."""
         cfg = self._cfg
         values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
         return self.needs_replay or values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0

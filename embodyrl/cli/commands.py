@@ -105,7 +105,7 @@ def _table(commands: Mapping[str, Command], width: int) -> str:
 
 
 def _columns() -> int:
-    """Width of text for this terminal, as argparse chooses it, and never too wide to read."""
+    """Return the text width for this terminal, as argparse chooses it, with a readable maximum."""
     return min(120, shutil.get_terminal_size().columns - 2)
 
 

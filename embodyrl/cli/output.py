@@ -1,4 +1,4 @@
-"""What a command prints, human-readable lines or JSON for machines, and that it does so soon."""
+"""Output of commands, flushed early: lines for people, or JSON."""
 
 import argparse
 import gc

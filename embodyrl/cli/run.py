@@ -111,7 +111,7 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
 
 
 def _resumed(args: argparse.Namespace) -> Path:
-    """The run that `--resume` names; alone it means the newest one of this command."""
+    """Return the run that `--resume` names; without a name, the newest run of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")

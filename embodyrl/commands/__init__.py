@@ -1,4 +1,4 @@
-"""What the program does: each module is one command."""
+"""Commands of the program, one module each."""
 
 from collections.abc import Callable
 from typing import Any

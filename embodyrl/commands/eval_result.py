@@ -1,4 +1,6 @@
-"""What an evaluation found: per task, per suite and in all, with intervals, against an earlier one, as a table."""
+"""Results of an evaluation: per task, per suite and overall, with intervals and a comparison with an earlier
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +178,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
 
 
 def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> None:
-    """Tasks x suites, then each suite with its interval and what it loses against the first."""
+    """Print a table of tasks and suites, then the interval of each suite and its loss against the first suite."""
     suites = result.suites
     cells = {(row.number, row.suite): row for row in result.tasks}
     names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
@@ -193,7 +195,7 @@ def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> No
 
 
 def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
-    """Self-consistency (arXiv 2203.11171); of equally frequent answers the first that was given counts."""
+    """Return the self-consistency score (arXiv 2203.11171); the first of equally frequent answers counts."""
     given: dict[tuple[int, int], dict[str, list[bool]]] = {}
     for episode in sorted(episodes, key=lambda e: e.episode):
         if not episode.conversation or episode.conversation[-1][0] != "assistant":
@@ -307,7 +309,7 @@ def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score
 
 
 def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
-    """Both scores as rates where one of them is: some environments speak of success only where it comes."""
+    """Return both scores as rates if one is a rate: some environments report success only when it occurs."""
     rated = first.successes is not None or last.successes is not None
     return (name, first.rate, last.rate) if rated else (name, first.score, last.score)
 

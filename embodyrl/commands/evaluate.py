@@ -89,7 +89,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
 
 
 def _step_of(weights: Path | None) -> int:
-    """Training step of the evaluated weights; 0 where they are no checkpoint of ours."""
+    """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
     if weights is None or not (weights.parent / "manifest.json").is_file():
         return 0
     CheckpointStore(weights.parent.parent).verify(weights.parent)

@@ -1,4 +1,4 @@
-"""What a run is, in lines: the banner of every command."""
+"""Facts of a run as lines: the banner of every command."""
 
 import os
 import shutil
@@ -149,7 +149,7 @@ def _limit(env: EnvSpec, split: EnvSplit) -> str:
 
 
 def _sight(env: EnvSpec) -> str:
-    """What the policy can see."""
+    """Describe the observation of the policy."""
     if not env.cameras.names:
         return f"state [{env.state_dim}]" if env.state_dim else "words"
     return f"{', '.join(env.cameras.names)} {env.cameras.size[0]}x{env.cameras.size[1]}"

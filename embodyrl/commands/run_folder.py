@@ -207,13 +207,13 @@ def _release(lock: Path, handle: int) -> None:
 
 
 def _spent() -> tuple[float, float]:
-    """Wall clock, and processor time of this process and of children that have ended, seconds."""
+    """Return the wall clock and the CPU time of this process and its ended children, seconds."""
     used = os.times()
     return time.time(), used.user + used.system + used.children_user + used.children_system
 
 
 def _commit() -> str:
-    """Commit of the source checkout that runs, `+changes` where files differ; empty: it is an installed package."""
+    """Return the commit of the source checkout, with `+changes` if files differ; empty for an installed package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""

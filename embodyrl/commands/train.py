@@ -180,7 +180,7 @@ class _Training:
             self.monitor.video(self.session.step, Path(path))
 
     def _loop(self, workers: Workers, actors: Actors) -> None:
-        """Rollout, score, advantages, update, log, save: the order in which data flows."""
+        """Run the steps: rollout, log-probabilities, advantages, update, log, save."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)
         while (step := session.step) < session.total:
@@ -241,7 +241,7 @@ class _Training:
         return self.cfg.runner.val_check_interval != -1
 
     def _validates_after(self, step: int) -> bool:
-        """A validation uses the slots: nothing may wait in them."""
+        """Return whether a validation follows this step; it uses the slots, so no episode may wait in them."""
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 

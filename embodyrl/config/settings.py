@@ -104,7 +104,7 @@ class Settings(BaseModel):
         return self.model_copy(update=changes)
 
     def __reduce__(self) -> Any:
-        """Joined classes exist in one process only: they travel by the classes they were made of."""
+        """Pickle a joined class, which exists in one process only, by its base classes."""
         # A joined class has no module that another process could import it from, but its parts have.
         bases = type(self).__bases__ if _is_joined(type(self)) else (type(self),)
         return _rebuild, (bases, {name: getattr(self, name) for name in type(self).model_fields})
@@ -165,7 +165,7 @@ class Key:
 
     @property
     def _type(self) -> tuple[Any, list[Any], bool]:
-        """Bare type, metadata, and whether null is allowed."""
+        """Return the bare type, the metadata, and whether null is allowed."""
         hint, found, optional = self.field.annotation, list(self.field.metadata), False
         while True:
             if typing.get_origin(hint) is Annotated:
@@ -222,7 +222,7 @@ class Key:
 
 
 def _bare(hint: Any) -> Any:
-    """A list's type without the bounds of its members."""
+    """Return the type of a list without the bounds of its members."""
     of = typing.get_args(hint)
     return list[of[0].__origin__] if of and typing.get_origin(of[0]) is Annotated else hint
 

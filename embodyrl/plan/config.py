@@ -226,9 +226,7 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
-    """Values with `${...}` (of what was set, or is a default) and `???` resolved; what cannot be is reported and left
-    out.
-    """
+    """Resolve `${...}` (of values that are set, or defaults) and `???`; report and remove unresolvable values."""
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
     if not marked:

@@ -1,4 +1,4 @@
-"""Which episodes a step consists of, fixed before the step starts."""
+"""Episodes of a step, planned before the step starts."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes |
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """The order of a lap, remembered: of 90 000 ids it takes longer than a training step of SAC."""
+    """Return the order of a lap, cached: for 90 000 ids it takes longer than a training step of SAC."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
@@ -295,7 +295,7 @@ def _weighted_ids(
 
 
 def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
-    """Per-slot queues that outlast the quota even if every episode ended with its first chunk."""
+    """Return per-slot queues that outlast the quota even if every episode ended with its first chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.model.num_action_chunks)

@@ -76,7 +76,7 @@ def _sections() -> Mapping[str, Section]:
 
 
 def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
-    """The parts of a group by their names."""
+    """Yield the parts of a group with their names."""
     for registry in _PARTS.get(group, ()):
         for name in registry.names():
             # A part may need a package that is not there, or is damaged.
@@ -104,7 +104,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
-    """What others call our keys: their word, and the last part of ours."""
+    """Return names of other frameworks for our keys, each with the last part of our key."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
     return {word: key for key, words in table.items() for word in words.split()}
 

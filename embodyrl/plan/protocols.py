@@ -54,7 +54,7 @@ def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
 
 
 def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
-    """Keys and values of the protocol."""
+    """Return the keys and values of the protocol."""
     asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
     if (horizon := _horizon(cfg, env.name)) is not None:
         asked[_HORIZON] = horizon
@@ -62,7 +62,7 @@ def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
 
 
 def _horizon(cfg: EvalConfig, env: str) -> int | None:
-    """The environment's own entry, or the one of the suite that it changes: the longest that its name begins with."""
+    """Return the horizon of the environment, or of the suite that it varies: the longest matching prefix."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

@@ -1,4 +1,4 @@
-"""What each command reads: one root of settings a command, completed by the parts that were chosen."""
+"""Keys of each command: one root of settings per command, completed by the chosen parts."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class RunPlan:
     optimizer_steps_per_step: int
     """Optimizer steps of a training step with `max_samples`."""
     max_samples: int
-    """Chunk samples of one training step, at most."""
+    """Return the maximum number of chunk samples of one training step."""
     ranks: int
     """Processes that train the policy."""
     devices: Devices

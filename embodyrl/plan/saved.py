@@ -61,7 +61,7 @@ def dump_config(cfg: Root, only: str | None = None) -> str:
 
 
 def _masked(node: Any) -> Any:
-    """The tree with each text masked before YAML quotes it."""
+    """Return the tree with each text masked before YAML quotes it."""
     if isinstance(node, dict):
         return {_masked(key): _masked(value) for key, value in node.items()}
     if isinstance(node, list):
@@ -146,7 +146,7 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Whether the file of a typed group, or of what suits it, set this value."""
+    """Return whether this value was set by the file of a typed group, or of a group that follows from it."""
     folders = Path(setting.source).parts[-3:-1]
     return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
 

@@ -54,7 +54,7 @@ def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
 
 
 def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int64]]:
-    """The 32 bits at a time of a number, lowest first."""
+    """Return the 32-bit words of a number, lowest first."""
     if not isinstance(number, int):
         return [number]
     return [number >> shift & _MASK for shift in range(0, max(number.bit_length(), 1), 32)]

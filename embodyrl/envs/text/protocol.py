@@ -1,4 +1,4 @@
-"""What an environment of text is built of: rows and a reward function."""
+"""Parts of a text environment: rows and a reward function."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

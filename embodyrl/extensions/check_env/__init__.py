@@ -133,7 +133,7 @@ def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0
 
 
 def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, grace_s: float) -> Finding | Violation:
-    """The next finding, or why there is none."""
+    """Return the next finding, or a violation with the reason for its absence."""
     if not ours.poll(timeout_s + grace_s):
         late = f"none within {timeout_s:g} s: it hangs where Python cannot interrupt it, in C code most likely"
         return Violation(name, "an answer", late)
@@ -147,7 +147,7 @@ def _next(ours: Connection, child: SpawnProcess, name: str, timeout_s: float, gr
 
 
 def _serve(theirs: Connection, cfg: EnvSettings, seed: int, timeout_s: float) -> None:
-    """The process: one message per finding."""
+    """Run the checks in the child process and send one message per finding."""
     signal_at_parents_end(signal.SIGKILL)  # also in the middle of a check that never answers
     multiprocessing.current_process().daemon = False  # an environment may start processes
     os.dup2(2, 1)  # also what C code prints

@@ -1,4 +1,4 @@
-"""What `check-env` works with: an environment on the bench, episodes played on it, and what differs between two."""
+"""Harness of `check-env`: an environment under test, its episodes, and the differences between two of them."""
 
 import threading
 from collections.abc import Callable, Sequence

@@ -210,7 +210,7 @@ def _at(flags: BoolArray) -> str:
 
 
 def _find_ending(h: Harness) -> Trace | None:
-    """An episode that chance brings to its own end."""
+    """Find an episode that terminates under random actions."""
     ids = h.reset_ids(h.tasks()[0])
     played = (h.play(0, h.start(i, limit=h.horizon), h.actions(FOUND_STEPS, stream=i)) for i in ids)
     return next((trace for trace in played if trace.any("terminated")), None)

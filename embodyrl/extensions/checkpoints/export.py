@@ -167,7 +167,9 @@ def _published(path: str) -> re.Match[str] | None:
 
 
 def _results(file: Path) -> str:
-    """Success by task with its Wilson 95 % interval, or the return where success is not known, as a table."""
+    """Return a table of the success by task with its Wilson 95 % interval, or of the return where success is not
+    known.
+    """
     if not file.is_file():
         return "This step was not evaluated.\n"
     table = json.loads(file.read_text(encoding="utf-8"))

@@ -47,7 +47,7 @@ def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray
 
 
 def _changed(frames: Tensor, draws: Tensor) -> Tensor:
-    """New frames [N, H, W, 3] uint8 by `draws` [6, N]."""
+    """Return augmented frames [N, H, W, 3] uint8 for the random numbers `draws` [6, N]."""
     shifted = shift(frames, draws[0], draws[1])
     coloured = jitter(shifted.permute(0, 3, 1, 2).contiguous().float() / 255.0, draws[2:])
     return (coloured * 255.0).round_().to(torch.uint8).permute(0, 2, 3, 1)

@@ -1,4 +1,4 @@
-"""What a data set states about its environment: our card, or the description that another program wrote."""
+"""Description of a data set's environment: our card, or the metadata of another program."""
 
 from __future__ import annotations
 

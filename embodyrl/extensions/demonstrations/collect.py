@@ -229,7 +229,7 @@ class _Collecting:
             raise
 
     def _trials(self) -> list[tuple[int, int]]:
-        """What is still to be tried: for each task as many episodes as it lacks.
+        """Return the missing episodes of each task.
 
         Raises:
             EmbodyError: a task fails so often that it would never be finished.

@@ -86,7 +86,7 @@ class ImitationLearner(Learner):
         return {name: sum(part[name] for part in parts) for name in parts[0]}
 
     def _deal(self, records: IntArray) -> list[tuple[IntArray, bool]]:
-        """Micro-batches of positions; see `deal`."""
+        """Split positions into micro-batches; see `deal`."""
         cfg = self._trainer.cfg
         return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
@@ -104,7 +104,7 @@ class ImitationLearner(Learner):
         return 2 * (asked + (tokens >= 0).sum(1).reshape(2, -1).max(0))
 
     def _samples(self, records: IntArray) -> IntArray:
-        """[n] one record of each sample, or [n, 2], one of a better and one of a worse episode."""
+        """Return one record of each sample [n], or of a better and a worse episode [n, 2]."""
         of_episodes = self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy)
         return records.reshape(-1, 2) if of_episodes else records
 
@@ -132,7 +132,7 @@ class ImitationLearner(Learner):
         return self._policy.imitate(obs, self._targets(records))
 
     def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
-        """DPO: log-ratios to the reference of the better answers [B] against the worse ones [B] that follow them."""
+        """Compute the DPO loss from log-ratios of the better answers [B] and of the worse ones [B] after them."""
         assert self._reference is not None, "no reference policy was built"
         # In one batch, so that both halves of a pair are computed in the same way.
         with torch.no_grad():
@@ -148,37 +148,37 @@ class ImitationLearner(Learner):
         return self._compared(self._value(_twice(obs, said)))
 
     def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Cross-entropy of whether the goal holds in what is seen; the value is the log-odds."""
+        """Return the cross-entropy of whether the observation shows the goal; the value is the log-odds."""
         value = self._value(obs)
         label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
         return ImitationScores(loss=loss, accuracy=((value > 0) == label).float())
 
     def _pairs(self, records: IntArray) -> list[str]:
-        """The better answers [B], then the worse ones [B]."""
+        """Return the better answers [B], then the worse answers [B]."""
         pairs = [split_messages(decode_instruction(row)) for row in self._arena[Record.reply][records]]
         return [pair[place].content for place in (0, 1) for pair in pairs]
 
     def _compared(self, scores: Tensor) -> ImitationScores:
-        """Scores [2B] of the better answers, then of the worse ones."""
+        """Return the preference loss for scores [2B] of the better answers, then of the worse ones."""
         better, worse = scores.chunk(2)
         loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
         return ImitationScores(loss=loss, accuracy=(better > worse).float())
 
     def _value(self, obs: Observation) -> Tensor:
-        """Value [B] of each observation, with gradients; what would be done there does not matter."""
+        """Return the value [B] of each observation, with gradients; it does not depend on actions."""
         # The value head reads only the input before the actions, so any tokens will do.
         nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, nothing).value[:, 0]
 
     def _targets(self, records: IntArray) -> FloatArray:
-        """Actions [B, K, A]; of text the tokens of the reply."""
+        """Return the actions [B, K, A]; for text the tokens of the reply."""
         if not isinstance(self._policy, TextPolicy):
             return self._arena[Record.action][records]
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Random numbers [D, count, C] of each sample's images, the same whichever rank it goes to."""
+        """Return random numbers [D, count, C] for each sample's images, independent of its rank."""
         cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
         if not seeds or not cameras:
             return None
@@ -194,7 +194,7 @@ def encoded_replies(policy: TextPolicy, replies: np.ndarray) -> FloatArray:
 
 
 def _twice(obs: Observation, instructions: Sequence[str]) -> Observation:
-    """The observations [B], then again, with the instructions [2B] or [B]."""
+    """Repeat the observations [B] with the instructions [2B] or [B]."""
     both = tuple(instructions) * (2 * len(obs) // len(instructions))
     return Observation(images=np.tile(obs.images, (2, 1, 1, 1, 1)), state=np.tile(obs.state, (2, 1)), instructions=both)
 

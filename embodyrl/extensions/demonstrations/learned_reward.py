@@ -57,7 +57,7 @@ class LearnedReward:
         return float(1.0 / (1.0 + np.exp(-x[0])))
 
     def _encode(self, images: np.ndarray) -> np.ndarray:
-        """[F] of images [C, H, W, 3]."""
+        """Encode images [C, H, W, 3] to features [F]."""
         x = images.transpose(0, 3, 1, 2).reshape(-1, *images.shape[1:3]).astype(np.float32) / 255.0
         layers = [
             n.removesuffix(".weight") for n in self._weights if n.startswith("encoder.") and n.endswith(".weight")

@@ -183,7 +183,7 @@ class _Sft:
         return {f"actor/{name}": value for name, value in done.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
-        """Rows of the batch of a step: a walk through one seeded permutation per epoch."""
+        """Return the rows of a step's batch: a walk through one seeded permutation per epoch."""
         count, size = len(self.material.train), self.cfg.actor.global_batch_size
         parts: list[IntArray] = []
         position, missing = step * size, size
@@ -203,7 +203,9 @@ class _Sft:
         return self._orders[epoch]
 
     def _measure(self, actors: SupervisedActors) -> dict[str, float]:
-        """Loss and token accuracy on held-out episodes, and on as many training samples without augmentation."""
+        """Return loss and token accuracy on held-out episodes, and on an equal number of training samples without
+        augmentation.
+        """
         started = time.perf_counter()
         metrics = self._score(actors, self.material.train, "train")
         judged = metrics["train/loss"]

@@ -1,4 +1,4 @@
-"""What supervised training learns from: demonstrations with a checkpoint folder of their statistics, or text."""
+"""Training data of SFT: demonstrations with a checkpoint folder of their statistics, or text."""
 
 import json
 import math
@@ -324,7 +324,7 @@ def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
 
 
 def _text(cfg: SftConfig) -> Material:
-    """Rows of text; what is imitated is the reference and the token that ends it.
+    """Load rows of text; the targets are the reference and its end token.
 
     Raises:
         ConfigError: see `_text_parts`.
@@ -338,7 +338,7 @@ def _text(cfg: SftConfig) -> Material:
 
 
 def _text_samples(rows: TextRows, part: range) -> Samples:
-    """Each row as an episode of one step, in which there is nothing but the conversation to see."""
+    """Convert each row to an episode of one step with the conversation as its only observation."""
     chosen, steps = [rows[i] for i in part], np.arange(len(part))
     none = np.zeros((len(part), 0), np.float32)
     demos = Demonstrations(
@@ -363,7 +363,7 @@ def _text_samples(rows: TextRows, part: range) -> Samples:
 
 
 def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
-    """The rows' images [M, C, H, W, 3], each in the upper left corner of its room.
+    """Return the rows' images [M, C, H, W, 3], each in the upper left corner of its array.
 
     Raises:
         ConfigError: they do not fit into the free memory.

@@ -50,7 +50,7 @@ def image_stats(counts: IntArray, frames: int) -> Stats:
 
 
 def _quantile(counts: IntArray, q: float) -> float:
-    """Quantile of counted values 0..255, scaled to 0..1, with linear interpolation as in `np.quantile`."""
+    """Return the quantile of counted values 0..255, scaled to 0..1, with linear interpolation as in `np.quantile`."""
     place, upto = (counts.sum() - 1) * q, np.cumsum(counts)
     low, high = (int(np.searchsorted(upto, number, side="right")) for number in (np.floor(place), np.ceil(place)))
     return (low + (high - low) * (place - np.floor(place))) / 255.0

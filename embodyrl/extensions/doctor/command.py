@@ -50,7 +50,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
-    """One after the other, as soon as each is known."""
+    """Yield the findings one by one, each when it is ready."""
     yield probes.probe_python()
     yield probes.probe_torch()
     yield probes.probe_driver()

@@ -1,4 +1,4 @@
-"""What `doctor` looks at: one function per fact about this machine."""
+"""Probes of `doctor`: one function per fact about this machine."""
 
 import platform
 import re

@@ -95,14 +95,14 @@ class FilteredLearner(Learner):
             weights_changed(self._policy.module)
 
     def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Micro-batches of positions; see `deal`."""
+        """Split positions into micro-batches; see `deal`."""
         cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
         if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
             costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
         return deal(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
-        """Observations [B] and the actions [B, H, A] to imitate: own ones, then `share` demonstrated ones."""
+        """Sample observations [B] and actions [B, H, A] to imitate: own ones, then `share` demonstrated ones."""
         own = rng.choice(stored, self._batch_size - share)
         fields = {str(name): self._replay[name][own] for name in OBSERVATION}
         actions = self._replay["action"][own]
@@ -142,7 +142,7 @@ class FilteredLearner(Learner):
         return records
 
     def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
-        """[N, H, A] what was done from each chunk's observation on; at an episode's end its last action repeats."""
+        """Return the actions [N, H, A] from each chunk's observation on; the last action of an episode repeats."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.

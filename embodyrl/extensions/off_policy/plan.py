@@ -61,7 +61,7 @@ def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
-    """Why frames, or transitions, of a data set are not those of this environment."""
+    """Yield the reasons why frames, or transitions, of a data set do not fit this environment."""
     if env.action.kind is ActionKind.text:
         yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
         return
@@ -90,7 +90,7 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
 
 
 def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
-    """Why the rewards and next states of a data set are not what its actions led to."""
+    """Yield the reasons why rewards and next states of a data set are not results of its actions."""
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
         yield (
             f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "

@@ -87,9 +87,9 @@ class ReplayBuffer:
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """[n, ...] a field of all observations, also `action`, `reward` and `discount` of what begins there.
-
-        `ahead` is how many chunks that is, `left` how many observations of the episode follow.
+        """Return a field [n, ...] of all observations, or `action`, `reward` and `discount` of the transitions from
+        them. `ahead` is the length of a transition in chunks, `left` the number of later observations in the
+        episode.
         """
         return self._arrays[field]
 
@@ -133,7 +133,7 @@ class ReplayBuffer:
             self._arrays[name] = larger
 
     def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
-        """Rewards [N], discounts [N] and distances [N] of transitions; distance 0: none."""
+        """Return rewards [N], discounts [N] and distances [N] of transitions; distance 0: none."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)
@@ -154,6 +154,6 @@ class ReplayBuffer:
 
 
 def _left(episode: IntArray) -> IntArray:
-    """[N] frames that follow in the same episode."""
+    """Return the number [N] of later frames in the same episode."""
     last = np.flatnonzero(np.append(episode[1:] != episode[:-1], True))
     return np.repeat(last, np.diff(last, prepend=-1)) - np.arange(len(episode))

@@ -108,7 +108,7 @@ class SacLearner(Learner):
     def _step(
         self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
-        """One update of temperature, critics, actor and target critics, in this order; empty: it was left out.
+        """Update temperature, critics, actor and target critics, in this order; return no metrics if skipped.
 
         Without `acting` temperature and actor stay as they are.
         """
@@ -167,7 +167,7 @@ class SacLearner(Learner):
         return numbers | {"alpha": alpha.item()}
 
     def _features(self, seen: Observation | FloatArray) -> Tensor:
-        """[B, F] of what `_look` returned."""
+        """Return features [B, F] of the result of `_look`."""
         if isinstance(seen, Observation):
             return self._policy.features(seen)
         return on_device(seen, next(self._critics.parameters()).device)
@@ -230,13 +230,13 @@ class SacLearner(Learner):
         return acted
 
     def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
-        """What the buffer keeps of the observations of some records."""
+        """Return the stored part of the observations of some records."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
         return self._kept(self._arena, records)
 
     def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
-        """Features of the observations of some records."""
+        """Return the features of the observations of some records."""
         with torch.no_grad():
             features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}
@@ -246,9 +246,9 @@ class SacLearner(Learner):
         return np.array_split(records, max(1, -(-len(records) // self._batch_size)))
 
     def _load_demonstrations(self) -> ReplayBuffer:
-        """All chunks of the data sets; a demonstration that ends with its first success is over with it.
+        """Load all chunks of the data sets; a demonstration that ends with its first success terminates there.
 
-        Of a frozen policy features are kept and corrections of what it proposes, which takes two passes for each chunk.
+        A frozen policy stores features and corrections of its proposals, which takes two passes for each chunk.
         """
         demos = load_shown(self._rules.demonstrations, self._policy.spec)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
@@ -283,7 +283,7 @@ class SacLearner(Learner):
             save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
     def _parts(self) -> dict[str, Any]:
-        """What has a `state_dict`."""
+        """Return the parts with a `state_dict`."""
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
     def load(self, folder: Path) -> None:

@@ -82,7 +82,7 @@ class LoadedPolicy:
         )
 
     def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
-        """A part of an observation; zeros for one that the policy does not read."""
+        """Return a part of an observation; zeros for a part that the policy does not read."""
         if name not in one and not (read and np.prod(shape)):
             return np.zeros(shape, np.uint8)
         found = np.asarray(one[name]) if name in one else None

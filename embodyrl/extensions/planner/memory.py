@@ -1,4 +1,4 @@
-"""What memory a run will need, derived before anything starts."""
+"""Memory estimate of a run, computed before it starts."""
 
 import json
 from collections import Counter
@@ -190,7 +190,10 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
 
 
 def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, costs: PolicyCosts) -> int:
-    """On a GPU. The module scores what vLLM wrote where it has values, or may have other probabilities."""
+    """Return the bytes of an inference batch on the GPU.
+
+    With vLLM the module computes log-probabilities only for values, or if its own may differ.
+    """
     slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
         # In bfloat16, which autocast keeps for a pass; whole weights of shards are gathered in it.
@@ -213,7 +216,7 @@ def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
 
 
 def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
-    """Its weights, frozen and in the precision that it computes in; where a server has it, none."""
+    """Return the bytes of the frozen reference weights in their compute precision; 0 with a server."""
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
     teacher = _beside(run_plan, cfg.algorithm.reference_path)
@@ -248,7 +251,7 @@ def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
 
 
 def _micro_batches(run_plan: RunPlan) -> int:
-    """Of an optimizer step on each rank, at most."""
+    """Return the maximum number of micro-batches of an optimizer step on each rank."""
     cfg = run_plan.config(TrainConfig)
     steps = max(1, run_plan.optimizer_steps_per_step // cfg.algorithm.update_epoch)
     samples = -(-run_plan.max_samples // (steps * run_plan.ranks))
@@ -258,9 +261,10 @@ def _micro_batches(run_plan: RunPlan) -> int:
 
 
 def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
-    """Of a micro-batch; `copies`: autocast keeps bfloat16 ones of the layers' weights for the backward pass.
+    """Return the activation bytes of a micro-batch; `copies`: autocast keeps bfloat16 copies of the weights for
+    backward.
 
-    `whole` gradients are there since an earlier micro-batch, and shards take their place; otherwise those of one layer
+    `whole` gradients exist since an earlier micro-batch, and shards take their place; otherwise those of one layer
     and of the output matrix are needed in addition to the shards. The embeddings' come last.
     """
     replays = cfg.algorithm.transitions
@@ -279,12 +283,14 @@ def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: 
 
 
 def _whole_at_a_time(costs: PolicyCosts) -> int:
-    """Gradients of one layer and of the output matrix, before they are cut up; of adapters next to nothing."""
+    """Return the bytes of the gradients of one layer and of the output matrix before they are sharded; 0 with
+    adapters.
+    """
     return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
 
 
 def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters: bool) -> int:
-    """Layers are gathered in the compute precision, this one and the next; all that is no layer as it is kept."""
+    """Return the bytes of two gathered layers in the compute precision, and of all weights outside the layers."""
     # The model has no layers to inspect: a quarter of all weights is a guess.
     if not costs.largest_layer[0]:
         return total // 4

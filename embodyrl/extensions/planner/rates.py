@@ -1,4 +1,4 @@
-"""How fast a training run should be on GPUs, and what bounds it, derived before anything starts."""
+"""Speed estimate of a training run on GPUs and its bottleneck, computed before it starts."""
 
 import re
 from dataclasses import dataclass

@@ -382,7 +382,7 @@ def _append(log: Path, text: bytes) -> None:
 
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
-    """The driver's pools, on its host; or, elsewhere, empty ones like them."""
+    """Attach the driver's pools on its host; elsewhere create empty pools like them."""
     handles = [handle for handle in (spec.init.arena, spec.init.bucket_arena) if handle]
     return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
 

@@ -103,7 +103,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _machine(history: History) -> dict[str, str]:
-    """Lines of env.txt; several of one name are joined."""
+    """Return the lines of env.txt; several lines with one name are joined."""
     found: dict[str, str] = {}
     for line in history.text("env.txt").splitlines():
         name, _, value = line.partition(" ")
@@ -141,7 +141,7 @@ def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]
 
 
 def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
-    """Initial states that training may use, and how many different ones the last evaluation started from."""
+    """Return the initial states that training may use, and the number of different ones in the last evaluation."""
     found: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
         if isinstance(_at(config, f"env.{split}"), Mapping):

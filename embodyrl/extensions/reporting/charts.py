@@ -124,7 +124,7 @@ def line_chart(
 
 
 def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
-    """A curve, smoothed where it is long, with its last value in numbers, below the values that are `taken`."""
+    """Plot a curve, smoothed if long, with its last value as a number below the values that are `taken`."""
     long = len(line.points) > _LONG
     drawn = smoothed(line.points) if long else line.points
     x, y = frame.at(*drawn[-1])

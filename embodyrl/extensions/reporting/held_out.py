@@ -36,7 +36,7 @@ def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
-    """A line for the run that made a checkpoint, for the run that this one started from, and so on."""
+    """Yield a line for the run that made a checkpoint, for the run that this one started from, and so on."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
@@ -56,7 +56,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
 
 
 def _record_of(path: Path) -> Path | None:
-    """The config of the run that a folder of weights is from: an exported one brings it along."""
+    """Return the config of the run that wrote a folder of weights; an exported folder contains a copy."""
     if (path / EXPORTED_CONFIG).is_file():
         return path / EXPORTED_CONFIG
     return run_config(path)
@@ -80,7 +80,7 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
 
 
 def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> EnvSpec | None:
-    """The environment as that run split its rows; None: they were other rows, which this one numbers otherwise."""
+    """Return the environment with that run's split of its rows; None: the rows differ, so their ids do too."""
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
@@ -109,7 +109,7 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
 
 
 def _by_expert(made: Mapping[str, Any]) -> bool:
-    """A round of `embodyrl dagger`: it plays like a training, and learns from demonstrations."""
+    """Return whether this is a round of `embodyrl dagger`, which acts and learns from demonstrations."""
     return "dagger.rounds" in made
 
 

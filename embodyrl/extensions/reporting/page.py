@@ -118,7 +118,7 @@ def _summary(histories: Sequence[History], states: Collection[str]) -> list[str]
 
 
 def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """What the template shows of one run."""
+    """Return the data of one run for the template."""
     steps = [row for row in history.rows if step_seconds(row)]
     last = history.evaluations[-1].episodes if history.evaluations else ()
     events = history.text(EVENTS_FILE).splitlines()
@@ -180,7 +180,7 @@ def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[t
 
 
 def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
-    """Seconds per phase of each step; several steps share a bar where there are many."""
+    """Plot the seconds per phase of each step; many steps share a bar."""
     if not steps:
         return ""
     per_bar = -(-len(steps) // _MAX_BARS)
@@ -194,7 +194,7 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
-    """Title, legend (colour and text) and drawing of each chart that has data."""
+    """Return title, legend (colour and text) and plot of each chart that has data."""
     several, found, groups = len(histories) > 1, [], seed_groups(histories)
     for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.has(name) for history in histories)]
@@ -224,7 +224,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
 
 
 def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
-    """Mean over runs that differ in their seed, with the 95 % interval of that mean; of a single run its own curve."""
+    """Return the mean over runs that differ in their seed with its 95 % interval; for a single run its own curve."""
     if len(group.runs) == 1:
         return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
     points = group.curve(metric, limits)

@@ -162,7 +162,7 @@ class PolicyServer:
         return connection.respond(503, f"{self._open} clients are connected (serve.max_clients)\n")
 
     async def _meet(self, socket: Any) -> None:
-        """One client, from its first to its last message."""
+        """Serve one client from its first to its last message."""
         self._open += 1
         try:
             await self._talk(socket)
@@ -189,7 +189,7 @@ class PolicyServer:
         self._say(f"client {number} {ending} after {answered} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Metadata first, then a chunk for each observation; an error is a text."""
+        """Send the metadata, then a chunk for each observation; an error is a text."""
         await client.send(pack(self._answering.describe(), bytes_keyed))
         while True:
             data = await client.receive()
@@ -205,7 +205,7 @@ class PolicyServer:
             yield None
 
     async def _vla_eval(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Messages about episodes; each observation is answered with one action, of a chunk as long as it lasts."""
+        """Serve messages about episodes; each observation gets one action of a chunk until the chunk ends."""
         chunk: list[FloatArray] = []
         while True:
             kind, payload, sequence, problem = "error", {}, 0, None
@@ -241,7 +241,7 @@ class PolicyServer:
         return own | {"capabilities": {}, "observation_params": wanted, "embodyrl": described}
 
     async def _ask(self, message: object) -> FloatArray:
-        """A chunk for one observation.
+        """Return a chunk for one observation.
 
         Raises:
             EmbodyError: the observation does not fit, or the policy takes too long.
@@ -294,7 +294,7 @@ def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
 
 
 def _silent() -> logging.Logger:
-    """The library logs a traceback for everything at this port that is no websocket; clients are reported by `say`."""
+    """Return a logger without output: the library logs a traceback for every client that is no websocket."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())
     return logger

@@ -86,7 +86,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 
 def _check_parts(configs: Sequence[TrainConfig]) -> None:
-    """Refuse parts that do not fit each other."""
+    """Reject parts that do not fit each other."""
     # Only now: a wrong key is refused without what the run_plan needs.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import build_run_plan
@@ -97,7 +97,7 @@ def _check_parts(configs: Sequence[TrainConfig]) -> None:
 
 
 def _written(place: Path) -> dict[Path, int]:
-    """Runs of a folder, and when each was last begun."""
+    """Return the runs of a folder with the time of their last start."""
     return {run: (run / "config.yaml").stat().st_mtime_ns for run in run_folders(place)}
 
 
@@ -138,7 +138,7 @@ class _Running:
 
 
 def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
-    """What differs between the runs, and how each ended."""
+    """Print the settings that differ between the runs, and the result of each."""
     same = set(jobs[0]).intersection(*jobs)
     table = [("run", "settings", "step", "success", "return", "")]
     for job, code, run in zip(jobs, codes, runs, strict=True):

@@ -204,7 +204,7 @@ def _read_file(file: Path) -> list[Any]:
 
 
 def _read_packed(source: Any, file: Path) -> list[Any]:
-    """Rows of a Parquet file, a few at a time: some hundred bytes can be packed to fill any memory.
+    """Read the rows of a Parquet file in parts: a few hundred bytes can unpack to any size.
 
     Raises:
         ConfigError: the rows take more than a quarter of the free memory; as Python objects they take a multiple.
@@ -231,7 +231,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
 
 
 def _repeated(column: Any) -> int:
-    """Bytes that texts of a dictionary take once each row has its own."""
+    """Return the additional bytes of a dictionary column once each row has its own text."""
     import pyarrow as pa
     import pyarrow.compute as compute  # type: ignore[import-untyped]
 
@@ -290,14 +290,14 @@ def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
 
 
 def _answer(value: Any) -> str:
-    """A text, the last message of a conversation, or anything else as JSON."""
+    """Return a text, the last message of a conversation, or another value as JSON."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _column(raw: Mapping[str, Any], key: str) -> Any:
-    """Value of a column, or of a part of one: a.b is b within a."""
+    """Return the value of a column, or of a part of one: a.b is b within a."""
     if key in raw or "." not in key:
         return raw.get(key)
     head, _, rest = key.partition(".")
@@ -318,7 +318,7 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
 
 
 def _content(content: Any) -> str:
-    """A text, or the list of texts and images that processors take."""
+    """Return a text, or a list of texts and images as one text with image placeholders."""
     if not isinstance(content, list):
         return str(content)
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)

@@ -71,7 +71,9 @@ _PLAIN = (
 
 
 def _importable(reward: Reward, folder: Path) -> str:
-    """Where other processes find the function: its module, or for one of a script or notebook a file of its source."""
+    """Return an import path for the function: its module, or a file with the source of a function of a script or
+    notebook.
+    """
     if reward.__module__ != "__main__":
         return f"{reward.__module__}:{reward.__qualname__}"
     name = f"embodyrl_reward_{os.getpid()}"

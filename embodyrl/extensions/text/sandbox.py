@@ -1,4 +1,4 @@
-"""What a model wrote is carried out here: arithmetic without evaluation, programs in a process with limits."""
+"""Execution of model output: arithmetic without evaluation, programs in a process with limits."""
 
 import ast
 import functools
@@ -51,10 +51,10 @@ def evaluate(expression: str) -> float:
 
 
 def _value(node: ast.AST) -> float:
-    """Value of + - * / on numbers.
+    """Evaluate + - * / on numbers.
 
     Raises:
-        ValueError: anything else.
+        ValueError: any other expression.
     """
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
@@ -162,7 +162,7 @@ def confinement() -> tuple[bool, str]:
 
 @functools.cache
 def _bubblewrap() -> tuple[str, ...]:
-    """The command that puts a process into namespaces of its own; nothing where that does not work."""
+    """Return the command that starts a process in separate namespaces; empty if that does not work."""
     hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
     # id.

@@ -167,7 +167,9 @@ def _start_test(request: dict[str, Any], where: list[int], place: str, files: li
 
 
 def _compare(said: str, where: list[int], tests: int) -> bool:
-    """Whether a program printed what it should, in a process of its own: no later program may see that text."""
+    """Return whether a program printed the expected output; compare in a separate process, invisible to later
+    programs.
+    """
     pid = os.fork()
     if pid == 0:
         wanted = json.loads(os.pread(tests, where[1], where[0]))["output"]
@@ -191,7 +193,7 @@ def _start(request: dict[str, Any], place: str, files: list[int], action: Callab
 
 
 def _own_user(place: str) -> int:
-    """A user that no other program has, who then owns a folder."""
+    """Return an unused user id, and make that user the owner of a folder."""
     # In a container the kernel may have only 65536 user ids.
     for user in (2**20 + secrets.randbelow(2**30), 20_000 + secrets.randbelow(40_000), NOBODY):
         with contextlib.suppress(OSError):
@@ -202,7 +204,7 @@ def _own_user(place: str) -> int:
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """What a child reported, whether it came to its end, and why it was stopped else."""
+    """Return the report of a child, whether it ended, and otherwise the reason for stopping it."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
@@ -224,7 +226,7 @@ def _tail(file: Any, *, whole: bool = False) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without blanks at their ends, and without empty ones at the end of all."""
+    """Return the lines without trailing blanks, and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -276,7 +278,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
 
 
 def _bar_files() -> None:
-    """Landlock, from Linux 5.13: files are written in the working folder and nowhere else (linux/landlock.h).
+    """Restrict file writes to the working folder with Landlock, from Linux 5.13 (linux/landlock.h).
 
     Where the kernel has it, no connection by TCP is made (6.7) and no signal leaves the process (6.12).
     """
@@ -297,7 +299,10 @@ def _bar_files() -> None:
 
 
 def _bar_calls() -> None:
-    """A filter of system calls (linux/seccomp.h, linux/filter.h): EPERM for `_DENIED`, the end for foreign ones."""
+    """Install a filter of system calls (linux/seccomp.h, linux/filter.h):
+
+    EPERM for `_DENIED`, kill for foreign ones.
+    """
     arch, *denied = _DENIED.get(platform.machine(), (0,))
     if not denied:
         return

@@ -190,7 +190,7 @@ def _shown(kind):
 
 
 def _take_over(own, changed):
-    """Give a list, dict or set that went out as an argument the content that it was left with."""
+    """Copy the changed content of an argument (list, dict or set) into the original object."""
     if type(own) is type(changed) and isinstance(own, list | bytearray):
         own[:] = changed
     elif type(own) is type(changed) and isinstance(own, dict | set):
@@ -314,7 +314,7 @@ class _Statements(ast.NodeTransformer):
 
 
 def _tested_names(tree):
-    """Functions that a test compares the results of, as in `assert sum(1, 2) == 3`: a built-in one may be the task."""
+    """Return functions whose results a test compares, as in `assert sum(1, 2) == 3`: a built-in one may be the task."""
     found = set()
     for node in tree.body:
         test = node.test if isinstance(node, ast.Assert) else None

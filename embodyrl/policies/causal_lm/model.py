@@ -182,7 +182,7 @@ class LanguageModel(nn.Module):
 
     @property
     def _whole(self) -> Any:
-        """Model without its adapters."""
+        """Return the model without its adapters."""
         return self.lm.get_base_model() if hasattr(self.lm, "get_base_model") else self.lm
 
     @property

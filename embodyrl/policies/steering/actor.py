@@ -152,7 +152,7 @@ class Steered(ABC):
 
     @property
     def _key(self) -> str:
-        """Key and value that freeze the model."""
+        """Return the key and value that freeze the model."""
         assert self.spec.steering is not None
         return self.spec.steering.key
 

@@ -60,7 +60,7 @@ def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
 
 
 def _components(name: str) -> tuple[str, ...]:
-    """A function that returns several numbers declares their names in its attribute `components`."""
+    """Return the names of a function's rewards: its attribute `components` if it returns several numbers."""
     return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
 
@@ -175,7 +175,7 @@ class _Child:
         return replies
 
     def _line(self, seconds: float, clock: RunClock) -> bytes | None:
-        """Next line of the process's output; empty: it ended; None: none came in the time that we ran."""
+        """Return the next line of the process's output; empty: it ended; None: timeout in run time."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._buffer:
             if (left := seconds - clock.now()) <= 0:
