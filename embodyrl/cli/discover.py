@@ -30,7 +30,7 @@ def list_things(args: argparse.Namespace) -> int:
         rows = [describe_run(run) for run in run_folders(folder)]
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides:
-        raise ConfigError(f"embodyrl list {what} takes no further words; leave out '{overrides[0]}'.")
+        raise ConfigError(f"embodyrl list {what} takes no more arguments; remove '{overrides[0]}'.")
     elif what == "extensions":
         rows = [{"name": n, "about": e.summary, "install": e.install_line()} for n, e in extensions().items()]
         lines = [*_table(rows), *_missing(extensions())]

@@ -92,7 +92,7 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
         if (found / "checkpoints").is_dir():
             run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))
             raise ConfigError(
-                f"{found} is a training run. Go on with it: embodyrl train --resume {run}. "
+                f"{found} is a training run. Resume it: embodyrl train --resume {run}. "
                 f"Evaluate what it learned: embodyrl eval {weights}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
@@ -133,7 +133,9 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
         if args.config_dir:
             raise ConfigError("--config-dir has no effect with --resume: the run brings its own config; leave it out.")
         if any(w.startswith("ckpt=") for w in words):
-            raise ConfigError("ckpt cannot be combined with --resume: a resumed run has weights of its own; drop one.")
+            raise ConfigError(
+                "ckpt cannot be combined with --resume: a resumed run has its own weights; remove one of them."
+            )
         found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
     _require_ckpt(words)

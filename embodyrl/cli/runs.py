@@ -79,4 +79,4 @@ def find_run(word: str) -> Path:
             return path
     known = [path.name for path in run_folders(Path("runs"))]
     hint = closest(Path(word).name, known) or " `embodyrl list runs` shows those in ./runs."
-    raise ConfigError(f"'{word}' is no run: no config.yaml there.{hint}")
+    raise ConfigError(f"'{word}' is not a run: it has no config.yaml.{hint}")

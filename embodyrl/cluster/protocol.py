@@ -188,7 +188,8 @@ def parse_placement(
         for name in (part.strip() for part in names.split(",")):
             if name not in COMPONENTS:
                 raise ConfigError(
-                    f"cluster.component_placement: '{name}' is no component; components are {', '.join(COMPONENTS)}, "
+                    f"cluster.component_placement: '{name}' is not a component; components are "
+                    f"{', '.join(COMPONENTS)}, "
                     "for example {env: 1-3, rollout: 0, actor: 0}."
                 )
             found[name] = nodes

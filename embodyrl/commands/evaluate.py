@@ -62,7 +62,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     weights = first_weights(cfg, run_plan.env)
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
-        raise ConfigError(f"{resume}: no evaluation of step {step} was begun there; ckpt={cfg.ckpt} has moved on.")
+        raise ConfigError(f"{resume}: no evaluation of step {step} started there; ckpt={cfg.ckpt} has another step.")
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [
             *facts(run_plan),
@@ -180,8 +180,8 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
         raise ConfigError(f"eval.baseline={run}: that run has no evaluation. Fix: name a run of `embodyrl eval`.")
     if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
-            f"eval.baseline={run}: its initial states are others ({differs}), so that nothing can be compared in "
-            "pairs. Evaluate both with the same settings, or remove the key."
+            f"eval.baseline={run}: its initial states are different ({differs}), so no pairs can be compared. "
+            "Evaluate both with the same settings, or remove the key."
         )
     return history.evaluations[-1].episodes
 

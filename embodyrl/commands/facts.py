@@ -171,5 +171,5 @@ def _free_disk(cfg: RunConfig) -> int:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is no folder that can be written to.")
+        raise ConfigError(f"runner.output_dir={cfg.runner.output_dir}: {folder} is not a writable folder.")
     return shutil.disk_usage(folder).free

@@ -328,7 +328,7 @@ def _compare(cfg: ActingConfig | ServeConfig | SftConfig, env: EnvSpec, folder: 
             factory.compare(cfg.model, env, folder)
         except CheckpointError as error:
             raise ConfigError(
-                f"{asked}: {error} Where no env, model or model.* is typed, those of the run hold."
+                f"{asked}: {error} Without env, model or model.* arguments, the settings of the run apply."
             ) from error
     if problems := _input_problems(cfg.model, env, folder):
         raise ConfigError([f"{asked}: {problem}" for problem in problems])

@@ -247,8 +247,8 @@ class Session:
         while not futures.wait([saving], 1.0).done:
             if clock.now() > limit:
                 raise CheckpointError(
-                    f"{self._store.root}: a checkpoint is not on the disk after {limit:g} s (faults.update_timeout_s); "
-                    "is the file system still there?"
+                    f"{self._store.root}: a checkpoint was not written to disk after {limit:g} s "
+                    "(faults.update_timeout_s). Check the file system."
                 )
         saving.result()
 

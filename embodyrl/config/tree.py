@@ -29,7 +29,7 @@ class _Loader(_Base):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         names = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice} is there twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{twice} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -148,7 +148,7 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:
-                raise ConfigError(f"{file}: more than {_YAML_DEPTH} levels; it is no saved config.")
+                raise ConfigError(f"{file}: more than {_YAML_DEPTH} levels; it is not a saved config.")
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError(
                     f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
@@ -161,5 +161,5 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected `key: value` lines at the top; it is no saved config.")
+        raise ConfigError(f"{file}: expected `key: value` lines at the top; it is not a saved config.")
     return raw

@@ -309,7 +309,9 @@ class ChunkedEnv:
                     f"env '{self.spec.name}': reset id {start.reset_id} is outside 0..{self.spec.num_reset_ids - 1}."
                 )
             if start.max_episode_steps < 1:
-                raise EnvError(f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}; at least 1.")
+                raise EnvError(
+                    f"env '{self.spec.name}': max_episode_steps is {start.max_episode_steps}, but must be at least 1."
+                )
 
     def _check_actions(self, slots: Sequence[int], actions: FloatArray) -> None:
         good = actions.ndim == 3 and actions.shape[0] == len(slots) and actions.shape[2] == self.spec.action.dim

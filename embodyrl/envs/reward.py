@@ -138,7 +138,7 @@ class StepReward:
         if names and spec.cameras.names[: len(names)] != names:
             raise ConfigError(
                 f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' shows "
-                f"{', '.join(spec.cameras.names) or 'none'}. Put the former first, in this order."
+                f"{', '.join(spec.cameras.names) or 'none'}. List the cameras of the reward first, in this order."
             )
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)
         return replace(spec, reward=reward)

@@ -97,9 +97,7 @@ def load_saved_config(
     """
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
-        raise ConfigError(
-            f"{path}: no config.yaml there, so it is no run; `embodyrl list runs` shows the runs of the output folder."
-        )
+        raise ConfigError(f"{path}: not a run, because it has no config.yaml. `embodyrl list runs` shows all runs.")
     problems: list[str] = []
     saved = read_saved(file)
     command = command or command_of(saved)

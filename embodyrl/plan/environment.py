@@ -49,7 +49,7 @@ def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
     own, known = getattr(factory, "own_suite", lambda _: None)(cfg.env), ", ".join(offered) or "no further suites"
     if wrong := [name for name in wanted if name not in (*offered, own)]:
         raise ConfigError(
-            f"runner.val_suites: '{wrong[0]}' is no suite of env '{cfg.env.env_type}'.{closest(wrong[0], offered)} "
+            f"runner.val_suites: '{wrong[0]}' is not a suite of env '{cfg.env.env_type}'.{closest(wrong[0], offered)} "
             f"Known: {known}. Leave it out, or choose another env."
         )
     return tuple(name for name in offered if name in wanted)

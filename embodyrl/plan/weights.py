@@ -30,5 +30,6 @@ def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
     if (path / "config.json").is_file():
         return path
     raise CheckpointError(
-        f"{key}={ckpt}: {path} is no run, no checkpoint (runs/<id>/checkpoints/step_...), no folder with config.json."
+        f"{key}={ckpt}: {path} is neither a run, a checkpoint (runs/<id>/checkpoints/step_...), nor a folder "
+        "with config.json."
     )

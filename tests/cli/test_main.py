@@ -81,11 +81,11 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
         (["train", "--resum", "x"], "Did you mean '--resume'?"),
         (["train", "--dry"], "Did you mean '--dry-run'?"),
         (["train", "--json", "--dry-run"], "--json goes with --print-config"),
-        (["train", "--resume", "nowhere"], "no config.yaml there"),
+        (["train", "--resume", "nowhere"], "no config.yaml"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
         (["list"], "list what?"),
         (["list", "env"], "Did you mean 'envs'?"),
-        (["list", "envs", "seed=1"], "no further words"),
+        (["list", "envs", "seed=1"], "no more arguments"),
         (["show", "algoritm"], "Did you mean 'algorithm'?"),
         (["show", "env=libero_11"], "Did you mean 'libero_10'?"),
         (["doctor", "--jsn"], "Did you mean '--json'?"),
@@ -261,7 +261,7 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
     assert main(["train", "--resume", str(run), "env=libero_10"]) == 2
     assert "no groups" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "ckpt=x"]) == 2
-    assert "drop one" in capsys.readouterr().err
+    assert "remove one of them" in capsys.readouterr().err
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")

@@ -181,7 +181,7 @@ def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
     assert f"page  {folder}/run/report.html" in found.stdout
     assert "env_type: toy_env:FACTORY" in found.stdout
     again = run_cli("eval", "--resume", str(folder / "run"), cwd=tmp_path)
-    line = again.stderr.partition("Go on with it: ")[2].partition(". Evaluate")[0]
+    line = again.stderr.partition("Resume it: ")[2].partition(". Evaluate")[0]
     assert shlex.split(line) == ["embodyrl", "train", "--resume", str(folder / "run")]
 
 

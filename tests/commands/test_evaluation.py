@@ -331,7 +331,7 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     assert "make contact" not in said, "one row for all suites, in the words of the first"
     with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
-    with pytest.raises(ConfigError, match=r"initial states are others \(env\.axis=base and positions\)"):
+    with pytest.raises(ConfigError, match=r"initial states are different \(env\.axis=base and positions\)"):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
 

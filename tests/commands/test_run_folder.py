@@ -125,7 +125,7 @@ def test_weights_load_from_run_checkpoint_or_policy_folder(tmp_path):
     assert resolve_weights(str(run)) == newest / "policy"
     assert resolve_weights(str(run / "checkpoints" / "step_000001")) == run / "checkpoints" / "step_000001" / "policy"
     assert resolve_weights(str(newest / "policy")) == newest / "policy"
-    with pytest.raises(CheckpointError, match="no run, no checkpoint"):
+    with pytest.raises(CheckpointError, match="neither a run, a checkpoint"):
         resolve_weights(str(tmp_path))
 
 

@@ -86,7 +86,7 @@ def test_compose_keeps_the_hydra_state_of_the_process(folder: Path) -> None:
     [
         (b"a: &a [x, x]\nb: [*a, *a]\n", "aliases are refused"),
         (b"defaults: [other]\n", "aliases are refused"),
-        (b"defaults: [mine]\n", "lead back to it"),
+        (b"defaults: [mine]\n", "form a cycle"),
         (b"defaults: 5\n", "must be a list"),
         (b"[" * 100_000, "levels"),
         (b"env_type: \xff\xfe\n", "broken YAML"),

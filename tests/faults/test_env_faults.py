@@ -68,7 +68,7 @@ def test_episode_that_crashes_its_worker_is_dropped(tmp_path):
     assert done.returncode == 4, done.stderr
     said = " ".join(done.stdout.split())
     assert "episode 2 (task 0, reset id 2, seed 1002) is dropped: its env worker died 3 times" in said
-    result = said.partition("is given up")[2]
+    result = said.partition("is dropped")[2]
     assert result.index("INCOMPLETE: 1 of 4 episodes") < result.index("95 % interval")
     folder = tmp_path / "run" / "eval" / "step_000000"
     assert json.loads((folder / "eval.json").read_text())["dropped"] == 1

@@ -113,7 +113,7 @@ def test_half_of_each_batch_can_be_demonstrations(tmp_path):
         ("env.id=test_off_policy_runs:TwinPendulum", "none of the tasks of env 'test_off_policy_runs:TwinPendulum'"),
         ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, this run has 0.1"),
         ("env.use_rel_reward=true", "env.use_rel_reward=False, this run has True"),
-        ("algorithm.demonstrations=[nowhere]", "nowhere is no folder"),
+        ("algorithm.demonstrations=[nowhere]", "nowhere is not a folder"),
         ("reward.path=embodyrl.envs.reward:success", r"reward\.path=None, this run has embodyrl\.envs\.reward:success"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -336,7 +336,7 @@ def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     assert load_config("train", ["env=tabletop"], base=base).env.env_type == "tabletop"
 
     save_config(load_config("sft", ["data.path=demos"]), base)
-    with pytest.raises(ConfigError, match="do not say what they come from"):
+    with pytest.raises(ConfigError, match="name no environment"):
         load_config("train", [], base=base)
     shown = load_config("collect", [*demos.split(), "collect.out=demos"])
     (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))

@@ -51,7 +51,7 @@ class _Slots(Simulators):
         if frame is None and not self.spec.cameras.names:
             raise EnvError(
                 f"env '{self.spec.name}' has no image to record: no render mode 'rgb_array', no image observation. "
-                "Give it one to watch it, or set video=none."
+                "Add one, or set video=none."
             )
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 

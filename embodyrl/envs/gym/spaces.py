@@ -98,7 +98,7 @@ class ObservationWriter:
             return member(observation, path)
         except (KeyError, IndexError, TypeError):
             raise EnvError(
-                f"env '{self._env_id}' observed no '{spell(path)}', which its observation space has. Fix: return all "
+                f"env '{self._env_id}' returned no '{spell(path)}', a member of its observation space. Fix: return all "
                 "members of the space."
             ) from None
 

@@ -27,7 +27,7 @@ def ckpt(args: argparse.Namespace) -> int:
     if len(args.words) != 1 + len(wants[verb].split()):
         raise ConfigError(f"embodyrl ckpt {verb} takes: {wants[verb]}.")
     if args.keep is not None and verb != "prune":
-        raise ConfigError("--keep goes with embodyrl ckpt prune.")
+        raise ConfigError("--keep applies only to embodyrl ckpt prune.")
     return verbs[verb](args)
 
 
@@ -81,7 +81,9 @@ def _export(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     if args.keep is None or not args.keep.isdecimal() or int(args.keep) < 1:
-        raise ConfigError("embodyrl ckpt prune RUN --keep N: how many of the newest checkpoints stay, at least 1.")
+        raise ConfigError(
+            "embodyrl ckpt prune RUN --keep N: N is the number of newest checkpoints to keep, at least 1."
+        )
     store = CheckpointStore(find_run(args.words[1]) / "checkpoints")
     from embodyrl.commands.run_folder import locked
 
@@ -118,7 +120,7 @@ def push(args: argparse.Namespace) -> int:
         raise ConfigError("embodyrl push takes a folder and a repository: embodyrl push runs/my_run me/my_policy.")
     source = resolve_run(words[0])
     if not source.is_dir():
-        raise ConfigError(f"'{words[0]}' is no folder; `embodyrl list runs` shows the runs in ./runs.")
+        raise ConfigError(f"'{words[0]}' is not a folder; `embodyrl list runs` shows the runs in ./runs.")
     print(f"pushing {source} to {words[1]} ...", file=sys.stderr, flush=True)
     from embodyrl.extensions.checkpoints.export import push as upload
 

@@ -220,7 +220,9 @@ def _checkpoint(source: Path) -> tuple[Path, int]:
         return source.parents[1], int(step)
     steps = CheckpointStore(source / "checkpoints").folders() if (source / "checkpoints").is_dir() else []
     if not steps:
-        raise ConfigError(f"{source} is no run with a checkpoint, no exported folder (config.json) and no data set.")
+        raise ConfigError(
+            f"{source} is neither a run with a checkpoint, an exported folder (config.json), nor a data set."
+        )
     return source, steps[-1]
 
 

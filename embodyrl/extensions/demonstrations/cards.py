@@ -109,7 +109,7 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
             return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")), reading)
         card = Card.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        kind = f"no data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "no folder"
+        kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
         raise ConfigError(
             f"data.path={root} is {kind}. Collect one: embodyrl collect env=... {shlex.quote(f'collect.out={root}')}."
         ) from None

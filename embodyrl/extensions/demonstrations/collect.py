@@ -240,8 +240,8 @@ class _Collecting:
             if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
                 raise EmbodyError(
                     f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
-                    "succeeded, so collecting would hardly end. Use another policy, less model.expert_noise, a longer "
-                    "env.train.max_episode_steps, or collect.filter=all."
+                    "succeeded, so the collection would take too long. Use another policy, less model.expert_noise, a "
+                    "longer env.train.max_episode_steps, or collect.filter=all."
                 )
             trials += [(task, first + i) for i in range(max(0, quota - self.kept[task]))]
         return trials

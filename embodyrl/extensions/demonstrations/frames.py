@@ -42,7 +42,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             pixels = np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
-            f"The frame is no {', '.join(_FORMATS)} image. Fetch or collect the data set again."
+            f"The frame is not a {', '.join(_FORMATS)} image. Fetch or collect the data set again."
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise EmbodyError(f"The frame cannot be decoded: {error}. Fetch or collect the data set again.") from error

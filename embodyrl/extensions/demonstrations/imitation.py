@@ -43,7 +43,7 @@ class ImitationLearner(Learner):
         self._reference = context.reference
         if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
-                f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for the actions of others; use an "
+                f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for recorded actions; use an "
                 "OpenVLA-OFT model with discrete actions."
             )
 

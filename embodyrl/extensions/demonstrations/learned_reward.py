@@ -80,9 +80,9 @@ class LearnedReward:
         mine = (min(len(seen.images), shape["num_images"]), *seen.images.shape[1:3]) if images else None
         if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
             raise CheckpointError(
-                f"reward.path={self._folder}: learned from a state of {shape['state_dim']} and images {images}, here "
-                f"are {len(seen.state)} and {mine}; or it has no value head. Train it with `embodyrl sft "
-                "objective.name=success` on episodes of this environment with these cameras."
+                f"reward.path={self._folder}: trained on a state of {shape['state_dim']} and images {images}, but "
+                f"this environment has {len(seen.state)} and {mine}, or it has no value head. Train it with "
+                "`embodyrl sft objective.name=success` on episodes of this environment with these cameras."
             )
         self._weights = weights
 

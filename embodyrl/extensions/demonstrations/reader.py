@@ -116,7 +116,7 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
         raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
     episodes = read_episodes(root)
     if not episodes:
-        raise EmbodyError(f"{root} holds no episodes. Go on collecting into it.")
+        raise EmbodyError(f"{root} holds no episodes. Continue its collection.")
     rows, env = find_rows(root, episodes), card.env
     action, state = read_vectors(rows, reading.action, env.action.dim), read_vectors(rows, reading.state, env.state_dim)
     numbers = {reading.action: action, reading.state: state}
@@ -257,7 +257,7 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{root}: '{name}' names the image {path}, which is no file below the data set. Write the "
+                    f"{root}: '{name}' names the image {path}, which is not a file in the data set. Write the "
                     "images into the data files, or put them there."
                 )
             content = file.read_bytes()

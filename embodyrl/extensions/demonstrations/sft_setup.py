@@ -128,8 +128,8 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
         raise ConfigError(
-            f"objective.name=dpo: data.path={cfg.data.path} has no two episodes of one initial state of which one is "
-            "better. Let a policy collect several of each: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
+            f"objective.name=dpo: data.path={cfg.data.path} has no better and worse episode of one initial state. "
+            "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
         )
     if measured:

@@ -132,7 +132,7 @@ class DatasetWriter:
             return
         if self.root.is_dir() and any(self.root.iterdir()):
             raise EmbodyError(
-                f"{self.root} is not empty and holds no data set of ours ({layout.CARD_PATH} is missing). "
+                f"{self.root} is not empty and contains no data set of this package ({layout.CARD_PATH} is missing). "
                 "Choose another collect.out."
             )
         layout.write_file(path, self.card.to_json().encode())
@@ -305,6 +305,6 @@ def _refuse_other(path: Path, card: Card) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise EmbodyError(
-                f"{path.parents[1]} was collected in another way: its {name} is {theirs.get(name)!r}, now it is "
+                f"{path.parents[1]} was collected with other settings: its {name} is {theirs.get(name)!r}, now it is "
                 f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
             )

@@ -67,7 +67,7 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
         return
     if not resolve_asset(folder).is_dir():
         out = shlex.quote(write_word("collect.out", folder))
-        yield f"algorithm.demonstrations: {folder} is no folder; `embodyrl collect {out}` fills it."
+        yield f"algorithm.demonstrations: {folder} is not a folder; `embodyrl collect {out}` fills it."
         return
     card = read_card(resolve_asset(folder))
     shown = card.env

@@ -131,7 +131,7 @@ def env_of(run_plan: RunPlan) -> SingleEnv:
 def _single(cfg: EvalConfig, settings: EnvSettings | None = None) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
-            f"env '{env_spec(cfg).name}' is a task in words: there is nothing to step. `embodyrl.GRPO` trains on such, "
+            f"env '{env_spec(cfg).name}' is a text task without steps. `embodyrl.GRPO` trains on text tasks, "
             "`embodyrl view` and `report` show replies."
         )
     check_components(cfg)

@@ -199,7 +199,7 @@ class RayLauncher(OpenRequests[_Handle]):
         nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
         if len(nodes) < count:
             raise WorkerError(
-                f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} living nodes: "
+                f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} live nodes: "
                 f"{', '.join(map(str, nodes))}. Start the others with `ray start --address=HEAD:PORT`, or lower "
                 "cluster.num_nodes."
             )
@@ -297,7 +297,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._reap_with_host(name)
 
     def _note_living(self) -> None:
-        """List the living nodes before a worker is placed."""
+        """List the live nodes before a worker is placed."""
         try:
             self._living = self._living if self.lost else ray_nodes.living()
         except WorkerError as error:

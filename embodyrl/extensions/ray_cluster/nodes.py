@@ -99,7 +99,7 @@ def head() -> str:
 
 
 def living() -> dict[str, Node]:
-    """Return the living nodes by id.
+    """Return the live nodes by id.
 
     Raises:
         WorkerError: the head does not answer.
@@ -128,7 +128,7 @@ class NodeWatch:
         self._at = time.monotonic()
 
     def poll(self) -> dict[str, Node] | None:
-        """Return the living nodes if a new list has arrived.
+        """Return the live nodes if a new list has arrived.
 
         Raises:
             WorkerError: the head does not answer.

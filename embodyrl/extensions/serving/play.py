@@ -76,7 +76,7 @@ class Scene:
         """Reset the environment to a task; -1: any task."""
         task = wanted.get("task", -1)
         if type(task) is not int:
-            raise ValueError("'task' is to be an integer")
+            raise ValueError("'task' must be an integer")
         self._seen, told = self.env.reset(seed=self._seed, options={"task": task} if task >= 0 else None)
         self._seed += 1
         self.task, self.said = told["task"], ""
@@ -88,7 +88,7 @@ class Scene:
         """Set the instruction from the next action on; empty: the task's own."""
         said = wanted.get("instruction")
         if not isinstance(said, str) or any("\ud800" <= letter <= "\udfff" for letter in said):
-            raise ValueError("'instruction' is to be a text without lone surrogates")
+            raise ValueError("'instruction' must be a text without lone surrogates")
         self.said = " ".join(said.split())[:200]
         self._plan.clear()
         return self.state()

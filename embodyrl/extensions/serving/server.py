@@ -219,7 +219,7 @@ class PolicyServer:
                 elif kind == "hello":
                     await client.send(_message("hello", self._hello(), sequence))
                 elif kind != "error":
-                    raise MessageError(f"'{kind}' is no message of this protocol.")
+                    raise MessageError(f"'{kind}' is not a message of this protocol.")
             except EmbodyError as error:
                 problem = error
                 await client.send(_message("error", {"error": str(error)}, sequence))

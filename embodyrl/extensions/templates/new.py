@@ -47,7 +47,7 @@ def new(args: argparse.Namespace) -> int:
     chosen, files = KINDS[kind], render(kind, name)
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
-        raise ConfigError(f"{', '.join(taken)} exists already and is left as it is; choose another name or remove it.")
+        raise ConfigError(f"{', '.join(taken)} already exists and is unchanged; choose another name or remove it.")
     if chosen.group and name in tree.options(chosen.group):
         raise ConfigError(f"{chosen.group}={name} ships with embodyrl already; choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:

@@ -104,7 +104,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, ConfigError) or not cfg.kwargs:
             raise
-        raise ConfigError(f"data.path={cfg.path} gives no rows with data.kwargs={cfg.kwargs}: {error}.") from error
+        raise ConfigError(f"data.path={cfg.path} returns no rows with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
     keep = np.arange(rows.total)
     template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None
@@ -189,7 +189,7 @@ def _read_file(file: Path) -> list[Any]:
         try:
             return _read_packed(parquet.ParquetFile(file), file)
         except (ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{file} is no readable Parquet file: {error}.") from error
+            raise ConfigError(f"{file} is not a readable Parquet file: {error}.") from error
     rows = []
     # Not `splitlines`: a text may hold U+2028 and other characters that are line ends elsewhere.
     # Some editors begin a file with a mark of its encoding.

@@ -104,8 +104,7 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
     if isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 3 and value.shape[2] == 3:
         return value
     raise ConfigError(
-        f"{where}: an image is a file of this machine, the bytes of one, or an array [H, W, 3] of uint8; found "
-        f"{str(value)[:60]!r}."
+        f"{where}: expected an image as a local file, bytes or an array [H, W, 3] of uint8; found {str(value)[:60]!r}."
     )
 
 

@@ -68,7 +68,7 @@ class ActConfig(LeRobotConfig):
         if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:
             return f"temporal_ensemble_coeff with n_action_steps={self.n_action_steps}; it must be 1"
         if self.dim_model % self.n_heads or (self.cameras and self.dim_model % 4):
-            return f"dim_model={self.dim_model} is no multiple of n_heads={self.n_heads} (with images also of 4)"
+            return f"dim_model={self.dim_model} is not a multiple of n_heads={self.n_heads} (with images also of 4)"
         if self.replace_final_stride_with_dilation and self.vision_backbone in PLAIN:
             return f"replace_final_stride_with_dilation with {self.vision_backbone}, which cannot be dilated"
         if self.feedforward_activation == "glu":

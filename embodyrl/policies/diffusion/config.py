@@ -121,7 +121,7 @@ class DiffusionConfig(LeRobotConfig):
         if self.horizon % 2 ** (len(self.down_dims) - 1) or self.kernel_size % 2 == 0:
             return f"horizon={self.horizon} or kernel_size={self.kernel_size} does not fit the levels of down_dims"
         if any(width % self.n_groups for width in self.down_dims):
-            return f"down_dims={list(self.down_dims)} are no multiples of n_groups={self.n_groups}"
+            return f"down_dims={list(self.down_dims)} are not multiples of n_groups={self.n_groups}"
         if self.steps > self.num_train_timesteps:
             return f"num_inference_steps={self.steps} exceeds num_train_timesteps={self.num_train_timesteps}"
         return super().wrong()

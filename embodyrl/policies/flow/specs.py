@@ -224,8 +224,8 @@ def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
         strange["vlm_model_name"] = config["vlm_model_name"]
     if strange:
         raise CheckpointError(
-            f"{where}: {strange} is not supported; supported is SmolVLA on SmolVLM2-500M with equally many expert "
-            f"layers."
+            f"{where}: {strange} is not supported. Use SmolVLA on SmolVLM2-500M with num_expert_layers equal to "
+            "num_vlm_layers."
         )
     language = replace(SMOLVLA.language, depth=layers)
     width = int(language.width * float(config.get("expert_width_multiplier", 0.75)))

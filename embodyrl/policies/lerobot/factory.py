@@ -78,7 +78,7 @@ class LeRobotFactory(ABC):
         folder = None if cfg.path is None else resolve_asset(cfg.path)
         if folder is None or not folder.is_dir():
             raise ConfigError(
-                f"model.path={cfg.path} is no folder. It must be a LeRobot {self.kind} policy: {CONFIG_FILE}, "
+                f"model.path={cfg.path} is not a folder. It must be a LeRobot {self.kind} policy: {CONFIG_FILE}, "
                 f"{WEIGHTS_FILE} and the files of both processors; assets/{self.kind} starts from random weights."
             )
         return folder

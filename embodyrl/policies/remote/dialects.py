@@ -82,7 +82,7 @@ def unpack(data: bytes | str) -> Any:
     except MessageError:
         raise
     except Exception as error:  # msgpack has a dozen kinds, some of which are bare ValueErrors and stack overflows
-        raise MessageError(f"{len(data)} bytes that are no msgpack: {error}.") from error
+        raise MessageError(f"{len(data)} bytes that are not msgpack: {error}.") from error
 
 
 class _Reader:
@@ -204,7 +204,7 @@ class Names:
             state = np.asarray(_first(message, self.state), np.float32)
             if state.shape != (states,):
                 raise MessageError(
-                    f"'{self.state[0]}' is to hold {states} numbers, and has shape {state.shape}. {_what_came(message)}"
+                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. {_what_came(message)}"
                 )
         return Seen(images=self._pictures(message, images), state=state, prompt=prompt)
 

@@ -102,7 +102,7 @@ def test_perturbed_suite_has_the_spec_of_its_base():
 @pytest.mark.parametrize(
     ("words", "fragment"),
     [
-        ("env=libero_90 runner.val_suites=[swap]", "'swap' is no suite of env 'libero'"),
+        ("env=libero_90 runner.val_suites=[swap]", "'swap' is not a suite of env 'libero'"),
         ("env=libero_10 runner.val_suites=[swop]", "Did you mean 'swap'"),
         ("env=gym runner.val_suites=[all]", "Known: no further suites"),
     ],

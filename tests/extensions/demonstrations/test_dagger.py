@@ -58,7 +58,7 @@ def test_dagger_refuses_mismatched_data_before_the_first_round(tmp_path: Path, p
 def test_dry_run_describes_the_rounds(tmp_path: Path) -> None:
     collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
     assert "rounds" in describe(learning(tmp_path, "dagger.rounds=2"))
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         describe(learning(tmp_path, f"data.path={tmp_path}/nowhere"))
 
 

@@ -123,7 +123,7 @@ def test_crash_during_writing_loses_only_the_last_batch(tmp_path: Path, monkeypa
 def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
-    with pytest.raises(EmbodyError, match="not empty and holds no data set"):
+    with pytest.raises(EmbodyError, match="not empty and contains no data set"):
         DatasetWriter(tmp_path / "other", card())
     write(tmp_path / "mine", [demonstration(0)])
     with pytest.raises(EmbodyError, match=r"its collected.seed is None, now it is 3"):
@@ -136,7 +136,7 @@ def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> No
 
 
 def test_damaged_or_missing_dataset_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EmbodyError, match=r"is no folder.*embodyrl collect"):
+    with pytest.raises(EmbodyError, match=r"is not a folder.*embodyrl collect"):
         load_demonstrations(tmp_path / "nowhere")
     write(tmp_path / "d", [demonstration(0)])
     (tmp_path / "d/data/chunk-000/file-000.parquet").unlink()

@@ -154,7 +154,7 @@ def test_image_files_outside_the_dataset_are_refused(tmp_path: Path) -> None:
     root = write_set(tmp_path / "set", cameras=("observation.images.front",))
     table = pq.read_table(root / DATA)
     (root / "images").mkdir()
-    for where, error in (("images/{}.png", None), ("../{}.png", "no file below the data set")):
+    for where, error in (("images/{}.png", None), ("../{}.png", "not a file in the data set")):
         rows = [{"bytes": None, "path": where.format(i)} for i in range(len(STEPS))]
         for i, (e, t) in enumerate(STEPS):
             (root / where.format(i)).resolve().write_bytes(png(frame(e, t, 0)))
@@ -209,7 +209,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ),
         (lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")), "v3.1; v3.0 is read. Write it with"),
         (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
-        (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is no PNG, JPEG"),
+        (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is not a PNG, JPEG"),
         (
             lambda r: edit_info(
                 r, lambda i: [f.update(shape=[64, 48, 3]) for k, f in i["features"].items() if "images" in k]

@@ -147,7 +147,7 @@ def planned(words: list[str]) -> None:
     [
         (("model=flow_small", "model.likelihood=dsrl"), "freezes it"),
         (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "actions of robots"),
-        (("algorithm.demonstrations=[nowhere]",), "nowhere is no folder"),
+        (("algorithm.demonstrations=[nowhere]",), "nowhere is not a folder"),
     ],
 )
 def test_incompatible_filtered_bc_settings_are_refused(tmp_path, words, said):

@@ -227,7 +227,7 @@ QUIET = (
         (["env.wrappers=[gymnasium.wrappers:FlattenObservation]"], "keep the observation a dictionary"),
         (["model.num_action_chunks=2"], "model.num_action_chunks=1"),
         (["env.use_rel_reward=true"], "env.use_rel_reward=false"),
-        (["reward.path=goal_env:careful"], "leave one of both"),
+        (["reward.path=goal_env:careful"], "leave out one of the two keys"),
     ],
 )
 def test_hindsight_is_refused_without_a_goal_interface(tmp_path, words, said):

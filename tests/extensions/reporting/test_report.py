@@ -242,7 +242,7 @@ def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (first / "report.html").is_file()
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert "is no run" in said
+    assert "is not a run" in said
     assert "`embodyrl list runs`" in said
 
 

@@ -162,7 +162,7 @@ def test_unreachable_server_error_contains_a_fix():
 
 def test_error_reply_keeps_the_connection_open(openpi):
     wrong = [
-        (b"\xc1", "no msgpack"),
+        (b"\xc1", "not msgpack"),
         (pack([1], bytes_keyed), "a mapping"),
         (pack(observation() | {"prompt": 3}, bytes_keyed), "a text"),
         (pack({"prompt": "reach"}, bytes_keyed), "'observation/image'"),

@@ -150,7 +150,7 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
         ({"sise": 3}, "refuses"),
         ({"size": "x"}, "refuses"),
         ({"rows": "x"}, "refuses"),
-        ({"letters": ""}, "gives no rows with"),
+        ({"letters": ""}, "returns no rows with"),
     ):
         with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):
             open_rows(RowSettings(path="embodyrl.extensions.text.tasks:copy", kwargs=kwargs), tokenizer=None)
@@ -245,8 +245,8 @@ def test_answer_can_be_the_last_chat_message(tmp_path: Path):
     [
         ("<image> <image>", "a.png", "1 images, but 2 times <image>"),
         ("what?", "none.png", "cannot be read"),
-        ("what?", "https://host/a.png", "a file of this machine"),
-        ("what?", 7, "a file of this machine"),
+        ("what?", "https://host/a.png", "a local file"),
+        ("what?", 7, "a local file"),
     ],
 )
 def test_invalid_image_error_names_the_row(tmp_path: Path, prompt: str, shown: object, says: str):

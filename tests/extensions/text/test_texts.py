@@ -77,7 +77,7 @@ def test_vllm_sleeps_only_if_it_shares_the_gpu_with_training(tmp_path: Path, mon
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     words = ("rollout.backend=vllm", "rollout.vllm.enable_sleep_mode=true")
-    with pytest.raises(ConfigError, match=r"enable_sleep_mode=true: only a GPU's memory"):
+    with pytest.raises(ConfigError, match=r"enable_sleep_mode=true: sleeping frees GPU memory"):
         build_run_plan(text_config(tmp_path, *words), training=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     late = ("algorithm.max_staleness=1", "algorithm=decoupled")

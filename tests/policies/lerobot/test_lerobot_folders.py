@@ -165,7 +165,7 @@ def test_contradictory_lerobot_settings_are_reported(kind, tmp_path):
     assert "model.num_action_chunks=99" in found[0]
     (folder / "model.safetensors").unlink()
     assert "fetch the weights" in factory.validate(model_of(kind, path=str(folder), num_action_chunks=1))[0]
-    assert "is no folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
+    assert "is not a folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
 
 
 def test_mismatched_environment_is_refused(tmp_path):

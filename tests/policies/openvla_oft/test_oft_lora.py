@@ -144,7 +144,7 @@ def test_mismatched_adapters_are_an_error(checkpoint, make_policy, adapter, tmp_
     with pytest.raises(CheckpointError, match=r"adapts 'projector\.fc9\.weight', which .* another model"):
         make_policy(checkpoint, lora=LoraSettings(path=str(damaged)))
     write(tensors, r=8)
-    with pytest.raises(CheckpointError, match="does not have rank 8"):
+    with pytest.raises(CheckpointError, match="does not have the rank 8"):
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(path=str(damaged)))
     with pytest.raises(ConfigError, match=r"q_prj matches no layer.*q_proj"):
         make_policy(checkpoint, is_lora=True, lora=LoraSettings(target_modules="q_prj"))
