@@ -139,6 +139,6 @@ def test_nothing_appears_in_dev_shm():
         Arena.attach(arena.handle)
 
 
-def test_column_is_pickled_as_its_name():
+def test_record_columns_are_pickled_by_name():
     assert pickle.loads(pickle.dumps(Record.images)) == "images"
     assert type(pickle.loads(pickle.dumps(Record.images))) is str

@@ -133,7 +133,7 @@ def test_objects_that_would_need_pickle_are_refused(tmp_path: Path):
         save_state(tmp_path, "x", {("tuple", "key"): 1})
 
 
-def test_truncated_and_missing_files_are_named(tmp_path: Path):
+def test_error_names_truncated_or_missing_files(tmp_path: Path):
     save_state(tmp_path, "optimizer", {"m": torch.ones(100), "n": torch.ones(3)})
     file = tmp_path / "optimizer.safetensors"
     os.truncate(file, 200)

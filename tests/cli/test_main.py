@@ -337,7 +337,7 @@ def test_commands_without_a_run_use_the_newest(
 
 
 @pytest.mark.integration
-def test_leftover_env_threads_are_named_and_do_not_block_exit(tmp_path):
+def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
     """Also started as a module."""
     words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")
     done = subprocess.run(

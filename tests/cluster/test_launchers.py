@@ -113,7 +113,7 @@ def answers(launcher, count):
     return replies
 
 
-def test_failed_construction_is_reported_as_a_death(launcher):
+def test_failed_worker_construction_is_reported_as_a_worker_death(launcher):
     launcher.start(spec(init="fail"), timeout_s=60)
     died = next_event(launcher).message
     assert isinstance(died, WorkerDied)

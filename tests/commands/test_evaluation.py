@@ -216,7 +216,7 @@ def test_missing_suites_deviate_from_a_protocol_of_variations(typed, found):
     assert len(departures(run_plan.cfg, run_plan.env)) == found
 
 
-def test_overrides_that_deviate_from_the_protocol_are_named(tmp_path):
+def test_overrides_that_deviate_from_the_protocol_are_listed(tmp_path):
     sampled = ("eval.samples=2", "eval.sampling_params.do_sample=true")
     words = protocol_words(tmp_path, *PROTOCOL, "eval.episodes=3", "env.eval.task_ids=[1]", *sampled)
     result = evaluate(load_config("eval", words))

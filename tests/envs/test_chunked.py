@@ -171,7 +171,7 @@ def test_invalid_reset_arguments_are_refused():
         env.reset([0], [start(limit=0)])
 
 
-def test_close_reaches_the_simulators():
+def test_close_closes_all_simulators():
     sims, env = make(steps_of([0.0]))
     env.close()
     assert sims.closed

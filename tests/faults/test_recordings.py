@@ -37,7 +37,7 @@ def record_until_it_fails(recorder: VideoRecorder) -> None:
     recorder.finish()
 
 
-def test_a_killed_encoder_is_an_error_and_leaves_no_file(tmp_path):
+def test_killed_video_encoder_is_an_error_without_files(tmp_path):
     recorder = VideoRecorder(tmp_path / "film", 20, "go", False)
     recorder.add(FRAME, False)
     (encoder,) = encoders()

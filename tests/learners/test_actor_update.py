@@ -352,7 +352,7 @@ def test_learning_rate_decays_within_an_update(make: Make):
 
 @pytest.mark.needs("flow", "tabletop")
 @pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
-def test_token_mean_counts_scored_tokens_only(tmp_path, way):
+def test_token_mean_excludes_tokens_without_log_prob(tmp_path, way):
     """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""
     sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "actor.optim.lr=0")
     words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]

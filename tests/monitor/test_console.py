@@ -140,7 +140,7 @@ def test_narrow_terminal_puts_results_below_the_task(monkeypatch: pytest.MonkeyP
     assert lines[at - 1].split() == ["first", "validation", "last", "validation", "change"]
 
 
-def test_an_evaluation_on_a_terminal_has_a_bar_and_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, RunInfo(run_id="r"))
     assert "rollout: 2 of 8 done" in text
     assert "step 3 | 12.4 s" in text

@@ -34,7 +34,7 @@ def test_impossible_counts_are_refused():
         wilson(3, 2)
 
 
-def test_one_episode_per_state_is_the_wilson_interval():
+def test_interval_with_one_episode_per_state_matches_wilson():
     rate = Rate.of((state, state < 8) for state in range(10))
     assert rate.interval == wilson(8, 10)
     assert str(rate) == str(Rate(8, 10))
@@ -101,7 +101,7 @@ def test_repeated_episodes_of_one_state_count_as_one():
         assert rate.interval == wilson(1 / episodes, 1)
 
 
-def test_effective_episodes_are_at_most_the_episodes():
+def test_effective_episodes_never_exceed_the_episodes():
     """States that agree more than chance would have them add no episodes."""
     groups = [[1.0, 0.0]] * 9 + [[1.0, 1.0]]
     assert effective_episodes(groups) == 20

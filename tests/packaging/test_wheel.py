@@ -89,7 +89,7 @@ def test_installed_package_is_used(installed, tmp_path):
     assert done.stdout.startswith(str(installed))
 
 
-def test_lists_and_keys_work_from_the_wheel(installed, tmp_path):
+def test_list_and_show_commands_work_from_the_wheel(installed, tmp_path):
     listed = use(installed, tmp_path, "list", "envs")
     assert listed.returncode == 0, listed.stderr
     assert "libero_10" in listed.stdout

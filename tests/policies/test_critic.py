@@ -56,7 +56,7 @@ def test_values_come_from_the_critic(tmp_path: Path) -> None:
     np.testing.assert_allclose(again.values(ASKED), joined.values(ASKED), atol=1e-6)
 
 
-def test_critic_policy_updates_the_engine() -> None:
+def test_weight_updates_with_a_separate_critic_reach_the_engine() -> None:
     """The joined module's version is not that of the policy's, which its engine looks at."""
     policy = build(1, 0)
     joined = WithCritic(policy, critic(), "c")

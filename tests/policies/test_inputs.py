@@ -93,7 +93,7 @@ def test_missing_inputs_file_compares_configured_cameras_only(tmp_path: Path) ->
     assert not (tmp_path / INPUTS_FILE).exists()
 
 
-def test_damaged_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_damaged_inputs_file(tmp_path: Path) -> None:
     (tmp_path / INPUTS_FILE).write_text("{}")
     with pytest.raises(CheckpointError, match=r"embodyrl_inputs.json is damaged"):
         input_problems(tmp_path, POLICY, ENV, None)

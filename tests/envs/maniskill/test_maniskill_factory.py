@@ -40,7 +40,7 @@ def test_preset_is_valid_and_separates_train_and_eval_seeds():
         ({"init_params": InitParams(camera_names=["base_camera", "base_camera"])}, "names a camera twice"),
     ],
 )
-def test_problems_are_named_without_importing_the_simulator(changes, words):
+def test_config_problems_are_reported_without_importing_the_simulator(changes, words):
     (line,) = FACTORY.validate(config(**changes))
     assert words in line
 

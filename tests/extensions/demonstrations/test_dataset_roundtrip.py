@@ -135,7 +135,7 @@ def test_folder_with_other_contents_or_settings_is_refused(tmp_path: Path) -> No
         DatasetWriter(tmp_path / "seeded", card())
 
 
-def test_damaged_or_missing_dataset_is_named(tmp_path: Path) -> None:
+def test_error_names_the_damaged_or_missing_dataset(tmp_path: Path) -> None:
     with pytest.raises(EmbodyError, match=r"is not a folder.*embodyrl collect"):
         load_demonstrations(tmp_path / "nowhere")
     write(tmp_path / "d", [demonstration(0)])

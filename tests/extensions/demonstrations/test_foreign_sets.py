@@ -220,7 +220,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda r: (r / DATA).unlink(), "holds no .parquet file"),
     ],
 )
-def test_missing_files_and_columns_are_named(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+def test_error_names_missing_files_and_columns(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
     root = write_set(tmp_path / "set")
     damage(root)
     with pytest.raises(EmbodyError, match=said):

@@ -30,7 +30,7 @@ def stir(policy, seed: int) -> None:
     weights_changed(policy.module)
 
 
-def test_replies_follow_three_weight_updates(policy):
+def test_vllm_replies_match_the_weights_after_each_update(policy):
     plain = build(TINY)
     seen = []
     for seed in range(4):

@@ -66,7 +66,7 @@ def test_smaller_smolvla_config_is_read(read):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_own_config_round_trips(name, read):
+def test_flow_config_round_trips(name, read):
     spec = spec_of(name)
     assert read(own_config(spec)) == spec
     with pytest.raises(CheckpointError, match="malformed"):

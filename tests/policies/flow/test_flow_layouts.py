@@ -78,7 +78,7 @@ def test_weight_names_match_the_originals(name):
 
 
 @pytest.mark.parametrize("names", [(OUTPUT,), (OWN_EMBEDDING, OUTPUT)], ids=["only the output", "both"])
-def test_the_embedding_may_be_stored_as_the_output_matrix(names, tmp_path):
+def test_embedding_can_be_stored_as_the_output_matrix(names, tmp_path):
     original = stored("pi0")
     embedding = original.pop(OWN_EMBEDDING)
     original |= dict.fromkeys(names, embedding)
@@ -148,13 +148,13 @@ def refused(tensors, folder, match, name="pi0"):
     same(model.state_dict(), before)
 
 
-def test_missing_weights_are_named(tmp_path):
+def test_error_names_missing_weights(tmp_path):
     tensors = stored("pi0")
     del tensors[ANY], tensors["action_in_proj.bias"]
     refused(tensors, tmp_path / "in", rf"lacks 2 of \d+ weights: 'action_in_proj.bias', '{ANY}'")
 
 
-def test_a_missing_embedding_is_named(tmp_path):
+def test_error_names_a_missing_embedding(tmp_path):
     tensors = stored("pi0")
     del tensors[OWN_EMBEDDING]
     refused(tensors, tmp_path / "in", rf"lacks 1 of \d+ weights: '{OWN_EMBEDDING}'")
@@ -173,7 +173,7 @@ def test_each_missing_weight_is_refused():
 @pytest.mark.parametrize(
     "key", ["paligemma_with_expert.gemma_expert.model.layers.4.mlp.up_proj.weight", "time_mlp_in.bias"]
 )
-def test_unexpected_weights_are_named(key, tmp_path):
+def test_error_names_unexpected_weights(key, tmp_path):
     refused(stored("pi0") | {key: torch.zeros(2)}, tmp_path / "in", rf"has 1 unexpected weights: '{key}'")
 
 
@@ -182,7 +182,7 @@ def test_weight_name_of_another_layout_is_refused(tmp_path):
     refused(stored("pi0") | {stray: torch.zeros(32)}, tmp_path / "in", rf"'{stray}' does not match the layout")
 
 
-def test_wrong_shape_is_named(tmp_path):
+def test_error_names_weights_of_wrong_shape(tmp_path):
     refused(
         stored("pi0") | {ANY: torch.zeros(128, 63)}, tmp_path / "in", rf"'{ANY}' \[128, 63\] instead of \[128, 64\]"
     )

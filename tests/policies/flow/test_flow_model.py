@@ -91,7 +91,7 @@ def test_actions_are_causal_in_smolvla_only(model, data, name):
 
 
 @torch.no_grad()
-def test_backbone_output_keeps_keys_and_values(model, data):
+def test_backbone_output_option_does_not_change_keys_and_values(model, data):
     inputs = inputs_of(data)
     plain, full = model.prefix(inputs), model.prefix(inputs, output=True)
     assert plain.hidden is None

@@ -124,7 +124,7 @@ def test_configs_of_other_models_are_refused(checkpoint, edit_json, fields, part
     assert part in message
 
 
-def test_malformed_json_is_named(checkpoint):
+def test_error_names_the_malformed_json_file(checkpoint):
     (checkpoint / "preprocessor_config.json").write_text("{")
     assert "preprocessor_config.json cannot be read" in problems(checkpoint)[0]
 

@@ -60,7 +60,7 @@ def test_other_tokenizers_are_refused(tmp_path):
         PromptEncoder(path, bos_token_id=1)
 
 
-def test_broken_tokenizer_file_is_named(tmp_path):
+def test_error_names_the_broken_tokenizer_file(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):

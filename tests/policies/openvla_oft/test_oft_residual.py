@@ -177,7 +177,7 @@ def test_keys_without_effect_warn(words, key):
     assert line.startswith(f"{key} has no effect")
 
 
-def test_demonstrations_are_stored_as_corrections(tmp_path):
+def test_demonstrations_are_stored_as_residual_actions(tmp_path):
     """What critics see of them is what was demonstrated; the memory of moments is that of the actor alone."""
     demos = tmp_path / "demos"
     view = ("env.init_params.camera_heights=56", "env.init_params.camera_widths=56")

@@ -152,7 +152,7 @@ def test_vla_eval_images_are_read_by_position():
     assert np.array_equal(VLA_EVAL.read(message, images=1, states=8).images[0], first)
 
 
-def test_names_are_configurable():
+def test_message_field_names_are_configurable():
     cfg = ConversationSettings(image_names=["cam_high"], state_name="state", prompt_name="task")
     message = names_of(cfg).write(SEEN)
     assert set(message) == {"cam_high", "state", "task"}

@@ -364,6 +364,6 @@ def test_programs_started_by_root_run_as_separate_users():
     assert not any(line.startswith("0 ") for line in found)
 
 
-def test_file_limit_is_named_as_the_reason():
+def test_exceeded_file_limit_is_reported_as_the_reason():
     source = "import time\nfor k in range(100): open(str(k), 'w')\ntime.sleep(20)"
     assert run_python(source, seconds=30) == (False, "more than 64 files")

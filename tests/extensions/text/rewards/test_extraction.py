@@ -1,4 +1,4 @@
-r"""Final answers of replies: the two rewards of GSM8K against the published patterns of verl and lm-eval, and boxes."""
+r"""Extraction of final answers, against the published GSM8K patterns of verl and lm-eval."""
 
 import re
 from collections.abc import Callable
