@@ -15,7 +15,7 @@ def keys(adv_type: str, loss_type: str) -> set[str]:
     return {*keys_of(algorithm_settings(adv_type, loss_type))}
 
 
-def test_import_and_settings_need_no_torch():
+def test_imports_and_settings_do_not_require_torch():
     code = (
         "import sys; from embodyrl.algorithms import policy_gradient as a, protocol as p;"
         "a.Algorithm(p.algorithm_settings('gae', 'ppo_clip')(adv_type='gae')); sys.exit('torch' in sys.modules)"
@@ -23,7 +23,7 @@ def test_import_and_settings_need_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_estimators_and_losses_combine_and_agree_on_keys():
+def test_every_estimator_combines_with_every_loss():
     meant: dict[str, str] = {}
     for name in ADVANTAGES.names():
         for loss in LOSSES.names():
@@ -80,7 +80,7 @@ def test_all_problems_are_reported_together():
     assert len(list(algorithm_of(group_size=1, kl_in_reward=True, kl_beta=0.1, kl_penalty_type="k3+").problems())) == 2
 
 
-def test_one_episode_per_group_is_enough_for_a_value_head():
+def test_group_size_one_is_valid_with_a_value_head():
     assert list(algorithm_of(adv_type="gae", group_size=1).problems()) == []
 
 

@@ -125,7 +125,7 @@ def test_correction_multiplies_weights_and_mask():
 
 @pytest.mark.parametrize("mode", list(WeightMode))
 @pytest.mark.parametrize("level", list(WeightLevel))
-def test_importance_weights_follow_mode_and_level(mode: WeightMode, level: WeightLevel):
+def test_importance_weights_depend_on_mode_and_level(mode: WeightMode, level: WeightLevel):
     keys = {"behave_weight_threshold": 1.1, "behave_weight_mode": mode, "behave_weight_level": level}
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, old_logprob=OldLogprob.recompute, **keys))
     factors, _ = algorithm.correct(torch.from_numpy(OLD_LOGPROB), torch.from_numpy(BEHAVIOUR_LOGPROB), MASK)
@@ -159,7 +159,7 @@ def inputs(algorithm) -> LossInputs:
     )
 
 
-def test_mask_and_importance_weights_combine():
+def test_off_policy_mask_and_importance_weights_are_combined():
     """Fails where the mask takes the place of the weights: what it keeps is not weighed any more."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     factor = torch.linspace(0.5, 1.5, 30).double().reshape(6, 5, 1)

@@ -82,7 +82,7 @@ def test_gigpo_skips_chunks_without_an_executed_action():
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 0.5, -0.5, -0.5 - 0.5, 0.0])
 
 
-def test_remax_shapes_the_greedy_reward_too():
+def test_remax_applies_reward_shaping_to_the_greedy_episode():
     """Returns of the six episodes are 1, 0, 0.5, 2, -1, 2; one greedy episode was lost."""
     greedy = [make_episode([[r]]) for r in (1.0, 0.5, 1.0, 1.0, 1.0)]
     scores = Scores(greedy=(*greedy, None))
@@ -167,7 +167,7 @@ def test_normalize_per_task_balances_reward_scales():
 
 
 @pytest.mark.needs("off_policy")
-def test_filtered_bc_credits_all_actions_of_good_episodes():
+def test_filtered_bc_weights_all_actions_of_successful_episodes():
     """What counts is the return of executed actions."""
     from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
 
@@ -176,7 +176,7 @@ def test_filtered_bc_credits_all_actions_of_good_episodes():
     assert [credit.advantage.tolist() for credit in told] == [[[1.0], [1.0]], [[0.0], [0.0]]]
 
 
-def test_opo_weights_by_executed_actions():
+def test_opo_baseline_is_weighted_by_executed_actions():
     """Lengths 1 and 4, of one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
     episodes = [
         make_episode([[1.0, 0, 0, 0]], valid=[[True, False, False, False]], episode_id=0),

@@ -208,7 +208,7 @@ ADVANTAGE = (1 - 0.5) / (math.sqrt(0.5) + 1e-6)
         (TokenLevel.chunk_level, "seq-mean-token-sum-norm", 6.5 / 2),
     ],
 )
-def test_ratio_levels_match_hand_computed_values(level: TokenLevel, mode: str, ratio_sum: float):
+def test_ratios_of_every_level_match_hand_computed_values(level: TokenLevel, mode: str, ratio_sum: float):
     metrics = two_sample_loss(level, mode)
     assert metrics["total"] == pytest.approx(-ADVANTAGE * ratio_sum, rel=1e-6)
 
@@ -313,7 +313,7 @@ def test_gae_prepare_matches_reference(normalize: bool, expected: list[list[floa
     np.testing.assert_allclose(batch.returns[:, 0], np.array(GAE_RETURNS)[VALID], atol=1e-5)
 
 
-def test_action_level_gae_crosses_chunks_and_stops_at_the_end():
+def test_action_level_gae_continues_across_chunks():
     """T = 2, K = 2, the second chunk stops after one action; the hand computation runs over three steps."""
     for terminated, after in ((True, 0.0), (False, 4.0)):
         episode = make_episode(
@@ -334,7 +334,7 @@ def test_action_level_gae_crosses_chunks_and_stops_at_the_end():
         np.testing.assert_allclose(weights.value, [[1 / 3, 1 / 3], [1 / 3, 0]], rtol=1e-6)
 
 
-def test_chunk_level_gae_sums_rewards():
+def test_chunk_level_gae_sums_the_rewards_of_a_chunk():
     for terminated, after in ((True, 0.0), (False, 4.0)):
         episode = make_episode(
             [[1, 2], [3, 0]],

@@ -108,7 +108,7 @@ def test_gspo_uses_the_mean_token_ratio():
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
-def test_at_the_old_policy_every_loss_has_the_policy_gradient(name: str):
+def test_every_loss_has_the_policy_gradient_at_ratio_one(name: str):
     """With r = 1 nothing is clipped, and the gradient of the sum is -A: what dro and kl_cov add is flat there."""
     leaf, units = fixed_units(OLD_LOGPROB)
     mode = "seq-mean-token-mean"
@@ -126,7 +126,7 @@ def test_at_the_old_policy_every_loss_has_the_policy_gradient(name: str):
         ("aipo_ratio", {}),
     ],
 )
-def test_clip_mask_marks_exactly_the_units_without_gradient(name: str, keys: dict):
+def test_clip_mask_marks_exactly_the_tokens_without_gradient(name: str, keys: dict):
     logprob = torch.linspace(-1, 1, 41, dtype=torch.float64).repeat(2).requires_grad_()
     advantage = torch.cat([torch.ones(41), -torch.ones(41)]).double()
     units = Units(
@@ -159,14 +159,14 @@ def covariance_units() -> Units:
     )
 
 
-def test_clip_cov_drops_units_of_large_covariance():
+def test_clip_cov_drops_tokens_of_large_covariance():
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.5, cov_bounds=[1.0, 5.0])
     terms = LOSSES.get("clip_cov").compute(covariance_units(), cfg)
     assert terms.clipped.flatten().tolist() == [True, False, False, True]
     np.testing.assert_allclose(terms.loss.detach().flatten(), [0.0, 0.5, -0.5, 0.0])
 
 
-def test_kl_cov_penalises_units_of_large_covariance():
+def test_kl_cov_penalises_tokens_of_large_covariance():
     units = covariance_units()
     moved = replace(units, old_logprob=units.old_logprob - 0.1)
     cfg = algorithm_of(loss_type="kl_cov", cov_share=0.5, log_ratio_coef=10.0)

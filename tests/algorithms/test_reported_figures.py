@@ -42,7 +42,7 @@ def test_advantage_metrics_use_executed_actions():
     assert batch.metrics["train/advantage_abs_max"] == 2.0
 
 
-def test_filtered_groups_count_as_without_signal():
+def test_filtered_groups_count_as_groups_without_signal():
     """Of four groups one differs, two are equal, and one of those is left out: three teach nothing."""
     episodes = [replace(e, success=e.reward > 0) for e in groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))]
     batch = Algorithm(algorithm_of(group_size=2, filter_rewards=[0.5, 1.0])).prepare(episodes)
@@ -58,7 +58,7 @@ def units(ratio: list[float], advantage: list[float]) -> Units:
     return Units(logprob=logprob, old_logprob=torch.zeros_like(logprob), advantage=given, valid=valid)
 
 
-def test_clip_cov_skips_units_that_ppo_clipped():
+def test_clip_cov_skips_tokens_clipped_by_ppo():
     """Two units with equal covariances: the first has no gradient already, so the second loses its own."""
     given = units([3.0, 1.0, 1e-3, 1e-3], [4.0, 5.5, -1.0, -1.0])
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.25, cov_bounds=[1.0, 100.0])

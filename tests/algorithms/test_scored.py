@@ -61,7 +61,7 @@ def assert_equal_with_empty_columns(**keys: Any) -> None:
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("loss_type", LOSSES.names())
-def test_losses_ignore_empty_columns(loss_type: str, mode: str) -> None:
+def test_losses_ignore_columns_without_log_prob(loss_type: str, mode: str) -> None:
     assert_equal_with_empty_columns(loss_type=loss_type, loss_agg_func=mode)
 
 
@@ -77,7 +77,7 @@ CORRECTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("level", TokenLevel)
 @pytest.mark.parametrize("keys", CORRECTIONS, ids=lambda keys: " ".join(map(str, keys.items())))
-def test_corrections_ignore_empty_columns(keys: dict[str, Any], level: TokenLevel) -> None:
+def test_corrections_ignore_columns_without_log_prob(keys: dict[str, Any], level: TokenLevel) -> None:
     recompute = {} if "off_policy_masking_delta" in keys else {"old_logprob": "recompute"}
     assert_equal_with_empty_columns(logprob_type=level, entropy_type=level, **recompute, **keys)
 
@@ -89,7 +89,7 @@ def test_cov_fraction_excludes_tokens_without_log_prob(loss_type: str, share: fl
     assert_equal_with_empty_columns(loss_type=loss_type, cov_share=share, **bounds)
 
 
-def test_reward_kl_ignores_empty_columns() -> None:
+def test_reward_kl_ignores_columns_without_log_prob() -> None:
     """Otherwise kl_target would steer by a smaller KL."""
     episodes = [make_episode([[1.0] * K, [0.0] * K], episode_id=i, first_record=9 * i) for i in range(2)]
     own, other = np.random.default_rng(0).normal(size=(2, 2, 2, K * D)).astype(np.float32)

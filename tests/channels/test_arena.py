@@ -35,7 +35,7 @@ def test_record_is_readable_only_after_a_complete_write(arena):
     assert arena["image"][arena.read([ticket])].sum() == 7 * 8 * 8 * 3
 
 
-def test_ticket_of_a_freed_record_is_stale(arena):
+def test_ticket_of_a_freed_record_is_invalid(arena):
     old = arena.allocate()
     with arena.write(old):
         pass
@@ -50,7 +50,7 @@ def test_ticket_of_a_freed_record_is_stale(arena):
         arena.read([Ticket(int(old))])
 
 
-def test_ticket_of_a_reused_record_is_stale(arena):
+def test_ticket_of_a_reused_record_is_invalid(arena):
     """The record is readable, for another holder: only the numbers of the ticket tell them apart."""
     old = arena.allocate()
     with arena.write(old):
@@ -72,7 +72,7 @@ def test_allocating_beyond_capacity_is_an_error(arena):
         arena.allocate()
 
 
-def test_missing_memory_is_an_error_before_allocation():
+def test_insufficient_memory_is_an_error_before_allocation():
     huge = RecordLayout(fields=(Field(name="image", dtype="uint8", shape=(2**40,)),))
     with pytest.raises(EmbodyError, match=r"needs 1024\.00 GiB"):
         Arena.create(huge, 1)
@@ -130,7 +130,7 @@ def mapped_from_dev_shm() -> set[str]:
         return {line[line.index("/dev/shm/") :] for line in maps if "/dev/shm/" in line}
 
 
-def test_nothing_appears_in_dev_shm():
+def test_arena_creates_no_files_in_dev_shm():
     before = mapped_from_dev_shm()
     arena = Arena.create(LAYOUT, 100)
     assert mapped_from_dev_shm() == before

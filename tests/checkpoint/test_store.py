@@ -69,7 +69,7 @@ def run_child(root: Path, body: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_checkpoint_round_trip(tmp_path: Path):
+def test_checkpoint_round_trips(tmp_path: Path):
     store = CheckpointStore(tmp_path / "checkpoints")
     assert store.steps() == []
     assert store.latest() is None
@@ -85,7 +85,7 @@ def test_checkpoint_round_trip(tmp_path: Path):
     assert [p.name for p in store.root.iterdir()] == ["step_000200"]
 
 
-def test_steps_lists_complete_checkpoints_in_order(tmp_path: Path):
+def test_steps_method_lists_complete_checkpoints_in_order(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     for step in (1_000_000, 9, 200):
         write_to(store, step, fill, {})

@@ -59,7 +59,7 @@ def test_restored_training_is_bit_identical(kind: str, tmp_path: Path):
         assert torch.equal(ours, theirs)
 
 
-def test_restored_generators_continue(tmp_path: Path):
+def test_restored_random_generators_continue_their_sequence(tmp_path: Path):
     generator = np.random.default_rng(5)
     generator.normal(size=3)
     random.gauss(0, 1)
@@ -115,7 +115,7 @@ def test_state_trees_round_trip_exactly(tmp_path: Path):
             assert type(back[name]) is type(value)
 
 
-def test_keys_with_slashes_do_not_collide(tmp_path: Path):
+def test_tensor_keys_with_slashes_do_not_collide(tmp_path: Path):
     save_state(tmp_path, "state", {"a/b": torch.zeros(1), "a": {"b": torch.ones(1)}})
     back = load_state(tmp_path, "state")
     assert (back["a/b"].item(), back["a"]["b"].item()) == (0.0, 1.0)

@@ -120,7 +120,7 @@ def test_failed_worker_construction_is_reported_as_a_worker_death(launcher):
     assert "no simulator here" in died.reason
 
 
-def test_death_reports_the_signal(local):
+def test_worker_death_report_contains_the_signal(local):
     local.start(spec("first"), timeout_s=60)
     next_event(local)
     local.start(spec("second"), timeout_s=60)
@@ -135,7 +135,7 @@ def test_death_reports_the_signal(local):
     assert isinstance(next_event(local).message, WorkerReady)
 
 
-def test_death_reports_the_exit_code(local):
+def test_worker_death_report_contains_the_exit_code(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "exit", timeout_s=10)
@@ -201,7 +201,7 @@ def test_stop_ends_all_processes(local):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_stop_removes_semaphores_of_libraries(local):
+def test_stop_removes_leftover_library_semaphores(local):
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "lock", timeout_s=60)

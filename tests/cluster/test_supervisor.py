@@ -15,7 +15,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 @pytest.mark.parametrize(("code", "shown"), [(1, True), (6, False)], ids=["bug", "error with a cause"])
-def test_traceback_is_shown_only_without_a_known_cause(code: int, shown: bool):
+def test_traceback_is_shown_only_for_unknown_causes(code: int, shown: bool):
     died = WorkerDied(reason="raised x", log="policy.log", traceback="Traceback ...", exit_code=code)
     error = _worker_error("worker policy raised x. Log: policy.log", died)
     assert ("Traceback" in str(error)) == shown
@@ -23,7 +23,7 @@ def test_traceback_is_shown_only_without_a_known_cause(code: int, shown: bool):
     assert error.exit_code == (4 if shown else code)
 
 
-def test_restart_delay_grows(monkeypatch: pytest.MonkeyPatch):
+def test_restart_delay_increases_with_each_restart(monkeypatch: pytest.MonkeyPatch):
     """0.5, 1, 2 ... s, at most 8; after as many restarts as were granted the run ends."""
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 100.0))
     said: list[str] = []

@@ -82,7 +82,7 @@ def test_utilisation_of_a_step_matches_hand_computed_values(arena):
     assert timeline.metrics()["rollout/env_busy"] == pytest.approx(0.5), "what came before the step does not count"
 
 
-def test_staleness_is_counted_when_chunks_are_trained_on(arena):
+def test_staleness_is_measured_at_training_time(arena):
     timeline = Timeline(num_slots=1, env_workers=["env_0"], arena=arena, keep=False)
     arena["version"][:] = [5, 4, 5, 3]
     tickets = arena.allocate_all(4)
@@ -112,7 +112,7 @@ def test_run_logs_utilisation_and_writes_a_trace(tmp_path):
         assert all(a + length <= b for (a, length), (b, _) in pairwise(own)), "a worker does one thing at a time"
 
 
-def test_deterministic_runs_separate_clock_dependent_metrics(tmp_path):
+def test_deterministic_runs_log_time_metrics_separately(tmp_path):
     run = train_toy(tmp_path, "runner.deterministic=true", "runner.max_steps=1")
     (row,) = rows(run)
     assert not CLOCK_METRICS & set(row)

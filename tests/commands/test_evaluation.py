@@ -380,7 +380,7 @@ def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
     assert pair(first, last).pairs == 4
 
 
-def test_greedy_and_temperature_reach_the_policy(tmp_path):
+def test_greedy_and_temperature_settings_are_passed_to_the_policy(tmp_path):
     """The return of the echo is the last action: at a temperature near 0 it is the greedy one, at 1 another."""
     words = ("env.kwargs.echo=true", "eval.episodes_per_task=2")
 

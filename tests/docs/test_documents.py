@@ -238,7 +238,7 @@ def network(text: str) -> str:
 
 @pytest.mark.integration
 @pytest.mark.timeout(600)
-def test_tutorial_network_works_in_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tutorial_network_runs_in_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", "policy", "net_policy"]) == 0
     file = tmp_path / "net_policy" / "net_policy" / "policy.py"
@@ -329,7 +329,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_site_lists_keys_public_names_and_checkpoints(site: Path) -> None:
+def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
     assert [name for name in COMMANDS if f'id="{name}"' not in pages["commands"]] == []

@@ -121,7 +121,7 @@ def test_time_limit_truncates_the_episode():
         env.step_chunk([1], np.zeros((1, 1, 1), np.float32))
 
 
-def test_user_reward_replaces_the_simulators_reward():
+def test_user_reward_replaces_the_simulator_reward():
     env = make(2, reward_coef=2.0, reward=StepRewardSettings(path="test_arrays:lean"))
     begin(env, [1, 2])
     result = env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
@@ -207,7 +207,7 @@ def test_goal_at_the_time_limit_terminates_unless_ignored():
     assert result.success.tolist() == [[False, False, True, False, False], [False, False, True, True, False]]
 
 
-def test_user_reward_gets_and_adds_to_the_simulators_reward():
+def test_user_reward_can_add_to_the_simulator_reward():
     """Absolute 1, 4, 9 are told, relative 1, 3, 5 are earned."""
     reward = StepRewardSettings(path="test_arrays:as_told", mode=RewardMode.add)
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)

@@ -131,7 +131,7 @@ def test_non_finite_reward_names_slot_task_and_value(bad):
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 7), (2, 3, 2), (3, 2), (1, 0, 2)])
-def test_wrong_action_shape_is_refused_before_anything_runs(shape):
+def test_wrong_action_shape_is_refused_before_stepping(shape):
     sims, env = make(steps_of([0.0]))
     env.reset([0], [start()])
     with pytest.raises(EnvError, match=r"slots \[0\] on tasks \[0\].*expected \(1, K >= 1, 2\)"):
@@ -139,7 +139,7 @@ def test_wrong_action_shape_is_refused_before_anything_runs(shape):
     assert len(sims.log) == 1
 
 
-def test_non_finite_action_is_refused_before_anything_runs():
+def test_non_finite_action_is_refused_before_stepping():
     sims, env = make(steps_of([0.0]), slots=2)
     env.reset([0, 1], [start(), start()])
     actions = chunk(2, 3)
@@ -237,7 +237,7 @@ def test_expert_noise_depends_on_episode_and_step():
     assert not set(shaken(0, 6, [4])) & set(once)
 
 
-def test_expert_labels_without_acting():
+def test_expert_labels_do_not_step_the_environment():
     sims = Still([steps_of([0.0] * 9)])
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0,)))
     env = ChunkedEnv(sims, 1, use_rel_reward=False, reward_coef=1.0)

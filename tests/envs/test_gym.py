@@ -140,7 +140,7 @@ def test_dict_observations_become_cameras_and_one_state_vector():
         ("box", ActionKind.box, [[5.0, -1.0]], [2.0, 0.0]),
     ],
 )
-def test_actions_are_converted_to_the_environments_space(action, kind, sent, received):
+def test_actions_are_converted_to_the_action_space(action, kind, sent, received):
     made = Counter(action=action)
     declared = action_space("counter", made.action_space)
     assert declared.kind is kind
@@ -163,7 +163,7 @@ def knowing(action: str, right: Any) -> EnvSettings:
         ("box", [1.9, 7.5], [1.9, 7.5]),
     ],
 )
-def test_wrapper_with_expert_action_is_the_expert(action, right, flat):
+def test_wrapper_with_expert_action_is_used_as_expert(action, right, flat):
     env = begin(knowing(action, right))
     assert env.spec.expert.tasks == (0,)
     clean, _ = env.expert_chunk([0], 1, noise=1e-6)
@@ -183,7 +183,7 @@ def test_out_of_range_category_is_refused():
 
 
 @pytest.mark.parametrize("end", ["terminated", "truncated", "both"])
-def test_the_environments_own_time_limit_truncates(end):
+def test_time_limit_of_the_environment_truncates(end):
     env = begin(config(COUNTER, kwargs={"end": end}))
     result = env.step_chunk([0], np.zeros((1, 5, 1), np.float32))
     assert result.valid[0].tolist() == [True, True, True, False, False]

@@ -130,7 +130,7 @@ def test_success_of_an_ended_episode_is_kept():
     assert len(np.unique(success[terminated])) == 2, "both outcomes, or this shows little"
 
 
-def test_waiting_episode_restarts_after_lockstep_steps():
+def test_waiting_slot_starts_its_episode_after_a_lockstep_step():
     env = ENVS.get("gym").make(config("test_gym_vector:CartPoles"), EnvContext(num_slots=2))
     state = np.zeros((2, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)

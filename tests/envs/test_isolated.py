@@ -110,7 +110,7 @@ def described(tmp_path: Path, name: str, monkeypatch, module: str = "isolated_en
     return ENVS.get("gym").spec(env_of(env_type="gym", id=f"{module}:{name}"), EnvContext())
 
 
-def test_gymnasium_environments_are_described_outside_of_the_driver(tmp_path, monkeypatch):
+def test_gymnasium_environment_specs_are_read_outside_the_driver(tmp_path, monkeypatch):
     found = described(tmp_path, "Plain", monkeypatch)
     assert "isolated_env" not in sys.modules
     named = described(tmp_path, "Named-v0", monkeypatch)
@@ -123,7 +123,7 @@ def test_gymnasium_environments_are_described_outside_of_the_driver(tmp_path, mo
     assert found.action.high == (1.0, float("inf"))
 
 
-def test_imported_environment_is_described_in_process(tmp_path, monkeypatch):
+def test_imported_environment_spec_is_read_in_process(tmp_path, monkeypatch):
     found = described(tmp_path, "Plain", monkeypatch, "loaded_env")
     loaded = importlib.import_module("loaded_env")
     monkeypatch.setattr(loaded.Plain, "observation_space", gymnasium.spaces.Box(-1, 1, (4,)))

@@ -6,7 +6,7 @@ from embodyrl.envs.factory import tasks_in_memory
 from embodyrl.files import available_bytes
 
 
-def test_workers_share_memory_for_at_least_one_task_each():
+def test_every_worker_has_memory_for_at_least_one_task():
     gigabyte = 10**9
     assert tasks_in_memory(gigabyte, 10**9) == 1
     assert tasks_in_memory(gigabyte, 1) >= tasks_in_memory(gigabyte, 4) >= 1

@@ -28,7 +28,7 @@ def test_egl_is_preferred_if_a_gpu_renders(frame, backend, words):
     assert (chosen.backend, words in chosen.why, bool(chosen.fix)) == (backend, True, backend == "osmesa")
 
 
-def test_user_setting_wins_and_no_gpu_means_no_probe(monkeypatch):
+def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
     probes = draw_frame.cache_info().misses
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
@@ -55,7 +55,7 @@ def test_probe_ignores_the_imported_opengl_platform(monkeypatch):
     assert draw_frame("osmesa").driver
 
 
-def test_every_gpu_must_render(monkeypatch):
+def test_every_gpu_must_be_able_to_render(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5")
     monkeypatch.delenv("MUJOCO_GL", raising=False)

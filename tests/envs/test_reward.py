@@ -182,7 +182,7 @@ def test_reward_path_without_rewards_warns(caplog):
 
 
 @pytest.mark.integration
-def test_training_uses_the_reward_and_logs_its_parts(tmp_path):
+def test_training_uses_the_reward_and_logs_its_components(tmp_path):
     words = ("reward.path=test_reward:told", "reward.mode=add", "algorithm.rollout_epoch=2")
     cfg = toy_config(tmp_path, *words)
     train(cfg)

@@ -18,7 +18,7 @@ def record(stem, values, *, info, instruction="do it", success_from=None):
     return video
 
 
-def test_video_plays_and_is_named_by_outcome_and_steps(tmp_path):
+def test_video_file_name_contains_outcome_and_steps(tmp_path):
     stem = tmp_path / "new" / "task0.ep3"
     path = record(stem, [40, 120, 200, 120, 40], info=True, success_from=4).finish()
     assert path == tmp_path / "new" / "task0.ep3_success_5steps.mp4"
@@ -114,5 +114,5 @@ def test_unusable_target_is_an_error_without_files(tmp_path):
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_video_of_a_failed_episode_is_named_fail(tmp_path):
+def test_video_file_name_of_a_failed_episode_contains_fail(tmp_path):
     assert record(tmp_path / "ep", [40, 120], info=False).finish().name == "ep_fail_2steps.mp4"

@@ -64,7 +64,7 @@ def test_killed_process_group_leaves_no_files_and_resumes(start, tmp_path):
 
 
 @pytest.mark.integration
-def test_unusual_paths_and_missing_home_locale_or_shm_work(tmp_path):
+def test_runs_tolerate_unusual_paths_and_missing_home_locale_or_shm(tmp_path):
     """A folder with blanks and umlauts behind a link, a /dev/shm of 64 KiB, an unwritable home, the C locale."""
     if os.geteuid() != 0:
         pytest.skip("a private /dev/shm needs root")

@@ -172,7 +172,7 @@ def test_critic_warmup_trains_only_the_value_head():
     assert module.move(optimization) == pytest.approx((0.001, 0.1), rel=1e-3)
 
 
-def test_loaded_optimizer_keeps_the_runs_settings(make: Make, tmp_path):
+def test_loaded_optimizer_keeps_the_configured_settings(make: Make, tmp_path):
     list(make("actor.optim.weight_decay=0.01").host.handle(SaveRequest(folder=str(tmp_path / "saved"))))
     other = make("actor.optim.weight_decay=0.5", "actor.optim.adam_eps=0.001")
     list(other.host.handle(LoadRequest(folder=str(tmp_path / "saved"))))
@@ -319,7 +319,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
     assert found == [[[3], [1, 5]], [[0], [2]]]
 
 
-def test_policy_and_value_gradients_clip_separately():
+def test_policy_and_value_gradients_are_clipped_separately():
     """Gradients 3 and 4, of norm 5; a tenth of each is what Adam's running means begin with."""
     module = TwoParts()
     optimization = Optimization(module, OptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)

@@ -29,7 +29,7 @@ def test_micro_batches_do_not_change_the_gradient(tmp_path, aggregation):
         assert parts[0][key] == pytest.approx(whole[0][key], rel=1e-4, abs=1e-6), key
 
 
-def test_epochs_and_batches_multiply_to_optimizer_steps(tmp_path):
+def test_optimizer_steps_are_epochs_times_batches(tmp_path):
     words = (*WORDS, "env.kwargs.echo=true", "runner.max_steps=1", "algorithm.update_epoch=3")
     row = rows(train_toy(tmp_path, *words, "actor.global_batch_size=6", "actor.micro_batch_size=6"))[0]
     assert row["actor/optimizer_steps"] == 3 * 3, "16 samples in batches of at most 6, three times"

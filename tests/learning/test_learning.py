@@ -22,7 +22,7 @@ def mean_success(run, steps: slice) -> float:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", [0, 1])
-def test_grpo_learns(tmp_path, seed):
+def test_grpo_improves_success(tmp_path, seed):
     words = (*GRPO, "runner.deterministic=true", f"seed={seed}")
     run = train_toy(tmp_path, *words, "runner.max_steps=20")
     assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.25
@@ -40,7 +40,7 @@ def test_grpo_with_negated_advantages_reduces_success(tmp_path):
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_ppo_with_a_value_head_learns(tmp_path):
+def test_ppo_with_a_value_head_improves_success(tmp_path):
     words = (
         "algorithm=ppo",
         "algorithm.update_epoch=2",

@@ -41,7 +41,7 @@ class Plugin(Monitor):
         self._call("close")
 
 
-def test_failed_backend_start_ends_the_run_with_a_fix(tmp_path: Path):
+def test_failed_logger_start_error_contains_a_fix(tmp_path: Path):
     jsonl, late = JsonlMonitor(), Plugin("never")
     fanout = Fanout({"jsonl": jsonl, "hosted": Plugin("open"), "late": late})
     with pytest.raises(ConfigError, match=r"runner.logger.backends: 'hosted' .*server is down.*leave 'hosted' out"):
@@ -58,9 +58,7 @@ def test_error_while_closing_does_not_hide_the_cause(tmp_path: Path):
 
 
 @pytest.mark.parametrize("breaks_at", ["log", "video", "text", "close"])
-def test_a_backend_that_fails_later_is_dropped_with_one_warning(
-    breaks_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_failing_logger_is_dropped_with_one_warning(breaks_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     plugin, screen = Plugin(breaks_at), StringIO()
     fanout = Fanout({"hosted": plugin, "jsonl": JsonlMonitor(), "console": ConsoleMonitor(screen)})
     fanout.open(tmp_path, RunInfo(run_id="r"))
@@ -78,7 +76,7 @@ def test_a_backend_that_fails_later_is_dropped_with_one_warning(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_failure_of_all_backends_does_not_raise(tmp_path: Path):
+def test_failure_of_all_loggers_does_not_end_the_run(tmp_path: Path):
     fanout = Fanout({"a": Plugin("log"), "b": Plugin("text"), "c": Plugin("text")})
     fanout.open(tmp_path, RunInfo(run_id="r"))
     fanout.log(0, {})

@@ -59,7 +59,7 @@ LONG = 2_000
 """Steps of a long run."""
 
 
-def test_newest_values_parse_few_rows(tmp_path, monkeypatch):
+def test_reading_newest_values_parses_few_rows(tmp_path, monkeypatch):
     lines = [json.dumps({"step": step} | ({"eval/return": step} if step % 50 == 0 else {})) for step in range(LONG)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2000, "eval/return"']))
     parsed: list[object] = []
@@ -72,7 +72,7 @@ def test_newest_values_parse_few_rows(tmp_path, monkeypatch):
 
 
 @pytest.mark.needs("reporting")
-def test_report_of_a_long_run_reads_each_value_few_times(tmp_path):
+def test_report_of_a_long_run_parses_each_value_few_times(tmp_path):
     """Not at every value once per row, which took minutes."""
     from embodyrl.extensions.reporting.page import write_report
 

@@ -74,7 +74,7 @@ def test_config_differences_that_change_states_are_found() -> None:
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
-def test_keys_that_affect_initial_states_are_marked() -> None:
+def test_keys_that_affect_initial_states_are_declared() -> None:
     """A list elsewhere forgot the states that LIBERO's sampler adds to each task."""
     assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()
     assert not {"env.reward_coef", "env.train.total_num_envs", "data.shuffle"} & state_keys()
@@ -98,7 +98,7 @@ def test_discordant_pairs_are_counted_per_side() -> None:
     assert (found.only_first, found.only_second) == (2, 1)
 
 
-def test_evaluation_score_uses_success_once_of_its_suite() -> None:
+def test_evaluation_result_uses_success_once_of_its_suite() -> None:
     own = [row(0, 1.0, suite="base"), row(1, 1.0, suite="base", late=False)]
     evaluation = Evaluation(step=1, episodes=(*own, row(2, 0.0, suite="swap", task_id=5)))
     assert evaluation.score() == Rate(2, 2, 2, 2)

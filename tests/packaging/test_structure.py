@@ -105,7 +105,7 @@ def test_component_names_are_compared_only_in_their_folders():
     assert branches == []
 
 
-def test_components_do_not_branch_on_each_others_names():
+def test_components_do_not_branch_on_names_of_other_components():
     """Inside envs/, policies/ and algorithms/: no name of the other two kinds, and no sibling's folder name."""
     folders = {kind: {p.name for p in (PACKAGE / kind).iterdir() if p.is_dir()} for kind in ("envs", "policies")}
     wrong = []
@@ -174,7 +174,7 @@ def test_loading_cannot_run_code():
     assert found == []
 
 
-def test_no_unfinished_code():
+def test_source_contains_no_unfinished_code():
     marks = re.compile(r"NotImplementedError|\b(?:TODO|FIXME|XXX)\b")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

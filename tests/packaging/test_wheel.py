@@ -83,7 +83,7 @@ def test_the_source_distribution_is_complete(dist):
     assert needed | {"assets/openvla_oft_tiny/config.json"} <= inside
 
 
-def test_installed_package_is_used(installed, tmp_path):
+def test_installed_package_is_imported_instead_of_the_checkout(installed, tmp_path):
     code = "import embodyrl, embodyrl.config.paths as p; print(embodyrl.__file__)"
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
     assert done.stdout.startswith(str(installed))

@@ -179,7 +179,7 @@ def test_words_are_plain_english():
     assert faults() == [], "rewrite these by tests/packaging/words.toml"
 
 
-def test_allowed_uses_still_occur():
+def test_allowed_exceptions_still_occur():
     unused = [
         use
         for use in WORDS["allowed"]
@@ -204,7 +204,7 @@ def test_allowed_uses_still_occur():
         ("test", "test_it_lies_apart"),
     ],
 )
-def test_odd_words_are_found(kind, words):
+def test_discouraged_words_are_detected(kind, words):
     assert [*problems(Text("a.py", kind, words))]
 
 
@@ -219,7 +219,7 @@ def test_odd_words_are_found(kind, words):
         ("comment", "the key `told` of the file"),
     ],
 )
-def test_plain_words_pass(kind, words):
+def test_plain_words_are_accepted(kind, words):
     assert [*problems(Text("a.py", kind, words))] == []
 
 
@@ -244,12 +244,12 @@ def subject_problem(subject: str) -> str | None:
         "What ckpt= brings along", "fix the loader", "Fix " + "x" * 72,
     ],
 )  # fmt: skip
-def test_odd_subjects_are_found(subject):
+def test_invalid_commit_subjects_are_detected(subject):
     assert subject_problem(subject)
 
 
 @pytest.mark.parametrize("subject", ["Fix time-limit bootstrapping in vector envs", "Pass seeds", "Bring back eval"])
-def test_plain_subjects_pass(subject):
+def test_valid_commit_subjects_are_accepted(subject):
     assert subject_problem(subject) is None
 
 

@@ -121,7 +121,7 @@ def test_reward_errors_are_counted_in_refills(tmp_path):
         assert all("no reward today" in why for why in rollout.reward_errors)
 
 
-def test_remax_baseline_is_the_groups_greedy_episode(tmp_path):
+def test_remax_baseline_is_the_greedy_episode_of_the_group(tmp_path):
     """Played again with other noise it is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
     with running_crew(tmp_path, *words) as stage:
@@ -213,7 +213,7 @@ def test_a_continued_episode_keeps_its_task(tmp_path):
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-def test_lockstep_episodes_do_not_wait_for_the_next_step(tmp_path, lockstep):
+def test_lockstep_episodes_do_not_continue_in_the_next_step(tmp_path, lockstep):
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=4", "rollout.pipeline_stage_num=1")
     cfg = toy_config(tmp_path, *words, "env.kwargs.goal=99", f"env.kwargs.lockstep={lockstep}".lower())
     with running_crew(tmp_path, cfg=cfg.updated({"env.train.continue_episodes": True})) as stage:
@@ -265,7 +265,7 @@ def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
     assert all(own == {t} for t, own in asked)
 
 
-def test_episodes_that_cannot_continue_are_warned_about(caplog):
+def test_episodes_that_cannot_continue_give_a_warning(caplog):
     words = [word for word in CONTINUED if word != "algorithm=ppo" and "per_rollout_epoch" not in word]
     words += ["algorithm=grpo", "algorithm.group_size=2", "env.train.use_fixed_reset_state_ids=true"]
     cfg = load_config("train", [*words, "env.train.continue_episodes=true"])

@@ -30,7 +30,7 @@ def converted(values, source, target):
     return actions[:, 0, -1].tolist()
 
 
-def test_binary_gripper_gets_open_or_closed():
+def test_binary_gripper_receives_open_or_closed_values():
     assert converted([1.0, 0.9, 0.51, 0.49, 0.0, -0.2], POLICY, LIBERO) == [-1, -1, -1, 1, 1, 1]
 
 
@@ -67,7 +67,7 @@ def test_batch_padding_changes_results_by_rounding_only(tmp_path):
     np.testing.assert_allclose(seen[0][1], seen[1][1], atol=1e-5)
 
 
-def test_chunks_use_new_noise_and_the_simulators_gripper(tmp_path):
+def test_chunks_use_new_noise_and_simulator_gripper_convention(tmp_path):
     with running_crew(tmp_path, "env.kwargs.echo=true") as stage:
         plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, 0, counts_chunk_steps=False)
         rollout = stage.workers.scheduler.collect(Rollout(plan))
@@ -81,7 +81,7 @@ def test_chunks_use_new_noise_and_the_simulators_gripper(tmp_path):
 
 @pytest.mark.needs("text")
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_reply_and_cost_are_written_to_the_prompts_record(tmp_path, deterministic):
+def test_reply_and_cost_are_written_to_the_record_of_the_prompt(tmp_path, deterministic):
     """Also where the slots of a stage have the last rows of a batch of fixed size."""
     from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 

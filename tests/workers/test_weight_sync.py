@@ -22,7 +22,7 @@ def module(dtype, seed):
 
 @pytest.mark.parametrize("size", [16, 48, 100, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_are_cast_to_the_receivers_dtype(size, dtype):
+def test_weights_are_cast_to_the_dtype_of_the_receiver(size, dtype):
     trained, acting = module(torch.float32, 1), module(dtype, 2)
     bucket_arena = Arena.create(bucket_layout(size), 2)
     wanted = describe_weights(acting)

@@ -89,7 +89,7 @@ def test_expert_picks_up_a_moved_object_again(object_rig):
     assert success
 
 
-def test_experts_work_on_a_shared_model(goal_harness):
+def test_experts_succeed_on_a_shared_model(goal_harness):
     alone = []
     for slot, index in ((0, 4), (1, 9)):
         goal_harness.start(slot, 8, index, seed=index)
@@ -109,7 +109,7 @@ def test_experts_work_on_a_shared_model(goal_harness):
         np.testing.assert_array_equal(np.concatenate(together[slot]), alone[slot][2])
 
 
-def test_seeds_choose_different_grasps(goal_harness):
+def test_different_seeds_give_different_grasps(goal_harness):
     heights = []
     for seed in range(3):
         goal_harness.start(0, 8, 5, seed=seed)

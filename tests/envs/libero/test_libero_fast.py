@@ -98,7 +98,7 @@ def test_fast_and_stock_loop_succeed_at_the_same_step():
 
 
 @pytest.mark.parametrize(("suite", "task"), [("libero_spatial", 4), ("libero_10", 5)])
-def test_frustum_culling_changes_no_pixel(suite, task):
+def test_frustum_culling_does_not_change_images(suite, task):
     sim = simulator(suite, task, lean=True, fast=True)
     sim.reset(install.suite_init_states(suite, task)[3], 7)
     hidden = []
@@ -121,7 +121,7 @@ def test_frustum_culling_changes_no_pixel(suite, task):
     sim.close()
 
 
-def test_fast_physics_follows_the_profile_unless_set():
+def test_fast_physics_defaults_to_that_of_the_profile():
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=key)
         env = FACTORY.make(cfg, EnvContext())

@@ -30,7 +30,7 @@ def spec_of(suite: str, *axes: str):
     return FACTORY.spec(env_of("libero", task_suite_name=suite), EnvContext(suites=axes))
 
 
-def test_every_variant_occurs_once_from_state_zero():
+def test_every_variant_occurs_once_with_initial_state_zero():
     """The package has 1599 cameras, 1550 starts, 1601 noises, 1537 instructions: 28 twice, one is none."""
     found = {axis: 0 for axis in PLUS_AXES}
     for suite in SUITES:
@@ -45,7 +45,7 @@ def test_every_variant_occurs_once_from_state_zero():
 
 
 @pytest.mark.parametrize("axis", PLUS_AXES)
-def test_validation_variants_are_not_trained_on(axis):
+def test_validation_variants_are_excluded_from_training(axis):
     """States 0 to 9 and 20 to 49, where a task has 30 variants or more; others come round again."""
     checked = 0
     for suite in SUITES:

@@ -213,7 +213,7 @@ def test_batched_resets_match_single_resets():
     assert together.scene._reset_mask.all()
 
 
-def test_batch_rows_match_slots(monkeypatch):
+def test_batched_simulation_matches_separate_slots(monkeypatch):
     """Actions, outcomes, states, videos and infos of four slots; one that waits is begun again."""
     from embodyrl.envs.maniskill import sims
 

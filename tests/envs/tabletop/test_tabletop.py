@@ -233,7 +233,7 @@ def test_wrist_view_centres_the_block_under_the_gripper():
     assert max(green, blue) < 100
 
 
-def test_both_images_change_with_height_and_grip():
+def test_camera_images_change_with_height_and_gripper():
     env = make()
     env.reset([0], [start(9)])
     seen = [see(env)[0]]
@@ -275,7 +275,7 @@ def test_render_shows_both_views():
         ({"init_params": InitParams(camera_heights=16, camera_widths=16, camera_names=["front"])}, "32..1024"),
     ],
 )
-def test_wrong_setting_error_contains_the_fix(changes, words):
+def test_invalid_setting_error_contains_a_fix(changes, words):
     problems = FACTORY.validate(config(**changes))
     assert any(words in problem for problem in problems), problems
 

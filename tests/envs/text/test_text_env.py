@@ -42,7 +42,7 @@ def say(env, replies: list[str], lengths: list[int], cut_off: list[bool] | None 
     return env.step_chunk(range(len(replies)), actions)
 
 
-def test_reply_reward_is_at_the_last_token(env):
+def test_reply_reward_is_assigned_to_the_last_token(env):
     env.reset(range(3), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(3)])
     truth = [two_digits()[i].reference for i in range(3)]
     result = say(env, [truth[0], "wrong", ""], [3, 8, 0])
@@ -114,7 +114,7 @@ def test_last_turn_is_rewarded_even_with_a_tool_call(env):
     assert say(env, ["?1+1"], [4]).done.all()
 
 
-def test_both_tool_call_formats_and_their_errors():
+def test_both_tool_call_formats_are_parsed():
     tools = ["calculator", "python"]
     tagged = 'Let me see. <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     assert find_call(tagged, tools) == ("calculator", "6*7")

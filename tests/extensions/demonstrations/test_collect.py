@@ -140,7 +140,7 @@ def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> No
     assert all(row["embodyrl/success"] for row in read_episodes(tmp_path / "demos"))
 
 
-def test_without_a_filter_every_episode_is_kept(tmp_path: Path) -> None:
+def test_collect_without_filter_keeps_every_episode(tmp_path: Path) -> None:
     result = run(tmp_path, "model.expert_noise=1.0", "env.kwargs.goal=2.5", "collect.episodes=12", "collect.filter=all")
     assert (result.tried, result.episodes) == (12, 12)
     assert {row["embodyrl/success"] for row in read_episodes(tmp_path / "demos")} == {True, False}

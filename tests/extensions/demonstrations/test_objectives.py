@@ -177,7 +177,7 @@ def test_label_smoothing_follows_the_settings(tmp_path: Path) -> None:
     assert found.accuracy.tolist() == [1.0, 0.0]
 
 
-def test_smoothing_is_a_mixture_of_both_labels() -> None:
+def test_label_smoothing_mixes_both_labels() -> None:
     better, worse = torch.tensor([0.3, -200.0, 90.0]).double(), torch.tensor([1.0, 200.0, -300.0]).double()
 
     def plain(gap: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def supervise(folder: Path, *words: str) -> SftResult:
 
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["dpo", "preference"])
-def test_preference_training_separates_pairs(tmp_path: Path, name: str) -> None:
+def test_preference_training_separates_chosen_from_rejected(tmp_path: Path, name: str) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", f"objective.name={name}")
     result = supervise(tmp_path, *words, "runner.max_steps=60", "runner.val_check_interval=60", "actor.optim.lr=1e-3")
     assert result.metrics["eval/accuracy"] >= 0.85
@@ -263,7 +263,7 @@ def test_numpy_reward_model_matches_the_value_head(tmp_path: Path, name: str, re
     assert [reward.probability(one) for one in shown] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_success_objective_learns_visible_success() -> None:
+def test_success_objective_learns_success_from_images() -> None:
     """An observation shows what the action before it reached; a step's own success is seen one step later."""
     none = np.zeros((5, 0), np.float32)
     demos = Demonstrations(

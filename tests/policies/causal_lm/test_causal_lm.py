@@ -363,7 +363,7 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
 @pytest.mark.parametrize(
     ("template", "own", "end"), [(True, "<eos>", "?"), (False, "<eos>", "<eos>"), (False, "x", "|")]
 )
-def test_end_token_follows_the_chat_template(
+def test_end_token_is_that_of_the_chat_template(
     tmp_path: Path, policy: CausalLMPolicy, template: bool, own: str, end: str
 ):
     """Of several tokens that end a text, as in Llama-3's and Gemma's folders, where the first one ends no turn."""

@@ -189,7 +189,7 @@ def test_server_top_tokens_match_the_module(folder: Path, url: str) -> None:
 
 
 @pytest.mark.integration
-def test_served_teacher_matches_its_folder(folder: Path, teacher_url: str) -> None:
+def test_served_teacher_matches_a_local_teacher(folder: Path, teacher_url: str) -> None:
     student = build(None, value_dim=5)
     with torch.no_grad():
         for parameter in student.module.parameters():
@@ -209,7 +209,7 @@ def test_served_teacher_matches_its_folder(folder: Path, teacher_url: str) -> No
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_distillation_from_a_server_matches_a_folder(tmp_path: Path, folder: Path, teacher_url: str) -> None:
+def test_distillation_from_a_server_matches_a_local_teacher(tmp_path: Path, folder: Path, teacher_url: str) -> None:
     few = ("runner.max_steps=2", "env.train.total_num_envs=16", "eval.episodes=4", "env.eval.total_num_envs=4")
     few = (*few, "actor.global_batch_size=16", "actor.micro_batch_size=16", "launcher=inline", "model.precision=fp32")
     kl = (KL, "algorithm.kl_penalty_type=k2", "algorithm.reward_scale=0", "seed=5")

@@ -225,7 +225,7 @@ def test_fpo_ratio_is_the_difference_of_losses():
     torch.testing.assert_close(far, single.logprob - 3.0)
 
 
-def test_noise_is_normal_and_depends_on_its_seed():
+def test_chain_noise_is_normal_and_depends_on_its_seed():
     many = seeds(200)
     drawn = normals(many, STEP, (40, 5), CPU)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.02)

@@ -102,7 +102,7 @@ KEYS = [(name, key) for name in NAMES for key in recorded(name) if (name, key) !
 
 
 @pytest.mark.parametrize(("name", "key"), KEYS)
-def test_changed_recorded_tensor_fails(name, key, models):
+def test_changed_recorded_tensor_fails_the_comparison(name, key, models):
     data = recorded(name)
     data[key] = tampered(data[key])
     found = errors(name, models[name], data)

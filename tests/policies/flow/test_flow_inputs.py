@@ -24,7 +24,7 @@ def frames(height, width, count=2):
 # --- images ---
 
 
-def test_padding_is_centred():
+def test_image_padding_is_centred():
     wide = pad_centred(frames(20, 40), 28)
     assert (wide.shape, wide.dtype) == ((2, 3, 28, 28), torch.float32)
     assert (wide[:, :, :7] == -1).all()
@@ -42,7 +42,7 @@ def test_centred_frames_match_pillow():
     np.testing.assert_allclose(found.permute(0, 2, 3, 1), np.stack(expected), atol=1e-3)
 
 
-def test_padding_is_left_and_top():
+def test_image_padding_is_left_and_top():
     wide = pad_left_top(frames(20, 40), 32)
     assert (wide[:, :, :16] == -1).all()
     assert (wide[:, :, 16:].flatten(2) > -1).any(-1).all()
@@ -231,7 +231,7 @@ def test_dimensions_are_padded_with_zeros():
         pad_dims(np.ones(33), 32)
 
 
-def test_sft_statistics_are_written_to_lerobots_files(tmp_path):
+def test_sft_statistics_are_written_in_lerobot_format(tmp_path):
     """lerobot reads no dataset_statistics.json: the old numbers in its own files would scale actions wrongly."""
     folder = write_checkpoint(tmp_path / "base", "smolvla", state_dim=8, action_dim=6, lerobot_statistics=True)
     config = json.loads((folder / "config.json").read_text())

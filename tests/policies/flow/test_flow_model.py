@@ -196,7 +196,7 @@ def test_bfloat16_outputs_are_close_to_float32(model, data, cast):
     assert error.max() > 0
 
 
-def test_layers_are_called_through_forward_only(model, data):
+def test_layers_are_called_by_their_forward_method_only(model, data):
     """FSDP gathers a layer's weights around its `forward`: no other use may reach them."""
     inside, strays = [0], []
 

@@ -99,7 +99,7 @@ def test_only_the_residual_actor_has_gradients(folder):  # noqa: F811
     assert policy.costs.num_trained == sum(p.numel() for p in policy.module.residual_actor.parameters())
 
 
-def test_critics_get_executed_actions(folder):  # noqa: F811
+def test_critics_receive_executed_actions(folder):  # noqa: F811
     """Beside the features and the proposal; the same networks, given that sum themselves, say the same."""
     policy = correct(folder, residual_scale=0.5)
     features, correction = policy.features(observe(6)), torch.rand(6, 12) * 2 - 1

@@ -125,7 +125,7 @@ def test_last_denoising_step_is_deterministic(steps):
     assert (flow_sde(x, v, t, end, level).std > 0).all()
 
 
-def test_flow_sde_has_the_flows_marginals():
+def test_flow_sde_has_the_marginals_of_the_flow_ode():
     """Flow-GRPO writes x - d (v + s^2 / (2t) (x + (1 - t) v)); both SDE and CPS keep the marginal N(0, s0^2) flows."""
     steps, level, spread = 400, torch.tensor(0.7), 0.5
     generator = torch.Generator().manual_seed(1)

@@ -169,7 +169,7 @@ def test_relative_actions_round_trip(tmp_path):
     np.testing.assert_allclose(relative._scale.to_actions(rows, obs), given, atol=1e-5)
 
 
-def test_pi05_without_state_uses_pi0s_prompt(tmp_path):
+def test_pi05_without_state_uses_the_pi0_prompt(tmp_path):
     policy = build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False)
     assert not policy.spec.inputs.state
     obs = observe(2)

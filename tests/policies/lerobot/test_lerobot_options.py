@@ -89,7 +89,7 @@ def test_feature_maps_have_the_predicted_size(dilated):
     assert found == (1, last_channels("resnet50"), *map_size((50, 70), dilated=dilated))
 
 
-def test_crops_are_random_in_training_and_central_in_evaluation():
+def test_crops_are_random_in_training_and_centred_in_evaluation():
     base = {"n_action_steps": 4, "input_features": {}, "crop_shape": (4, 6), "crop_is_random": True}
     encoder = ImageEncoder.__new__(ImageEncoder)
     torch.nn.Module.__init__(encoder)

@@ -90,7 +90,7 @@ def test_value_head_is_optional(checkpoint, make_policy, tmp_path):
         make_policy(tmp_path / "with_head", value_dim=8)
 
 
-def test_inverse_frequencies_of_old_conversions_are_ignored(checkpoint, make_policy):
+def test_stored_rope_frequencies_are_ignored(checkpoint, make_policy):
     key = "language_model.model.layers.0.self_attn.rotary_emb.inv_freq"
     want = make_policy(checkpoint).module.state_dict()
     rewrite(checkpoint / SHARD, lambda t: t.update({key: torch.ones(4)}))

@@ -136,7 +136,7 @@ def test_only_configured_cameras_are_used(checkpoint, make_policy, env_spec):
         assert np.array_equal(a, b) is same
 
 
-def test_sampling_follows_the_softmax():
+def test_sampled_frequencies_match_the_softmax():
     count = 20_000
     scaled = torch.randn(1, 1, 256, generator=torch.Generator().manual_seed(0)) * 2
     # An even grid of uniforms hits every bin to within one grid step.

@@ -129,7 +129,7 @@ def test_unsupported_objects_are_not_pickled():
 SEEN = Seen(images=(PICTURE, PICTURE[:, ::-1]), state=np.arange(8, dtype=np.float32), prompt="pick up the bowl")
 
 
-def test_default_names_match_openpis_libero_policies():
+def test_default_field_names_match_openpi_libero_policies():
     assert set(OPENPI.write(SEEN)) == {"observation/image", "observation/wrist_image", "observation/state", "prompt"}
     assert set(VLA_EVAL.write(SEEN)) == {"images", "states", "task_description"}
 
