@@ -25,7 +25,7 @@ _NAMED = 3
 """Leftovers that a message names."""
 _PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
-"""Exits by itself, and frees the shared memory of processes that were killed."""
+"""Process that exits without a signal, and frees the shared memory of killed processes."""
 _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
 _OWNER = "EMBODYRL_OWNER"
 """Environment variable of worker processes, which all processes that they start inherit."""
@@ -117,7 +117,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Return which threads and child processes still run after some time, other than those given; empty: none."""
+    """Return threads and child processes that still run after some time, except the given ones; empty: none."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),

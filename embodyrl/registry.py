@@ -88,7 +88,7 @@ def _found_here(module: str) -> str:
 class Registry(Generic[T]):
     """Named components of one kind. Values are objects, or "module:attr" strings that are imported on first use.
 
-    What a name leads to must pass `fits`, which looks at it and never calls it; `wants` is its wording.
+    The value of a name must pass `fits`, which inspects it without a call; `wants` is its description in errors.
 
     >>> numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
     >>> numbers.add("tau", "math:tau")

@@ -136,11 +136,11 @@ class SimulatorSpec:
     """Execution properties of the simulators of an env worker."""
 
     lockstep: bool = False
-    """The slots of a worker are one batched simulator, which steps all of them at once."""
+    """The slots of a worker are one batched simulator, which steps all slots in one call."""
     on_gpu: bool | None = None
     """Env workers compute or render on a GPU; None: unknown, so a GPU is visible to each."""
     renders: bool = True
-    """Frames for people exist: recordings, `embodyrl play`."""
+    """The environment can render frames for recordings and `embodyrl play`."""
     may_truncate: bool = False
     """The environment may truncate an episode itself, at any step; false: only the run's time limit does."""
 

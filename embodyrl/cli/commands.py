@@ -37,7 +37,7 @@ class Command:
     long_help: bool = False
     """Add groups and the commonest keys to the help."""
     own_flags: bool = False
-    """Flags behind the first word belong to what the command starts."""
+    """Flags after the first argument are passed to the program that the command starts."""
 
     def epilog(self) -> str:
         """Return the text below the flags in `--help`."""

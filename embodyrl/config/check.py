@@ -80,7 +80,7 @@ def _wrong_values(root: type[Settings], last: Mapping[str, Setting], error: Vali
 
 
 def wrong_value(key: Key, value: Any) -> list[str]:
-    """Return what is wrong with a value of a key that the config does not have."""
+    """Return the errors of a value of a key that the config does not have."""
     fields: dict[str, Any] = {"value": (key.field.annotation, key.field)}
     kind = create_model(key.owner.__name__, __base__=Settings, **fields)
     lines = wrong_values(kind, json.dumps({"value": value}, default=str))

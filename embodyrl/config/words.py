@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def text(self) -> str | None:
-        """A number as it was typed, for where it is a text: 2026_11_24 is no name of the run 20261124."""
+        """Text of a number as typed, for keys that are texts: the run name 2026_11_24 is not 20261124."""
         name, _, said = self.words.partition("=")
         return said.strip() if name == self.key else None
 
@@ -55,7 +55,7 @@ class Setting:
 def split_words(
     command: str, words: Sequence[str], config_dirs: Sequence[Path], problems: list[str]
 ) -> tuple[dict[str, str], list[Setting]]:
-    """Separate `group=option` from `key=value`, and report what is neither."""
+    """Separate `group=option` from `key=value`, and report all other arguments."""
     groups: dict[str, str] = {}
     settings: list[Setting] = []
     for text in words:
@@ -81,7 +81,7 @@ def parse_word(text: str) -> tuple[str, Any]:
     ('actor.optim.lr', 0.0001)
 
     Raises:
-        ConfigError: it is no such word, or one that adds, removes or sweeps.
+        ConfigError: the argument has another form, or adds, removes or sweeps keys.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException

@@ -38,7 +38,7 @@ class Learner(Protocol):
     """Update of a policy in one actor rank.
 
     `AdvantageEstimator.learner` or `learner` of an objective is the name of a class that is called with a
-    `LearnerContext`. A subclass of this one inherits the methods that do nothing.
+    `LearnerContext`. Subclasses inherit methods without effect.
     """
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:

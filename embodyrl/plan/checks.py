@@ -29,7 +29,7 @@ _INERT = (
     *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
-"""Keys for text that do not change what a policy of actions does."""
+"""Keys for text without an effect on policies of actions."""
 
 
 def check_components(cfg: Root) -> None:

@@ -163,9 +163,9 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
     """Turn leaves into typed settings.
 
     Args:
-        settings: who set what; later ones win.
-        command: whose keys there are; they depend on the values of some.
-        problems: what was found before; grows.
+        settings: values with their sources; later ones win.
+        command: the command, which determines the keys together with some values.
+        problems: earlier errors; new ones are appended.
 
     Returns:
         The settings, where each value came from (absent: the default), and a warning of the typed keys that have no

@@ -14,7 +14,7 @@ ALL_SUITES = "all"
 
 
 def env_context(cfg: ActingConfig) -> EnvContext:
-    """Return what the environment of a run is built with; its factory adds parts of other sections.
+    """Return the construction arguments of a run's environment; its factory adds parts of other sections.
 
     Raises:
         ConfigError: a file, row or reward is wrong.

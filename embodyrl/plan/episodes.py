@@ -34,7 +34,7 @@ class EpisodeList:
     """The episodes of one rollout."""
 
     num_slots: int
-    """Slots that play them, of all env workers together."""
+    """Number of slots for them, in all env workers."""
     max_episode_steps: int
     """Env steps after which an episode is truncated."""
     ignore_terminations: bool
@@ -152,7 +152,7 @@ def train_episodes(
 def refill_episodes(
     cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan further groups for training step `step`, in place of those that were filtered out."""
+    """Plan further groups for training step `step`, that replace filtered groups."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
@@ -172,7 +172,7 @@ def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
 
 
 def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
-    """Return whether an evaluation that starts twice from a reset id of this task plays the same episode twice."""
+    """Return whether two evaluation episodes from one reset id of this task are identical."""
     noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
@@ -184,7 +184,7 @@ def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
 
 
 def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Reset ids that an evaluation of n episodes, spread evenly over tasks with these ids, begins with."""
+    """Yield the reset ids of an evaluation of n episodes, distributed evenly over tasks with these ids."""
     for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
         lap, task = divmod(place, len(tasks))
         yield from tasks[task][lap : lap + 1]
@@ -318,7 +318,7 @@ def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids
 
 @dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
-    """Episodes that are made when they are looked at: few of those that outlast a quota ever start."""
+    """Episodes that are created on access, because most of the episodes after the quota never start."""
 
     specs: Callable[[int], list[EpisodeSpec]]
     slot: int

@@ -126,11 +126,11 @@ class RunConfig(PolicyConfig):
 
 
 class ActingConfig(RunConfig):
-    """A command in which a policy plays episodes."""
+    """A command with rollouts."""
 
     ckpt: Path | None = None
-    """Weights to start from: a run, a checkpoint folder, or assets/<name>. The config of a run is the base of this one,
-    below typed groups and keys."""
+    """Weights to start from: a run, a checkpoint folder, or assets/<name>. The config of that run is the base of this
+    config, below typed groups and keys."""
     env: EnvSettings
     algorithm: ActingAlgorithm = ActingAlgorithm()
     rollout: RolloutSettings = RolloutSettings()
@@ -139,7 +139,7 @@ class ActingConfig(RunConfig):
 
     @property
     def acting_processes(self) -> int:
-        """Processes that act and do not train; 0: those that train act as well."""
+        """Number of processes for rollouts only; 0: training processes also act."""
         return 0
 
     def problems(self) -> Iterator[str]:
@@ -188,7 +188,7 @@ class TrainConfig(EvalConfig):
 
     @property
     def acting_processes(self) -> int:
-        """Processes that act and do not train; 0: those that train act as well."""
+        """Number of processes for rollouts only; 0: training processes also act."""
         return self.rollout.acting_processes
 
     def problems(self) -> Iterator[str]:
@@ -253,7 +253,7 @@ ROOTS: dict[str, type[Root]] = {
     "check-env": CheckConfig,
 }
 PLAYED = {"eval": ("eval",), "collect": ("train",), "dagger": ("train",), "check-env": ("train",)}
-"""Splits of the environment whose episodes a command plays; all others play both."""
+"""Splits of the environment that a command runs; other commands run both."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"

@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def is_disaggregated(self) -> bool:
-        """True if rollout and actor are different processes; nothing but training has actors."""
+        """True if rollout and actor are different processes; only training has actors."""
         return self.algorithm is not None and self.cfg.acting_processes > 0
 
     @property
@@ -249,7 +249,7 @@ def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> li
 
 
 def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Compare what the environment gives with what the policy takes; one line per mismatch."""
+    """Return mismatches between the environment's outputs and the policy's inputs, one line each."""
     problems = []
     if env.action.dim != policy.action_dim:
         problems.append(
@@ -343,7 +343,7 @@ def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) 
 def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
     """Return the visible GPU of each process of the run; a single process uses all GPUs.
 
-    All hosts are assumed to have the GPUs of this host. On several, simulators share all GPUs of theirs
+    All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`extensions/ray_cluster`).
     """
     acting = cfg.acting_processes if training and isinstance(cfg, ActingConfig) else 0
@@ -356,7 +356,7 @@ def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
 
 
 def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: int) -> int:
-    """Count env worker processes: one per core, or per GPU where one steps all slots of a worker at once."""
+    """Count env worker processes: one per core, or per GPU for batched simulators."""
     if not isinstance(cfg.launcher, ProcessSettings):
         return 1
     if cfg.launcher.env_workers != "auto":

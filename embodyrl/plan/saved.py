@@ -20,7 +20,7 @@ from embodyrl.plan.roots import Root
 
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
-"""In a run that learned from demonstrations: the settings of the environment that they come from."""
+"""In an SFT run: the settings of the demonstrations' environment."""
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
@@ -100,8 +100,9 @@ def on_base(
 def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
-    """Read what a command takes over from the run whose weights it uses: the whole config, without the sections of
-    typed groups. Reinforcement learning takes environment and model only from a run of another command.
+    """Return the settings that a command inherits from the run of its weights: the whole config, without the
+    sections of typed groups. Reinforcement learning takes environment and model only from a run of another
+    command.
     """
     saved = read_saved(base)
     made_by = command_of(saved)
@@ -131,8 +132,8 @@ def _lies_below(name: str, keys: Iterable[str]) -> bool:
 
 
 def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]) -> list[Setting]:
-    """Return where the demonstrations of a supervised run come from, or what rounds of DAgger play: it is evaluated on
-    those tasks, and for as long.
+    """Return the environment of an SFT run's demonstrations, or of DAgger rounds; evaluation uses its tasks and
+    time limit.
     """
     own = [setting for setting in saved if setting.key.startswith("env.")]
     if not own and not (run / ENVIRONMENT_FILE).is_file():

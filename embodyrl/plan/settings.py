@@ -72,7 +72,7 @@ class RunnerSettings(Settings):
 
 
 class VllmSettings(Settings):
-    """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: what the plan or vLLM chooses."""
+    """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: chosen by the plan or by vLLM."""
 
     gpu_memory_utilization: Share | None = None
     """Share of the GPU's memory; default: all that the run's memory plan leaves."""
@@ -126,7 +126,7 @@ class RolloutSettings(Settings):
 
     @property
     def acting_processes(self) -> int:
-        """Processes of a training that act and do not train; 0: those that train act as well."""
+        """Number of processes of a training for rollouts only; 0: training processes also act."""
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:
@@ -176,7 +176,7 @@ class EvalSettings(Settings):
     """Episodes of each task."""
     protocol: ProtocolSettings = ProtocolSettings()
     baseline: Path | None = None
-    """An earlier evaluation's run folder: what both played is compared in pairs, suite by suite."""
+    """Run folder of an earlier evaluation: common episodes are compared in pairs, suite by suite."""
     samples: Count = 1
     """Sampled episodes per initial state instead of one; eval/pass_at_n is the share of states with a success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
@@ -188,7 +188,7 @@ class CheckpointSettings(Settings):
     """Checkpoints to keep."""
 
     keep: Count = 3
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
@@ -206,7 +206,7 @@ class DaggerSettings(Settings):
     """DAgger."""
 
     rounds: Count = 3
-    """Rounds: the policy acts, the environment's expert labels, the policy learns from all labels so far."""
+    """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
 
 
 class CollectSettings(Settings):
@@ -219,6 +219,6 @@ class CollectSettings(Settings):
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed
-    """Actions that are recorded: the policy's own, or what the environment's expert would have done in its place."""
+    """Recorded actions: the executed ones, or the expert's for the same states."""
     images: FrameFormat = FrameFormat.png
-    """png: lossless, inside the parquet files; mp4: much smaller, but frames come back slightly changed."""
+    """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""

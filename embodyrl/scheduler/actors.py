@@ -114,7 +114,7 @@ class Actors:
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
     def score(self, collection: RolloutResult) -> Scores:
-        """Compute reference log-probabilities of the collected chunks, and gather what the algorithm needs."""
+        """Compute reference log-probabilities of the collected chunks, and gather the inputs of the algorithm."""
         if self._algorithm.needs_reference and collection.episodes:
             # Exclude the last ticket: its record has an observation without an action.
             held = [collection.tickets[e.spec.episode_id][: len(e.records)] for e in collection.episodes]

@@ -29,7 +29,7 @@ def test_worker_crash_is_reported_restarted_and_counted(tmp_path):
     assert "worker env_" in line
     assert "died with SIGKILL" in line
     assert "Traceback" not in printed
-    assert "played again" in line
+    assert "its running episodes start again" in line
     assert [(r["env/restarts"], r["train/episodes"], r["env/dropped_episodes"]) for r in rows(run)] == [(1, 8, 0)] * 2
     CheckpointStore(run / "checkpoints").verify(run / "checkpoints" / "step_000002")
 

@@ -35,7 +35,7 @@ class TemporalEnsemble:
 
 
 class HistorySims(Simulators):
-    """Other simulators, seen through a history, with actions that are averaged over chunks."""
+    """Wrapper of simulators with an observation history, and with actions averaged over chunks."""
 
     def __init__(self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float) -> None:
         super().__init__(spec)

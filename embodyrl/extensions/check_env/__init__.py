@@ -33,7 +33,7 @@ class Finding:
 
     check: str
     level: str
-    """ok, warn (allowed, and not what one expects), FAIL or skip (something it builds on failed)."""
+    """ok, warn (allowed but unusual), FAIL or skip (a check that this one requires failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
 

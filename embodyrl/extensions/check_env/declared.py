@@ -1,4 +1,4 @@
-"""The checks of `check-env` that look at what a factory declares; nothing is simulated."""
+"""Checks of `check-env` on the declarations of a factory, without simulation."""
 
 import os
 import pickle

@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(slots=True, kw_only=True)
 class Trace:
-    """One played episode: what was seen before each chunk and at the end, and the outcome of each chunk (n = 1)."""
+    """One episode: the observation before each chunk and at the end, and the result of each chunk (n = 1)."""
 
     start: EpisodeStart
     actions: FloatArray
@@ -67,13 +67,13 @@ class Trace:
 
 @dataclass(kw_only=True)
 class Harness:
-    """The environment under test and what the checks learned about it so far."""
+    """The environment under test and the results of earlier checks."""
 
     factory: EnvFactory
     cfg: EnvSettings
     seed: int
     note: str = ""
-    """Shown behind the check that is running, when it passes."""
+    """Text after the name of the running check if it passes."""
     violations: list[Violation] = field(default_factory=list)
     """Violations of the current check."""
     doubts: list[Violation] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""The checks of `check-env` that play episodes."""
+"""Checks of `check-env` on episodes."""
 
 import time
 from dataclasses import replace
@@ -256,7 +256,7 @@ def ignore_terminations(h: Harness) -> None:
 def lasts(h: Harness) -> None:
     """Run random episodes to their end in both slots, to find crashes, hangs and non-finite values.
 
-    The first steps are observed one by one: a chunk hides what is not finite for a moment.
+    The first steps are observed one by one: a chunk hides values that are non-finite in one step only.
     """
     started, played, episodes, slots = time.perf_counter(), 0, 0, list(range(SLOTS))
     ids = h.spec.reset_ids_of(h.tasks()[-1])

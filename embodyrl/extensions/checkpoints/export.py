@@ -189,8 +189,8 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
 
     Args:
         source: the folder; of a run what `embodyrl ckpt export` writes is uploaded, never the run itself.
-        repo: `owner/name`; made where there is none.
-        private: a repository that is made is visible to its owner only.
+        repo: `owner/name`; created if missing.
+        private: a created repository is visible to its owner only.
         overrides: see `export`.
 
     Returns:

@@ -36,9 +36,9 @@ _Episodes = list[dict[str, Any]]
 
 
 def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
-    """Return what is wrong with a data set, one line each.
+    """Return the errors of a data set, one line each.
 
-    Of a data set that another program wrote, return what would be misread here.
+    For a data set of another program, return the properties that would be misread.
 
     Raises:
         ConfigError: the data set is of another kind, or the keys that describe it contradict it.
@@ -132,7 +132,7 @@ def _table_problems(rows: _Episodes) -> Iterator[str]:
 
 
 def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    """Yield files of ours that are missing, have other columns, or belong to no episode."""
+    """Yield files of this package's layout that are missing, have other columns, or belong to no episode."""
     named: set[str] = set()
     for number, row in enumerate(rows):
         paths = paths_of(card, row)

@@ -65,7 +65,7 @@ def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResu
     expert labels the policy predicts at each step.
 
     Raises:
-        EmbodyError: every failure that has a cause to name; what was written before stays usable.
+        EmbodyError: every failure that has a cause to name; data that are already written stay usable.
     """
     assert cfg.collect.out is not None, "checked by check_components"
     run_plan = draw_collection(cfg)
@@ -247,7 +247,7 @@ class _Collecting:
         return trials
 
     def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
-        """Run one list of episodes; they are written in the order of the list, whichever ends first."""
+        """Run one list of episodes; they are written in the order of the list, not in the order of their ends."""
         ended: dict[int, Demonstration | None] = {}
         waiting = list(range(len(trials)))
 

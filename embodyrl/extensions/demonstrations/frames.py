@@ -27,7 +27,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """Decode an image file into `out` [H, W, 3].
 
     Raises:
-        EmbodyError: it is no image, or has another size, which is checked before it is decoded.
+        EmbodyError: the file is not an image, or has another size, which is checked before decoding.
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
@@ -50,7 +50,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
-    """Write [T, H, W, 3] parts one after the other as H.264; frame sizes must be even.
+    """Write [T, H, W, 3] parts in sequence as H.264; frame sizes must be even.
 
     Raises:
         EmbodyError: the encoder failed.

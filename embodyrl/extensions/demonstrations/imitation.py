@@ -32,7 +32,7 @@ class ImitatesPadded(Policy, Protocol):
 
 
 class ImitationLearner(Learner):
-    """One rank that lets its policy imitate records of the arena."""
+    """SFT of the policy on one rank, on records of the arena."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.objective is not None

@@ -240,7 +240,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One episode of T env steps: what was seen before each action, the action, and what came of it."""
+    """One episode of T env steps: the observation before each action, the action, and its result."""
 
     images: ByteArray
     """[T, C, H, W, 3] uint8 in the simulator's orientation."""

@@ -28,7 +28,7 @@ _Episodes = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """N env steps of E episodes, one after the other."""
+    """N consecutive env steps of E episodes."""
 
     images: ByteArray
     """[N, C, H, W, 3] uint8 in the simulator's orientation."""
@@ -58,7 +58,7 @@ class Demonstrations:
 
     @property
     def shown(self) -> BoolArray:
-        """[N] the goal holds in what is seen: after the action before, at the first step never."""
+        """[N] the goal holds in the observation, that is, after the previous action; false at the first step."""
         # A frame shows what the action before it has done; the first one shows nothing yet.
         shown = np.roll(self.success, 1)
         shown[self.start] = False
@@ -85,7 +85,7 @@ class Demonstrations:
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
         """Return pairs of steps [M, 2]: chunk starts of an episode and of a worse one from the same initial state.
 
-        Better is what succeeds, else what earns more; chunk by chunk, as far as both go.
+        The better episode succeeds, or else has the higher return; pairs end with the shorter episode.
         """
         worth = {e: (bool(self.success[s].any()), float(self.reward[s].sum())) for e, s in self._slices(episodes)}
         pairs = [
@@ -150,7 +150,7 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
     """Return the episodes with non-finite numbers.
 
     Raises:
-        EmbodyError: there are some, and nothing is to be skipped.
+        EmbodyError: there are some, and `data.skip_nonfinite` is false.
     """
     bad = list(non_finite(rows, episodes, numbers))
     found = {episode for episode, _, _ in bad}

@@ -19,7 +19,7 @@ class Samples:
     actions: FloatArray
     """[M, K, A] the actions that follow, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] the goal holds in what is seen."""
+    """[N] the goal holds in the observation."""
     valid: BoolArray
     """[M, K] actions of the episode; the others repeat its first or last one."""
     history: int = 1

@@ -14,7 +14,7 @@ class DemonstrationSettings(DataSettings):
     """Demonstrations of a robot."""
 
     more: list[Path] = []
-    """Further folders of demonstrations of the same environment, learned from together with data.path."""
+    """Further folders of demonstrations of the same environment, trained on together with data.path."""
     action_key: str = "action"
     """Column of the actions; like the next five keys for data sets of other programs only."""
     state_key: str = "observation.state"

@@ -301,10 +301,10 @@ def _counted(folder: str) -> str:
 
 
 def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
-    """Return the rows, an environment that shows them, and the policy that reads them.
+    """Return the rows, their environment, and the policy.
 
     Raises:
-        ConfigError: a source or a row is wrong, or the model is none of text.
+        ConfigError: a source or a row is wrong, or the model is not a language model.
     """
     assert isinstance(cfg.data, RowSettings)
     factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)

@@ -72,7 +72,7 @@ class DatasetWriter:
         return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
 
     def append(self, demonstration: Demonstration) -> None:
-        """Add an episode; it is safe on disk after the next `flush`, which happens by itself from time to time.
+        """Add an episode; it is safe on disk after the next `flush`, which is called automatically at intervals.
 
         Raises:
             EmbodyError: a state, action or reward is not finite; names the step.
@@ -138,7 +138,7 @@ class DatasetWriter:
         layout.write_file(path, self.card.to_json().encode())
 
     def _drop_orphans(self) -> None:
-        """Delete what a crash left behind: scratch files, and files that no row of the table of episodes names."""
+        """Delete files of a crash: scratch files, and files that are not in the table of episodes."""
         known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
@@ -161,7 +161,7 @@ class DatasetWriter:
             encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
 
     def _write_summary(self) -> None:
-        """Write what readers look at first; it can always be derived again from the table of episodes."""
+        """Write the files that readers open first; they can be derived from the table of episodes."""
         self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())

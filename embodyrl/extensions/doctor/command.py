@@ -1,4 +1,4 @@
-"""The command `doctor`: can this machine run it? Every finding comes with its fix."""
+"""Command `doctor`: checks of this machine, each with a fix."""
 
 import argparse
 import dataclasses
@@ -81,7 +81,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _probe_config(cfg: TrainConfig) -> list[Finding]:
-    """Let the chosen environment and policy look for what they need on this machine."""
+    """Check the requirements of the chosen environment and policy on this machine."""
     from embodyrl.commands.facts import memory_of_tasks
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import count_env_workers, plan_devices

@@ -86,7 +86,7 @@ class FilteredLearner(Learner):
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange the weights in the module with those that are kept aside."""
+        """Swap the weights in the module with the stored copy."""
         for name, weight in self._weights.items():
             there = weight.clone()
             weight.copy_(self._aside[name])

@@ -1,4 +1,4 @@
-"""Hindsight experience replay (HER, arXiv 1707.01495): what was done, as if what came of it had been the goal."""
+"""Hindsight experience replay (HER, arXiv 1707.01495): transitions relabelled with goals that were reached later."""
 
 from __future__ import annotations
 

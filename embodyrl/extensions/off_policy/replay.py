@@ -13,7 +13,7 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """N observations of some episodes, one after the other, and what was done after each."""
+    """N consecutive observations of some episodes, and the action after each."""
 
     seen: Mapping[str, np.ndarray]
     """[N, ...] fields of the observations, or the features of a frozen policy."""
@@ -63,10 +63,10 @@ class ReplayBuffer:
         self._arrays: dict[str, np.ndarray] = {}
 
     def add(self, frames: Frames) -> None:
-        """Take frames in, in place of the oldest; of more than the buffer holds, the last.
+        """Add frames and drop the oldest beyond the capacity.
 
-        A transition is r = sum of gamma^j r_j over up to n chunks, what was seen then, and gamma^n, or 0 where the
-        episode terminated among them. What an episode ends with, unseen, begins none.
+        A transition is r = sum of gamma^j r_j over up to n chunks, the observation after them, and gamma^n, or 0 where
+        the episode terminated among them. A final observation without a recorded action begins no transition.
         """
         reward, discount, ahead = self._steps(frames)
         new = dict(frames.seen) | {"action": frames.action, "reward": reward, "discount": discount, "ahead": ahead}

@@ -33,7 +33,7 @@ from embodyrl.types import FloatArray, IntArray, Observation
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
 OPEN = "open"
-"""In the latter: episodes that were not over."""
+"""Key in the replay file: episodes that were not over."""
 FEATURES = "features"
 """Field of the buffer that replaces the observations if the base policy is frozen."""
 
@@ -71,7 +71,7 @@ class SacLearner(Learner):
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Store what was seen and take `updates_per_sample` updates for each new chunk, pausing after each.
+        """Store the observations and take `updates_per_sample` updates for each new chunk, pausing after each.
 
         Returns metrics averaged over the updates.
         """

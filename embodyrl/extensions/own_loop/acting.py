@@ -26,7 +26,7 @@ from embodyrl.types import FloatArray, Observation, PolicyOutput
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy in this process, with what it was trained for."""
+    """A policy in this process, with the environment that it was trained for."""
 
     policy: Policy
     """The module (`policy.module`) and its own interface: `score` for gradients, `values`, `save`."""

@@ -50,7 +50,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         """Begin an episode.
 
         Args:
-            seed: decides initial state and simulator.
+            seed: determines initial state and simulator.
             options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state.
 
         Raises:

@@ -34,7 +34,7 @@ _RESERVE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of each part of one policy process, and of what it shares the host with."""
+    """Bytes of each part of one policy process, and of the other processes of its host."""
 
     weights: int
     """And those in training, where the policy is their average."""
@@ -46,7 +46,7 @@ class MemoryPlan:
     activations: int
     """Activations of a micro-batch: backward pass plus log-probabilities."""
     in_use: int
-    """While training in shards: what is gathered at a time."""
+    """Training with shards: weights gathered at a time."""
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool
@@ -68,7 +68,7 @@ class MemoryPlan:
     env_gpu: int
     """Memory of each env worker on its GPU."""
     replay: int
-    """Off-policy without GPUs: the buffer of all that was seen, at the end of the run."""
+    """Off-policy without GPUs: the replay buffer at the end of the run."""
     arena: int
     checkpoint: int
     """On disk."""
@@ -109,10 +109,10 @@ class MemoryPlan:
 
 
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
-    """Derive the memory of a training run; `tests/fakegpu` meters the same sums on a GPU that is not there.
+    """Derive the memory of a training run; `tests/fakegpu` measures the same sums on a fake GPU.
 
     Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
-    stays awake where `rollout.vllm.enable_sleep_mode=null` and they have room for what all slots write.
+    stays awake where `rollout.vllm.enable_sleep_mode=null` and the GPUs have room for the replies of all slots.
     """
     cfg = run_plan.config(TrainConfig)
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
@@ -377,7 +377,7 @@ def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
 
 
 def fullest_gpu(run_plan: RunPlan, plan: MemoryPlan) -> int:
-    """Return what the processes of that GPU need that gets most of all, bytes; inline everything is on one."""
+    """Return the bytes needed on the fullest GPU; inline, all processes are on one GPU."""
     devices, needed = run_plan.devices, Counter[tuple[int, str]]()
     for number, gpu in enumerate(devices.policies or ("inline",)):
         needed[run_plan.policy_node(number), gpu] += plan.policy if number < run_plan.ranks else plan.acting

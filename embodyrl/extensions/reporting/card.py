@@ -1,4 +1,4 @@
-"""The result card of a run: what a paper's appendix needs, as JSON and as Markdown, from the run's files alone."""
+"""The result card of a run: the facts for a paper's appendix, as JSON and Markdown, from the run's files only."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from embodyrl.types import EpisodeSpec
 def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[int]:
     """Return the numbers of episodes to record.
 
-    Of every task one that went from failure to success, then of every task one that still fails, and so on; afterwards
-    those that got worse and those that always worked. Of those that changed the longest come first. Where success is
+    Per task, first an episode that changed from failure to success, then one that still fails, and so on; then episodes
+    that got worse and episodes that always succeeded. Among changed episodes the longest come first. Where success is
     not known, the largest and the smallest gain in return.
     """
     earlier = {row.episode: row for row in before}

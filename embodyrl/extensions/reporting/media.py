@@ -1,4 +1,4 @@
-"""Recordings in a page: each is embedded once, however often it is shown; beyond a budget it is linked."""
+"""Recordings in a page: each is embedded once, also with several references; beyond a budget it is linked."""
 
 import base64
 import os
@@ -10,7 +10,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.monitor.history import EpisodeRow, History
 
 EMBED_BYTES = 48 * 2**20
-"""Recordings of a page that are part of its file; the page stays quick to open and to send."""
+"""Budget for recordings embedded in a page, so that the page opens quickly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,9 +167,9 @@ class SeedGroup:
 
 
 def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
-    """Join runs whose configs are equal but for the seed and the run's name, in the order of their first.
+    """Group runs whose configs differ only in seed and name, in the order of their first run.
 
-    Runs of one seed are no sample of seeds: then nothing is joined.
+    Runs with equal seeds are not grouped, because they are no sample of seeds.
     """
     groups: dict[str, list[History]] = {}
     for history in histories:

@@ -38,7 +38,7 @@ def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str
 
 
 def animate(pairs: Sequence[tuple[Path, Path]], out: Path, *, labels: tuple[str, str]) -> None:
-    """Write `out` (GIF): pairs of recordings, one after the other, small enough for a README.
+    """Write `out` (GIF): pairs of recordings in sequence, small enough for a README.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.

@@ -1,1 +1,1 @@
-"""A policy as a server, and a page on which people play it."""
+"""Policy server, and a web page to watch and control a policy."""

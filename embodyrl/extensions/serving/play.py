@@ -105,7 +105,7 @@ class Scene:
         return self.state()
 
     def state(self) -> Answer:
-        """Return the values that the page shows next to the image."""
+        """Return the values next to the image on the page."""
         told = {
             "tasks": self.env.layout.tasks,
             "task": self.task,

@@ -68,7 +68,7 @@ class Answering:
 
 
 class PolicyThread:
-    """Carries out one call after the other. A call that never returns does not keep the process from ending."""
+    """Runs calls one by one in a thread. A call that never returns does not prevent the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -99,7 +99,7 @@ _UNFIT = "does not fit what the policy was built for"
 
 
 class PolicyServer:
-    """Serves one policy to any number of clients; their questions are answered one after the other."""
+    """Serves one policy to any number of clients; requests are answered one by one."""
 
     def __init__(self, answering: Answering, cfg: ServeSettings, say: Callable[[str], None]) -> None:
         self._answering, self._cfg, self._say = answering, cfg, say

@@ -1,4 +1,4 @@
-"""`-m`: several runs from one command line, one after the other, each in a process of its own."""
+"""`-m`: several runs from one command line, one by one, each in a separate process."""
 
 import itertools
 import shlex

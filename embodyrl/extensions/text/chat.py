@@ -1,4 +1,4 @@
-"""Chat templates of model folders, rendered without loading a model: what they refuse, how long prompts become."""
+"""Chat templates of model folders, rendered without loading a model, to find rejected roles and prompt lengths."""
 
 from __future__ import annotations
 

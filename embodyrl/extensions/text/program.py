@@ -34,7 +34,7 @@ class GRPO:
     """
 
     def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
-        """Prepare; nothing starts.
+        """Store the arguments; nothing starts.
 
         Args:
             model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.

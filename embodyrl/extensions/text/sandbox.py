@@ -42,7 +42,7 @@ def evaluate(expression: str) -> float:
     """Evaluate an expression of numbers and + - * /.
 
     Raises:
-        ValueError: it is no such expression, or has no value.
+        ValueError: another kind of expression, or an undefined value.
     """
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
@@ -75,7 +75,7 @@ def python_tool(source: str) -> str:
     """Return what a program prints.
 
     Raises:
-        ValueError: it fails or reaches a limit.
+        ValueError: the program fails or reaches a limit.
     """
     ended, said = run_python(source, seconds=SECONDS)
     if not ended:
@@ -84,9 +84,9 @@ def python_tool(source: str) -> str:
 
 
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
-    """Run a program; returns whether it ended well and what it printed last (the last line of the error otherwise).
+    """Run a program; return its success and the end of its output, or the last line of its error.
 
-    See `confinement` for what holds it. The program has `seconds` of wall and processor time, 512 MiB, an empty folder
+    See `confinement` for the sandbox. The program has `seconds` of wall and processor time, 512 MiB, an empty folder
     that is removed, no environment, no input and no network, starts no process and no thread, and writes into its
     folder only: at most 64 files of at most 1 MiB.
     """
@@ -99,7 +99,7 @@ def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
 def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds: float) -> list[bool]:
     """Run a program once for each test, all within `seconds`; returns which tests pass.
 
-    A test is Python statements that use what the program defines, in a process of their own, or an `input` with the
+    A test is a list of Python statements that use names of the program, in a separate process, or an `input` with the
     `output` that the program prints for it, where blanks at the ends of lines do not count.
     """
     each = max(1.0, seconds / len(tests))

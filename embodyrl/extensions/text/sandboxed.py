@@ -31,7 +31,7 @@ NOBODY = 65534
 OUTPUT_BYTES = 1 << 20
 """Size of every file that a program writes, its output included."""
 FILES = 64
-"""Files of a program, and descriptors: what is removed while it is open, or never had a name, takes memory too."""
+"""Maximum number of files and of descriptors of a program: open files without a name use memory too."""
 _POLL_S = 0.05
 _DENIED = {
     "x86_64": (
@@ -331,7 +331,7 @@ def _run(program: str) -> None:
 
 
 def _exit_code(action: Callable[[], Any]) -> int:
-    """Exit code of what a child does; the reason of a failure goes to its stderr."""
+    """Return the exit code of a child's action; write the reason of a failure to its stderr."""
     code = 0
     try:
         try:

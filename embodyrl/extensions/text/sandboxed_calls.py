@@ -137,7 +137,7 @@ class Link:
     def ask(self, what, *parts, in_place=False, **named):
         """Send a request to the other process and return its reply; meanwhile answer its calls.
 
-        `in_place`: lists, dicts and sets among the arguments become what a function made of them.
+        `in_place`: lists, dicts and sets among the arguments receive the changes of the function.
         """
         values = [self.pack(part) for part in parts]
         self.send({"do": what, "with": values, "named": {name: self.pack(value) for name, value in named.items()}})
@@ -297,7 +297,7 @@ class Names(dict):
 
 
 def _in_place(function, *args, **named):
-    """Call a function whose result a test leaves aside: it may be there for what it does to its arguments."""
+    """Call a function whose result a test ignores, because the function may change its arguments."""
     if isinstance(function, Remote):
         return function._link.ask("call", function, *args, in_place=True, **named)
     return function(*args, **named)

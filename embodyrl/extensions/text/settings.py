@@ -31,7 +31,7 @@ class DataSettings(Settings):
     """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
     package.module:function."""
     val_path: Annotated[Path | None, NumbersStates] = None
-    """The same for validation; default: a share of what is in data.path."""
+    """Validation data; default: a share of data.path."""
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
     """Share of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
@@ -70,7 +70,7 @@ class RowSettings(DataSettings):
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:
-        """Path and split of the rows to learn from, and of those for validation where these have one of their own."""
+        """Path and split of the training rows, and of separate validation rows."""
         val = self.val_path or (self.path if self.val_split else None)
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 

@@ -33,7 +33,7 @@ class ActFactory(LeRobotFactory):
         """Return the policy's config (see `LeRobotFactory`); an environment may take whole chunks as actions.
 
         Raises:
-            ConfigError: its actions are no chunks of this policy.
+            ConfigError: its actions are not chunks of this policy.
         """
         if not cfg.temporal_ensemble:
             return super().plan(cfg, env)

@@ -39,7 +39,7 @@ class Decoded(NamedTuple):
 
 
 class Posterior(NamedTuple):
-    """Gaussian of the latent, given what was done."""
+    """Gaussian of the latent, given the actions."""
 
     mean: Tensor
     """[B, Z]"""

@@ -79,7 +79,7 @@ class DiffusionConfig(LeRobotConfig):
 
     @property
     def seen_size(self) -> tuple[int, int]:
-        """Height and width of what the backbone reads."""
+        """Height and width of the backbone's input."""
         return self.crop or self.resize_shape or self.image_size
 
     @property

@@ -135,7 +135,7 @@ class LeRobotConfig(BaseModel):
         return self.model_copy(update=changed | {"n_action_steps": executed})
 
     def mismatches(self, env: EnvSpec) -> list[str]:
-        """Return what the environment lacks, one line each with the fix."""
+        """Return the missing inputs of an environment, one line each with the fix."""
         problems, steps = [], self.n_obs_steps
         state, cameras = steps * (self.state_dim + self.environment_dim), steps * len(self.cameras)
         history = f" for each of {steps} steps" if steps > 1 else ""
@@ -206,10 +206,10 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
 
 
 def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:
-    """Check that an environment gives what a policy reads.
+    """Check that an environment has the inputs of a policy.
 
     Raises:
-        ConfigError: it does not; names what.
+        ConfigError: inputs are missing; names them.
     """
     if problems := config.mismatches(env):
         raise ConfigError(problems)

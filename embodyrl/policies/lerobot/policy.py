@@ -153,7 +153,7 @@ class LeRobotPolicy(ABC):
             self._module.units.fill(self._files.statistics, folder)
 
     def _value(self, read: Read) -> Tensor:
-        """Return [B, V] from features without gradient, so that the critic does not bend what the policy reads."""
+        """Return [B, V] from features without gradient, so that the critic does not change the policy's features."""
         head = self._module.value_head
         pooled = read.pooled.detach()
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
@@ -195,7 +195,7 @@ class LeRobotPolicy(ABC):
 
 
 def seeds_of_observations(obs: Observation) -> IntArray:
-    """Return seeds [B] that are a function of what is seen, in every batch and process."""
+    """Return seeds [B] that depend only on the observation, in every batch and process."""
     pairs = zip(obs.images, obs.state, strict=True)
     return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
 

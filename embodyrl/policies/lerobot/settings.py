@@ -19,8 +19,8 @@ class LeRobotSettings(ResidualSettings):
     precision: Precision = Precision.fp32
     """Compute precision: fp32."""
     cameras: list[str] | None = None
-    """Names of the environment's cameras that show what the checkpoint's cameras showed, in the checkpoint's order;
-    default: the names that it was trained with."""
+    """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
+    default: the checkpoint's names."""
     unnorm_key: str | None = None
     """Robot whose statistics apply, where an older checkpoint has those of several."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5

@@ -1,4 +1,4 @@
-"""Statistics of the training data, and what they make of observations and actions."""
+"""Statistics of the training data, and normalization of observations and actions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Inputs:
 
 
 class Units(nn.Module):
-    """Normalization of each feature by its type, with statistics as buffers, so that they travel with the weights.
+    """Normalization of each feature by its type, with statistics as buffers, so that they are saved with the weights.
 
     A feature without statistics passes as it is.
     """

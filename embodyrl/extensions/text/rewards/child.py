@@ -1,4 +1,4 @@
-"""The process that runs reward functions: batches come in as JSON lines, one line per answer goes out."""
+"""Process that runs reward functions: it reads batches as JSON lines and writes one line per answer."""
 
 import json
 import math

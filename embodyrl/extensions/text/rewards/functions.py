@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the text."""
+"""Rewards that depend only on the text."""
 
 import json
 import logging
