@@ -384,7 +384,7 @@ def test_filtering_all_groups_gives_an_empty_batch():
     assert batch.metrics["train/groups_without_signal"] == 1.0
 
 
-def test_groups_without_signal_still_count_in_the_denominator():
+def test_groups_with_zero_advantage_count_in_the_denominator():
     batch = Algorithm(algorithm_of()).prepare(success_groups(0, 2))
     assert batch.metrics["train/groups_without_signal"] == 0.5
     assert batch.has_signal
@@ -407,7 +407,7 @@ def test_values_give_a_training_signal_only_with_value_coef():
 
 
 @pytest.mark.parametrize("level", list(TokenLevel))
-def test_batch_without_signal_has_zero_gradient(level: TokenLevel):
+def test_batch_with_zero_advantages_has_zero_gradient(level: TokenLevel):
     algorithm = Algorithm(algorithm_of(logprob_type=level))
     flat = [make_episode(np.ones((2, K)) / K, episode_id=i, first_record=2 * i) for i in range(3)]
     batch = algorithm.prepare(flat)

@@ -42,7 +42,7 @@ def test_advantage_metrics_use_executed_actions():
     assert batch.metrics["train/advantage_abs_max"] == 2.0
 
 
-def test_filtered_groups_count_as_groups_without_signal():
+def test_filtered_groups_count_as_groups_without_learning_signal():
     """Of four groups one differs, two are equal, and one of those is left out: three teach nothing."""
     episodes = [replace(e, success=e.reward > 0) for e in groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))]
     batch = Algorithm(algorithm_of(group_size=2, filter_rewards=[0.5, 1.0])).prepare(episodes)

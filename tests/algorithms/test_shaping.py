@@ -39,7 +39,7 @@ def test_shaping_applies_bias_scale_and_clip():
     np.testing.assert_allclose(outcomes(algorithm_of(reward_bias=-9.0, reward_clip=3.0)), -3)
 
 
-def test_shaping_skips_outcomes_of_cut_episodes():
+def test_shaping_skips_outcomes_of_unfinished_episodes():
     """Fails where each part of an episode that goes on in the next step gets the bias of the whole."""
     first, last = make_episode([[1.0], [2.0]]), make_episode([[4.0]])
     shaped = shape_rewards([replace(first, cut=True, truncated=True), last], algorithm_of(reward_bias=10.0))
@@ -53,7 +53,7 @@ def test_reward_scale_zero_leaves_only_the_kl():
     assert batch.has_signal
 
 
-def test_curriculum_ignores_cut_episodes():
+def test_curriculum_ignores_unfinished_episodes():
     won, lost = make_episode([[1.0]], success=True), make_episode([[0.0]])
     seen: Outcomes = {}
     note_outcomes(seen, [won, lost, replace(lost, cut=True), replace(lost, cut=True)], by_task=True)
@@ -175,7 +175,7 @@ def test_continued_episode_counts_once():
     assert ours == pytest.approx(theirs)
 
 
-def test_cut_episode_is_not_truncated():
+def test_unfinished_episode_is_not_truncated():
     """It is neither masked nor without a reward: a value stands for what follows."""
     one = [[0.0]]
     cut = replace(make_episode([[1.0], [2.0]], value=one * 2, bootstrap=[0.5], terminated=False), cut=True)
@@ -186,7 +186,7 @@ def test_cut_episode_is_not_truncated():
     assert [episode.episode_return for episode in shaped] == [3.0, 0.0]
 
 
-def test_returns_of_cut_episodes_are_saved_in_the_state():
+def test_returns_of_unfinished_episodes_are_saved_in_the_state():
     """A step that is repeated after a resume continues them like the step that was lost."""
     first, other = ReturnScale(0.9), ReturnScale(0.9)
     cut = replace(make_episode([[5.0], [7.0]], terminated=False), cut=True)

@@ -210,7 +210,7 @@ def test_evaluation_protocol_sets_episodes_and_horizon(tmp_path):
 @pytest.mark.parametrize(
     ("typed", "found"), [([], 0), (["runner.val_suites=[base,colours]"], 1), (["runner.val_suites=[]"], 1)]
 )
-def test_missing_suites_deviate_from_a_protocol_of_variations(typed, found):
+def test_protocol_deviations_include_missing_suites(typed, found):
     cfg = load_config("eval", ["env=tabletop", "eval=tabletop_axes", *typed])
     run_plan = build_run_plan(cfg, training=False)
     assert len(departures(run_plan.cfg, run_plan.env)) == found

@@ -207,7 +207,7 @@ def test_continued_episode_counts_as_one_episode():
     assert (metrics["train/episode_len"], metrics["train/return"], metrics["train/success_once"]) == (6, 4, 1)
 
 
-def test_success_before_a_cut_counts_for_the_episode():
+def test_earlier_success_counts_for_a_continued_episode():
     spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
     taken = replace(episode(steps=2, success=False), earlier=EarlierPart(spec, 4, 3.0, True))
     metrics = rollout_metrics(RolloutResult(episodes=[taken], continues=True), ENV, num_workers=1, restarts=0)

@@ -109,7 +109,7 @@ def test_episode_dpo_improves_the_initial_policy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_tabletop_learning_rate_zero_keeps_weights(tmp_path: Path) -> None:
+def test_tabletop_run_with_learning_rate_zero_keeps_weights(tmp_path: Path) -> None:
     once = default_run(tmp_path / "a", "runner.max_steps=1", "actor.optim.lr=0", "eval.episodes=1")
     twice = default_run(tmp_path / "b", "runner.max_steps=2", "actor.optim.lr=0", "eval.episodes=1")
     assert weights(once, 1) == weights(twice, 2)

@@ -123,7 +123,7 @@ def test_overlapped_rollout_work_is_counted_with_its_duration(tmp_path):
 PPO = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12")
 
 
-def test_step_quota_cuts_running_episodes_and_bootstraps(tmp_path):
+def test_step_quota_interrupts_episodes_and_bootstraps(tmp_path):
     with running_crew(tmp_path, *PPO, "env.kwargs.goal=0.5", "env.train.total_num_envs=8") as stage:
         rollout = collect(stage)
         chunks = sum(len(e.records) for e in rollout.episodes)

@@ -167,7 +167,7 @@ CONTINUED = (
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_cut_episode_continues_in_the_next_step(tmp_path, ahead):
+def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
     """Pendulum's 200 steps are 90 + 90 + 20; the next episode has 70 of the third step, and so on."""
     with running_crew(tmp_path, cfg=load_config("train", CONTINUED)) as stage:
         sampler, arena = sampler_of(stage), stage.workers.arena
@@ -225,7 +225,7 @@ def test_lockstep_episodes_do_not_continue_in_the_next_step(tmp_path, lockstep):
             stage.workers.scheduler.release(rollout)
 
 
-def test_restarted_worker_replaces_cut_episodes(tmp_path):
+def test_restarted_worker_replaces_unfinished_episodes(tmp_path):
     """Two slots were cut already when the worker dies in the last chunk of the other two."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.max_episode_steps=32")
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=46", f"env.kwargs.once={tmp_path}/m", "env.kwargs.goal=99")

@@ -128,7 +128,7 @@ def test_suites_declare_tasks_states_and_horizons():
     )
 
 
-def test_rollout_is_bit_identical_to_the_stock_environment(roomy):
+def test_rollout_is_bit_identical_to_the_original_environment(roomy):
     from libero.libero.envs import OffScreenRenderEnv
 
     index, actions = 3, actions_of(1, chunks=6, length=1)

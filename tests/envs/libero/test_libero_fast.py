@@ -79,7 +79,7 @@ def test_lean_and_fast_profiles_match_full_simulation_states(suite, task):
     fast.close()
 
 
-def test_fast_and_stock_loop_succeed_at_the_same_step():
+def test_fast_and_original_loop_succeed_at_the_same_step():
     """Grasping and lifting amplify differences; success must still come at the very same step."""
     from embodyrl.envs.libero.expert import Expert
 

@@ -279,7 +279,7 @@ def test_success_objective_learns_success_from_images() -> None:
     assert demos.shown.tolist() == [False, False, True, False, True]
 
 
-def test_episodes_of_one_initial_state_are_ranked_chunk_by_chunk() -> None:
+def test_episode_pairs_are_compared_chunk_by_chunk() -> None:
     """Of lengths 3, 5, 2, 4 from the states 5, 5, 7, 5: the second succeeds, the last earns more than the first."""
     none = np.zeros((14, 0), np.float32)
     reward, success = np.zeros(14, np.float32), np.zeros(14, np.bool_)

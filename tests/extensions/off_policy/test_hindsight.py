@@ -145,7 +145,7 @@ def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
     assert set(found.places[found.moved]) == set(again.starts[3:])
 
 
-def test_cut_episodes_are_joined_at_their_end():
+def test_continued_episodes_are_joined_at_their_end():
     """Mutations: what a piece ends with is there twice; what nobody goes on with is lost; pieces change places."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]
 

@@ -176,7 +176,7 @@ def test_repeated_episodes_do_not_increase_significance() -> None:
     assert "only B 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
 
 
-def test_return_replaces_unknown_success() -> None:
+def test_return_is_reported_if_success_is_unknown() -> None:
     before = played(*((s, 1000, None, 10.0 * s) for s in range(6)))
     after = played(*((s, 1000, None, 10.0 * s + 4 + s % 2) for s in range(6)))
     assert str(before.score()).startswith("25 [")

@@ -196,7 +196,7 @@ def test_lerobot_statistics_are_read(names, tmp_path):
         read_lerobot({names[0]: tensors[names[0]]}, tmp_path)
 
 
-def test_equal_statistics_of_several_robots_need_no_key(tmp_path):
+def test_unnorm_key_is_optional_if_all_statistics_are_equal(tmp_path):
     both = [f"normalize_inputs.{robot}_buffer_observation_state.mean" for robot in ("so100-blue", "so100-red")]
     tensors = {both[0]: torch.tensor([1.0, 2.0]), both[1]: torch.tensor([1.0, 2.0])}
     tensors |= {f"unnormalize_outputs.{r}_buffer_action.mean": torch.tensor([3.0]) for r in ("so100-blue", "so100-red")}
