@@ -70,9 +70,9 @@ _MOVED = {
 def _run(arguments: list[str]) -> int:
     try:
         code = _dispatch(arguments)
-        sys.stdout.flush()  # here a reader that is gone is no error
+        sys.stdout.flush()  # a closed reader is not an error here
     except BrokenPipeError:
-        # The reader of our output (head, less) is gone; keep the interpreter from complaining at exit as well.
+        # The reader of our output (head, less) has exited; prevent an error of the interpreter at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as error:

@@ -43,7 +43,7 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
 
     for folder in run_folders(output_dir):
         saved = flat(read_plain_yaml(folder / "config.yaml"))
-        # An evaluation leaves a run folder too, but nothing to go on from.
+        # An evaluation also has a run folder, but no training state to resume.
         if saved.get("runner.experiment_name") == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None

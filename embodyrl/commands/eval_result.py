@@ -117,7 +117,7 @@ class EvalResult:
         """Warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
-            f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator again and again and are not "
+            f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator repeatedly and are not "
             "counted; long and failing ones do so more often, so success may read too high"
         )
 
@@ -199,7 +199,7 @@ def _majority(episodes: Sequence[EpisodeRow]) -> float | None:
     given: dict[tuple[int, int], dict[str, list[bool]]] = {}
     for episode in sorted(episodes, key=lambda e: e.episode):
         if not episode.conversation or episode.conversation[-1][0] != "assistant":
-            return None  # no words, or a game that ends with what is seen
+            return None  # no text, or a game that ends with an observation
         answers = given.setdefault((episode.task_id, episode.reset_id), {})
         answers.setdefault(final_answer(episode.conversation[-1][1]), []).append(bool(episode.success_once))
     # Equal answers have equal rewards, except code with different text around it.
@@ -269,7 +269,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
     """Record of an episode; its return excludes the reward scale of training."""
     number = episode.spec.task_id
-    # What is not announced may come all the same: some environments only speak of success at the end.
+    # An environment that does not declare success may report it: some do so only at the end.
     known = env.reward.reports_success or episode.success_once
     said = split_messages(episode.instruction)
     talks = len(said) > 1

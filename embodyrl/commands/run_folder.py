@@ -85,7 +85,7 @@ class RunFolder:
         """Record the cost of this attempt and release the lock of the run."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
-        # A full disk must not keep the lock from being released.
+        # A full disk must not prevent the release of the lock.
         with contextlib.suppress(OSError), open(self.root / COSTS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         _release(self.root / _LOCK_FILE, self.lock)

@@ -146,7 +146,7 @@ class Session:
         if self.step >= total:
             # Epochs may have ended it before its steps did.
             limits = "runner.max_steps" if self.cfg.runner.max_epochs < 0 else "runner.max_epochs or runner.max_steps"
-            self.monitor.text(f"nothing is left to train: this is step {self.step} of {total}; raise {limits}")
+            self.monitor.text(f"no training steps are left: this is step {self.step} of {total}; raise {limits}")
 
     @contextmanager
     def running(self, start: Callable[[], W]) -> Iterator[W]:
@@ -192,7 +192,7 @@ class Session:
                 error.args = (f"{error}\n{f'saved {saved}; ' if saved else ''}{self._resume_line()}",)
             raise
         except Exception as error:
-            # A fault of the caller's own: what was learned is whole.
+            # An error of the caller: the trained weights are intact.
             if self._telling and self.step:
                 saved = save()
                 self.wait_for_save()

@@ -119,7 +119,7 @@ class _Training:
         # Weights of a resumed run too, for the reference policy; the checkpoint is loaded over them.
         start_all = partial(start_workers, self.run_plan, folder.logs, self.monitor.text, start_from=self.weights)
         with session.running(start_all) as workers:
-            # What was imported and built stays, so a step of thousands of episodes need not search it for garbage.
+            # Imported and built objects are permanent, so garbage collection can skip them.
             gc.freeze()
             try:
                 return self._train(workers, start)

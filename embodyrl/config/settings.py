@@ -123,7 +123,7 @@ def _is_joined(kind: type[Settings]) -> bool:
 
 def join(*parts: type[Settings]) -> Any:
     """Return the class with the keys of all parts; the first one wins where two have the same key."""
-    # A part that another one extends brings nothing of its own, and would break the order of the bases.
+    # A base class of another part adds no keys, and would break the order of the bases.
     kept = tuple(
         p for i, p in enumerate(parts) if not any(q != p and issubclass(q, p) for q in parts) and p not in parts[:i]
     )

@@ -49,7 +49,7 @@ def remove_videos(stem: Path) -> None:
     """Remove complete and partial videos of earlier attempts at an episode."""
     name = glob.escape(stem.name)
     for film in (*stem.parent.glob(f"{name}.partial.mp4"), *stem.parent.glob(f"{name}_*steps.mp4")):
-        if not film.is_dir():  # not a video of ours
+        if not film.is_dir():  # not a video of this package
             film.unlink(missing_ok=True)
 
 

@@ -232,7 +232,7 @@ def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) ->
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # Replaced by one that remembers what it gave, so that no message or file shows a secret (`errors.masked`).
+    # Replaced by a resolver that records its values, so that no message or file shows a secret (`errors.masked`).
     OmegaConf.register_new_resolver("oc.env", _env_value, replace=True)
     root, _ = keys.choose(command, {name: value for name, value in values.items() if name not in marked}, [])
     said = {at for name in values for at in (name, *parents_of(name))}

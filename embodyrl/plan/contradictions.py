@@ -36,8 +36,8 @@ def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deter
     """Yield the settings that an asynchronous run excludes, one line each with the fix."""
     if lag and deterministic:
         yield (
-            f"algorithm.max_staleness={lag}: which weights an asynchronous rollout acts with depends on the clock, so "
-            "runner.deterministic=true cannot hold. Set one of them back."
+            f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "
+            "runner.deterministic=true cannot hold. Unset one of them."
         )
     if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
         yield (

@@ -142,7 +142,7 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
     played = own or read_saved(run / ENVIRONMENT_FILE)
     alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}
     if any(setting.key == "env.train.state_ids" and setting.value is None for setting in played):
-        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them: others may not exist
+        alike["env.train.state_ids"] = "env.eval.state_ids"  # all of them, because other state ids may not exist
     return [*played, *(replace(setting, key=alike[setting.key]) for setting in played if setting.key in alike)]
 
 

@@ -333,7 +333,7 @@ def test_commands_without_a_run_use_the_newest(
     shutil.rmtree(tmp_path / "runs" / "new" / "eval")
     (tmp_path / "runs" / "new" / "metrics.jsonl").unlink()
     assert main(["view"]) == 0
-    assert "nothing was measured yet" in capsys.readouterr().out
+    assert "no metrics yet" in capsys.readouterr().out
 
 
 @pytest.mark.integration

@@ -26,7 +26,7 @@ def _later(columns: tuple[int, int], offset: int) -> tuple[int, int]:
 def flattened(env: EnvSpec, chunk: int) -> EnvSpec:
     """Return the spec with chunks of actions as one action; no expert gives these."""
     action, gripper = env.action, env.action.gripper
-    # The environment itself snaps the gripper of what is executed.
+    # The environment itself snaps the gripper of executed actions.
     gripper = None if gripper is None else replace(gripper, binary=False)
     chunked = replace(action, dim=chunk * action.dim, low=action.low * chunk, high=action.high * chunk, gripper=gripper)
     return replace(env, action=chunked, expert=ExpertSpec())

@@ -175,7 +175,7 @@ class Harness:
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
         """Return the smallest and largest action [A]; -1 and 1 without declared bounds."""
-        # An endless box has no largest action; try what a policy would start with, or what is near its only bound.
+        # An unbounded box has no largest action; try typical initial actions, or actions near its only bound.
         low, high = (np.asarray(bound, np.float32) for bound in self.spec.action.bounds)
         low = np.where(np.isfinite(low), low, np.where(np.isfinite(high), high - 2, -1))
         return low, np.where(np.isfinite(high), high, low + 2)
@@ -243,7 +243,7 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
     for index, (a, b) in enumerate(zip(one.seen, other.seen, strict=False)):
         if index:
             for name in ("reward", "terminated", "truncated", "success"):
-                # A last chunk may be shorter in one of the two: what was not executed does not count.
+                # The last chunk may be shorter in one of the two: actions that were not executed do not count.
                 left, right = (getattr(r, name)[r.valid] for r in (one.results[index - 1], other.results[index - 1]))
                 if not np.array_equal(left, right):
                     return f"{name} of chunk {index - 1} is {left.tolist()} and {right.tolist()}"

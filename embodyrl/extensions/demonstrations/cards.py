@@ -151,7 +151,7 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
     vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
     states = vectors if reading.state != STATE else [name for name in vectors if "state" in name]
     for key, column, known in (("data.action_key", reading.action, vectors), ("data.state_key", reading.state, states)):
-        # A data set may well have no state; one of another name must not be left out unnoticed.
+        # A data set may have no state; a state with another name must not be ignored silently.
         if column not in features and known:
             raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
     tasks = read_tasks(root)

@@ -105,7 +105,7 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
     return replace(
         base,
         env_workers=deal_slots(slots, count_env_workers(cfg, base.env, base.devices, slots)),
-        # The running episode of each slot, and what is in flight.
+        # The running episode of each slot, and its open requests.
         capacity=slots * (cfg.env.train.max_episode_steps + 2),
         single_step=True,
         labelled=labelled,

@@ -59,7 +59,7 @@ class ImitationLearner(Learner):
         self._policy.module.train(request.learn)
         if not request.learn:
             return self._measure(records)
-        # By sample and not by rank: the same images come out on any number of ranks.
+        # By sample and not by rank: the images are the same on any number of ranks.
         draws = self._draws(request.augment, len(records))
         taken = yield from self._trainer.descend(
             self._deal(records),
@@ -110,7 +110,7 @@ class ImitationLearner(Learner):
 
     def _imitate(self, records: IntArray, draws: Tensor | None) -> ImitationScores:
         if records.ndim == 2 and isinstance(self._policy, TokenPolicy):
-            # The better chunks, then the worse ones, each with what was seen there.
+            # The better chunks, then the worse ones, each with its observation.
             flat = records.T.ravel()
             tokens = self._policy.encode_actions(self._arena[Record.action][flat])
             return self._prefer(read_observation(self._arena, flat), tokens)

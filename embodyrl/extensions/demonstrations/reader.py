@@ -59,7 +59,7 @@ class Demonstrations:
     @property
     def shown(self) -> BoolArray:
         """[N] the goal holds in the observation, that is, after the previous action; false at the first step."""
-        # A frame shows what the action before it has done; the first one shows nothing yet.
+        # A frame shows the result of the action before it; the first frame shows no result.
         shown = np.roll(self.success, 1)
         shown[self.start] = False
         return shown
@@ -112,7 +112,7 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     ours = layout.is_ours(root)
     if problems := check_layout(root, reading):
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        cure = "Collect it again, or go on collecting into it." if ours else "Fetch the data set again."
+        cure = "Collect it again, or continue its collection." if ours else "Fetch the data set again."
         raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
     episodes = read_episodes(root)
     if not episodes:

@@ -58,7 +58,7 @@ def sft(
         EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
     """
     facts = sft_facts(cfg)
-    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have sizes of their own
+    if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, resume)
     typed = "dagger" if isinstance(cfg, DaggerConfig) else "sft"
     with closing(open_run(cfg, typed, overrides, resume)) as folder:

@@ -156,7 +156,7 @@ def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samp
     alike = ("name", "states_per_task") if ranked else ()
     demos = join_demonstrations([first, *(_more(path, reading, env, *alike) for path in cfg.data.more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
-    # Of `data.path` alone: rounds of DAgger add folders, and none may learn from what a later one measures with.
+    # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
     known, count = np.unique(kinds[: first.num_episodes]), 0
     if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
         count = max(1, round(cfg.data.val_share * len(known)))
@@ -188,7 +188,7 @@ def _samples(
     steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
     found, valid = demos.window(steps, length + history - 1, before=history - 1)
     actions = demos.action[found]
-    # Once for all samples: what the policy imitates is in its own convention, as when it acts.
+    # Once for all samples: target actions are in the policy's convention, as in acting.
     convert_gripper(actions, env.action.gripper, policy.gripper)
     return Samples(
         demos=demos,

@@ -47,7 +47,7 @@ class Hindsight:
         earned, over = self._judge(self._reached(buffer, ends).reshape(wanted.shape), wanted)
         before = buffer.later(begin, np.minimum(steps, left) - 1)
         if over is None:
-            # As it was: of one chunk, with nothing to follow.
+            # Unchanged: of one chunk, without a next one.
             over = (buffer["discount"][before] == 0) & (buffer["ahead"][before] == 1)
         over = over.reshape(ends.shape)
         counts = (steps <= left) & (np.cumsum(over, axis=1) - over == 0)

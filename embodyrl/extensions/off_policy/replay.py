@@ -148,7 +148,7 @@ class ReplayBuffer:
             at[here] = after = np.minimum(now + 1, count - 1)
             together = (now + 1 < count) & (frames.episode[after] == frames.episode[now])
             goes_on[here] = together & frames.acted[after] & (discount[here] > 0)
-            ahead[here[~together & (discount[here] > 0)]] = -count  # nothing was seen that could be estimated
+            ahead[here[~together & (discount[here] > 0)]] = -count  # there is no observation to estimate a value for
         ahead = np.where(ahead > 0, ahead, 0)
         return reward.astype(np.float32), discount.astype(np.float32), ahead
 

@@ -75,7 +75,7 @@ class SacLearner(Learner):
 
         Returns metrics averaged over the updates.
         """
-        # Before anything is learned: the records belong to others as soon as this request is answered.
+        # Before the updates: the records may be reused after the reply to this request.
         new = self._store(request)
         self._trainer.take_statistics(self._arena, new)
         starts = self._replay.starts

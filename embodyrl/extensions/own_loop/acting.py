@@ -107,7 +107,7 @@ class LoadedPolicy:
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:
         """Return actions [B, K, A] for the environment, with tokens and log-probabilities [B, L]; no gradients."""
         out = self.policy.act(obs, noise=noise)
-        # A copy, because the gripper is rewritten in place and a policy may keep what it returned.
+        # A copy, because the gripper is rewritten in place and a policy may keep its returned array.
         actions = np.array(out.actions)
         convert_gripper(actions, self.policy.spec.gripper, self.run_plan.env.action.gripper)
         return replace(out, actions=actions)

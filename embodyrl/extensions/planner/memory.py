@@ -82,7 +82,7 @@ class MemoryPlan:
         fixed = self.weights + self.reference + self.replay + self.optimizer + self.process
         training = self.gradients + self.activations + self.in_use + (0 if self.sleeps else self.engine)
         acting = self.gathered + self.acting_batch + self.engine
-        # What was gathered for acting is freed for training, but in pieces that the C library keeps.
+        # Weights gathered for acting are freed for training, but the C library keeps the memory.
         running = max(acting, training) if self.on_gpu else self.gathered + training
         # CUDA graphs keep the memory that they were recorded in.
         running = acting + training if self.keeps_acting else running
@@ -116,7 +116,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """
     cfg = run_plan.config(TrainConfig)
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
-    # First as fast as it goes; only where that is more than a GPU has, what is slower and smaller.
+    # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller one.
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
     may_sleep = roomy.engine > 0 and sleeps is None and not cfg.algorithm.max_staleness
     # Only where it decides something, because it starts a program.
@@ -306,7 +306,7 @@ def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
     if not gpu:
         return _UNKNOWN_SHARE
     if plan is not None:
-        # What it needs at least was counted: it may take that and all that is left.
+        # The engine may use its minimum, which is counted, and all free memory.
         beside = replace(plan, engine=0)
         if plan.sleeps:
             beside = replace(beside, gradients=0, activations=0, in_use=0)

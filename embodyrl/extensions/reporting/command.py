@@ -113,7 +113,7 @@ def picture(history: History) -> RenderableType:
 
     shown = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or shown):
-        return Text(f"{history.name}: nothing was measured yet; embodyrl view --follow shows it as it comes.")
+        return Text(f"{history.name}: no metrics yet; embodyrl view --follow shows it as it comes.")
     if said := list(sample_lines(samples_of(history, _REPLIES))):
         return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
     return _numbers(history, shown)

@@ -40,7 +40,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
-        # Numbers are read of it; nothing that it names is loaded.
+        # Only numbers are read; no component in it is loaded.
         made = flat(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         used = {f"{what} of {name}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
@@ -48,7 +48,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
         start = made.get("model.path")
         if isinstance(made.get("ckpt"), str):
             ckpt = made["ckpt"]
-        elif isinstance(start, str) and _record_of(resolve_run(start)):  # of other starts nothing is known
+        elif isinstance(start, str) and _record_of(resolve_run(start)):  # other initial weights have no record
             ckpt = start
         else:
             return

@@ -99,7 +99,7 @@ class MlflowMonitor(HostedMonitor):
     requires = "mlflow"
 
     def _start(self, package: Any, run_dir: Path, info: RunInfo, settings: dict[str, Any]) -> Any:
-        # MLflow's own patience would hold a training step for several minutes.
+        # MLflow's default retries would block a training step for several minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         server = None if info.offline else os.environ.get("MLFLOW_TRACKING_URI")

@@ -70,7 +70,7 @@ class Scene:
         self._plan: deque[np.ndarray] = deque()
         self._seed = 0
         self.reset({})
-        self.frame()  # or the page would be the first to learn that there is nothing to see
+        self.frame()  # otherwise the error would only appear on the page
 
     def reset(self, wanted: dict[str, Any]) -> Answer:
         """Reset the environment to a task; -1: any task."""

@@ -79,7 +79,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
         if has_room(sys.stdout, 1.0):  # else there is no reader, as in a closed terminal
             _print_table(jobs, codes, found)
             if running.stopped and any(word.startswith(_NAME) for word in words):
-                print("go on  with the same words and runner.on_existing=resume")
+                print("resume  with the same arguments and runner.on_existing=resume")
             if paths := [run["path"] for run in found if run]:
                 print(f"next  embodyrl report {shlex.join(paths)} --open")
     return 128 + running.stopped if running.stopped else int(any(codes))
@@ -87,7 +87,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 def _check_parts(configs: Sequence[TrainConfig]) -> None:
     """Reject parts that do not fit each other."""
-    # Only now: a wrong key is refused without what the run_plan needs.
+    # Imported late: a wrong key is rejected without the imports of the run plan.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import build_run_plan
 

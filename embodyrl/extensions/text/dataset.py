@@ -112,7 +112,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
     if cfg.max_prompt_length is not None and rows.total:
         lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
-    # With a source of its own for validation, its rows come last and are the held-out ones.
+    # Rows of a separate validation source are last and are the held-out rows.
     own = len(rows._raw[0][1])
     held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
     if len(keep) - held_out < 1:
@@ -191,7 +191,7 @@ def _read_file(file: Path) -> list[Any]:
         except (ArrowInvalid, OSError) as error:
             raise ConfigError(f"{file} is not a readable Parquet file: {error}.") from error
     rows = []
-    # Not `splitlines`: a text may hold U+2028 and other characters that are line ends elsewhere.
+    # Not `splitlines`: a text may contain U+2028 and other line separators.
     # Some editors begin a file with a mark of its encoding.
     for number, line in enumerate(file.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if not line.strip():

@@ -53,7 +53,7 @@ def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
         return []
     if policy.inputs.num_images:
-        return ["algorithm.reference_url: a server is not shown images here; use algorithm.reference_path."]
+        return ["algorithm.reference_url: a server gets no images here; use algorithm.reference_path."]
     if cfg.algorithm.sampling_params.temperature != 1.0:
         return [
             "algorithm.reference_url: a server gives the probabilities of a reply at temperature 1; set "
@@ -110,5 +110,5 @@ def text_problems(cfg: ActingConfig) -> list[str]:
             "data.path is not set. Name a .jsonl or .parquet file, a folder of them, or package.module:function."
         )
     if cfg.algorithm.sampling_params.max_new_tokens is None:
-        problems.append("algorithm.sampling_params.max_new_tokens is not set: how many tokens may a reply have?")
+        problems.append("algorithm.sampling_params.max_new_tokens is not set. Set it to the maximum length of a reply.")
     return problems

@@ -78,5 +78,5 @@ def _importable(reward: Reward, folder: Path) -> str:
         return f"{reward.__module__}:{reward.__qualname__}"
     name = f"embodyrl_reward_{os.getpid()}"
     (folder / f"{name}.py").write_text(textwrap.dedent(inspect.getsource(reward)), encoding="utf-8")
-    sys.path.insert(0, str(folder))  # spawned processes take it over
+    sys.path.insert(0, str(folder))  # spawned processes inherit it
     return f"{name}:{reward.__name__}"

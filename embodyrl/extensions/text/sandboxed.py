@@ -234,7 +234,7 @@ def _sweep(pid: int) -> int:
     """Kill the child and all that it started: orphans become our children. Returns the child's exit code."""
     code = -signal.SIGKILL
     while True:
-        # Again and again: what is killed may have started others since the last look.
+        # Repeatedly: a killed process may have started others in between.
         for child in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
             os.kill(int(child), signal.SIGKILL)
         try:

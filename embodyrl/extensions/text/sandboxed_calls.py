@@ -292,7 +292,7 @@ class Names(dict):
         if not kind or name.startswith("__") or (hasattr(builtins, name) and name not in self._shadowing):
             raise KeyError(name)
         if kind == "module" and about.partition(".")[0] in (*sys.stdlib_module_names, "numpy"):
-            return importlib.import_module(about)  # the program may have changed its own
+            return importlib.import_module(about)  # the program may have changed its own copy
         return Foreign.of(name, about) if kind == "exception" else self._link.ask("name", name)
 
 

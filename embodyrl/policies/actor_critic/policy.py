@@ -258,7 +258,7 @@ def _init(layer: nn.Linear | nn.Conv2d, gain: float, *, generator: torch.Generat
         nn.init.orthogonal_(layer.weight, gain, generator=generator)
         nn.init.zeros_(layer.bias)
         return layer
-    # torch's default initialisation, but from the policy's own seed.
+    # torch's default initialisation, but from the policy's seed.
     bound = layer.weight[0].numel() ** -0.5
     for tensor in (layer.weight, layer.bias):
         nn.init.uniform_(tensor, -bound, bound, generator=generator)

@@ -229,7 +229,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     elif request.fresh_heads:
         module.init_weights(request.seed, FRESH)
     _load(module, cfg, config, request)
-    # After adapters were injected, which changes what is trained.
+    # After adapters were injected, which changes the trained weights.
     freeze(module, cfg.freeze)
     if request.gradient_checkpointing:
         module.recompute_activations()

@@ -188,7 +188,7 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     return PolicyCosts(
         num_parameters=count_parameters(config, options),
         num_trained=trained,
-        # A frozen model keeps nothing for a backward pass.
+        # A frozen model stores no activations for backward.
         activation_bytes=size.acting if cfg.corrects else passes * size.kept,
         recomputed_bytes=size.acting if cfg.corrects else passes * size.recomputed,
         largest_layer=(layer_parameters(config), size.layer),

@@ -134,7 +134,7 @@ class _Child:
                 assert self._process.stdin is not None
                 self._process.stdin.write(json.dumps(answers).encode() + b"\n")
                 return self._process.stdin.flush()
-            except BrokenPipeError:  # it died while it had nothing to do
+            except BrokenPipeError:  # it exited while idle
                 self.stop()
         if answers:
             raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} exits repeatedly.")
@@ -167,7 +167,7 @@ class _Child:
                 self._left = self._left[1:]
                 continue
             code = self.stop()
-            # Its own alarm ends the child; where that cannot get through, our clock does.
+            # The child's own alarm ends it; if that fails, the parent's clock does.
             late = line is None or code == -signal.SIGALRM
             why = f"no verdict within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
             replies.append(why)

@@ -219,7 +219,7 @@ def build_policy(
         # The heads use the global generator, which is restored afterwards.
         module = FlowModule(network, cfg, request.value_dim)
     files = VlaFiles(folder, network, lora_spec(cfg) if adapted else None)
-    # Before the weights are read: this sets what is trained, and `_adapt` changes that again.
+    # Before the weights are read: this selects the trained weights, and `_adapt` changes the selection.
     policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
     _fill(module, files, cfg, folder, request)
     if request.trainable:
