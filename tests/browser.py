@@ -1,4 +1,4 @@
-"""A real browser, driven as a person would: Chromium through its own driver, in the W3C WebDriver protocol."""
+"""A real Chromium browser, controlled through the W3C WebDriver protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server of the completions protocol as vLLM speaks it, with a transformers model: FOLDER on the command line.
+"""A small completions server with vLLM's API and a transformers model: FOLDER on the command line.
 
 Prints its port. Adapters are loaded and unloaded as with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
 """

@@ -1,4 +1,4 @@
-"""Shared test doubles live beside this file; make them importable. No test may leave a process or a file behind."""
+"""Add shared test doubles to the import path, and check that tests leave no process or file behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripted doubles shared by tests."""
+"""Scripted test doubles."""
 
 from __future__ import annotations
 

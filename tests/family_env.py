@@ -1,4 +1,4 @@
-"""Gymnasium environments that start processes of their own, and write down their process ids."""
+"""Gymnasium environments that start child processes and write down their process ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The toy environment with one planted fault, chosen by `env.kwargs.plant`; see `PLANTS`."""
+"""The toy environment with one seeded fault, selected by `env.kwargs.plant`; see `PLANTS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments of the same shape as public ones that were once misread."""
+"""Gymnasium environments with the spaces of public environments."""
 
 from __future__ import annotations
 

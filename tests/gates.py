@@ -1,4 +1,4 @@
-"""Runs that must learn, with the workers wherever the words put them."""
+"""Training runs that must improve success, with configurable worker placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small goal environment (GoalEnv of Gymnasium-Robotics): a point that is pushed to where it should be."""
+"""A small goal environment with the GoalEnv interface of Gymnasium-Robotics: push a point to its goal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Golden tensors of LeRobot 0.4.4 (tests/golden/lerobot/README.md): folders, weights and recorded numbers."""
+"""Golden tensors of LeRobot 0.4.4 (tests/golden/lerobot/README.md): folders, weights and recorded values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts whose `nvidia-smi` lists GPUs that are not there."""
+"""Hosts with a stub `nvidia-smi` that lists GPUs."""
 
 from __future__ import annotations
 

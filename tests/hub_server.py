@@ -1,4 +1,4 @@
-"""A hub on this machine: repositories with commits, large files and tags, over the protocol that its library speaks."""
+"""A local Hugging Face hub server: repositories with commits, large files and tags."""
 
 from __future__ import annotations
 

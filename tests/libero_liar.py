@@ -1,4 +1,4 @@
-"""LIBERO whose instructions are those of the next task: in libero_spatial they name a bowl at another place."""
+"""LIBERO with the instruction of the next task: in libero_spatial it names a bowl at another place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker that imports nothing heavy and does as it is told."""
+"""A worker without heavy imports that follows scripted commands."""
 
 from __future__ import annotations
 

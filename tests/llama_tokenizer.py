@@ -1,4 +1,4 @@
-"""A small tokenizer.json in the layout of Llama-2's, with the real ids of the words that the tests use."""
+"""A small tokenizer.json in the Llama-2 layout, with the real token ids of the words in tests."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Env workers as real processes, the policy in this process, where everything it needs is imported already."""
+"""A launcher with env workers in real processes and the policy in this process."""
 
 from __future__ import annotations
 

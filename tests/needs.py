@@ -1,4 +1,4 @@
-"""Extensions that a test needs: those of its folder, and those that `pytest.mark.needs` names.
+"""Extensions that a test needs: those of its folder and of `pytest.mark.needs`.
 
 `pytestmark = pytest.mark.needs("tabletop", "openvla_oft")` applies to a file, also to its imports; a decorator to one
 test.

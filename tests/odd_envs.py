@@ -1,4 +1,4 @@
-"""Gymnasium environments that are odd: those that are legal all the same, and those that break the interface."""
+"""Unusual Gymnasium environments: valid ones, and ones that violate the interface."""
 
 from __future__ import annotations
 

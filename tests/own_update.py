@@ -1,4 +1,4 @@
-"""An algorithm of a user's with an update of its own: reward-weighted regression on the step's own episodes."""
+"""A user-defined algorithm with its own update: reward-weighted regression on the episodes of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of a ManiSkill arm, for tests without the simulator."""
+"""The description of a ManiSkill arm for tests without the simulator."""
 
 from embodyrl.envs.maniskill.install import Description
 

@@ -1,4 +1,4 @@
-"""A pixel task for tests: a bright dot, and two dials that should be turned to where it is."""
+"""A pixel task for tests: move two joints to the position of a bright dot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions of a user; their own file, because the processes that run them load it whole."""
+"""User-defined reward functions, in a separate file because reward processes load the whole file."""
 
 
 def moody(prompt: str, response: str, reference: str) -> float:

@@ -1,4 +1,4 @@
-"""Real processes for tests: start the command as a user does, wait for what it shows, find what it leaves."""
+"""Real processes for tests: start a command, wait for its output, find leftover processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actor ranks in processes of their own: the same updates on the same records, whatever the number of ranks."""
+"""Actor ranks in separate processes with the same updates and records for any number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Talks to our server with openpi-client or vla-eval; run by a Python that has them, prints one line of JSON.
+"""Connect to our server with openpi-client or vla-eval, and print one line of JSON.
 
 python real_clients.py openpi|vla_eval URL
 python real_clients.py serve whole|single

@@ -1,4 +1,4 @@
-"""Run folders as a training leaves them, written without training."""
+"""Run folders written without training."""
 
 from __future__ import annotations
 

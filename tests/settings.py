@@ -1,4 +1,4 @@
-"""Settings of parts, as a config would hold them."""
+"""Settings of single components."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A launcher for several hosts, as far as a plan looks at it, which needs no package."""
+"""A launcher for several hosts that supports planning only and needs no package."""
 
 from mixed_launcher import MixedLauncher
 

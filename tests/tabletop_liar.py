@@ -1,4 +1,4 @@
-"""Tabletop whose instructions name another block than the one that counts: red is called green, and so on."""
+"""Tabletop with instructions that name another block than the target: red is called green, and so on."""
 
 from __future__ import annotations
 

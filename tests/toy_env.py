@@ -1,4 +1,4 @@
-"""A toy environment for tests of the loop: one to three tasks, success depends on the actions alone.
+"""A toy environment for tests of the training loop: one to three tasks, success depends on the actions only.
 
 Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing

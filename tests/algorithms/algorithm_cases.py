@@ -1,4 +1,4 @@
-"""The fixed input of the reference values: six sequences, two groups of three, up to five steps, plus builders."""
+"""Fixed inputs of the reference values: six sequences, two groups of three, up to five steps, and builders."""
 
 from __future__ import annotations
 

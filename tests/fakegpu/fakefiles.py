@@ -1,4 +1,4 @@
-"""Files of weights where tensors have no data: written as zeros, read as they are."""
+"""Weight files for tensors without data: written as zeros, read unchanged."""
 
 from __future__ import annotations
 

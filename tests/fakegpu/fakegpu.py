@@ -1,6 +1,6 @@
-"""A GPU that is not there: torch's fake tensors (shapes, dtypes, devices; no data) with device="cuda" on a CPU build.
+"""A fake GPU: torch's fake tensors (shapes, dtypes, devices; no data) with device="cuda" on a CPU build.
 
-A pytest plugin for a process of its own, because it must come before torch (see `test_fakegpu.py`). `with FakeGpu() as
+A pytest plugin for a separate process: it must be loaded before torch (see `test_fakegpu.py`). `with FakeGpu() as
 gpu:` runs code with device="cuda:N"; it raises on mixed devices and dtypes, and on what has no deterministic form where
 one is asked for, as CUDA would. It meters live bytes, kernels, FLOPs, bytes moved, copies and waits. It cannot show
 values, kernel choice, races, NCCL or fragmentation; operations on DTensors are metered on their local tensors.

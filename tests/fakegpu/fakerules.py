@@ -1,4 +1,4 @@
-"""What CUDA refuses and fake tensors do not: sums in no fixed order, and lists of tensors on several devices."""
+"""Operations that CUDA refuses but fake tensors accept: non-deterministic sums and mixed-device lists of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams, events and graphs of a device that is not there."""
+"""Streams, events and graphs of the fake GPU."""
 
 from __future__ import annotations
 

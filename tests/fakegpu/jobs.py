@@ -1,4 +1,4 @@
-"""A policy process of a real config on the fake GPU, from its start to its second update, and what its plan says.
+"""A policy process of a real config on the fake GPU, up to its second update, and its memory plan.
 
 `run` imports torch: to be called after `fakegpu` is loaded. Everything is the product's own code: config, run_plan,
 arena, `PolicyHost` and the requests it answers; only the process group is a fake one, of which this is the first rank.

@@ -1,4 +1,4 @@
-"""Bugs of the kinds that only a GPU shows, seeded one at a time: the checks of this folder must catch each.
+"""GPU-only bugs, seeded one at a time: the checks of this folder must detect each.
 
 Each bug is put into the source as it is imported, in a process forked before anything of ours was loaded. A check is
 the whole life of a policy process (`on_process.py`), or a test of the files beside it.

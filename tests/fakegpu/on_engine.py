@@ -1,6 +1,6 @@
-"""New weights reach vLLM where the optimizer is fused, which leaves the parameters' own counters as they are.
+"""vLLM receives new weights after fused optimizer steps, which do not change the version counters of parameters.
 
-And it sleeps while they are made, where it was asked to.
+vLLM sleeps during updates if configured.
 """
 
 from __future__ import annotations

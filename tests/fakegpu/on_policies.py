@@ -1,7 +1,7 @@
 """Every policy, head and precision on a device other than the first: build, sample, log-probabilities and SFT.
 
-With deterministic algorithms, where what CUDA cannot do in a fixed order raises; text, which then generates otherwise,
-also without.
+Runs with deterministic algorithms, so that operations without a fixed order raise; text policies, whose generation
+then differs, also run without.
 """
 
 from __future__ import annotations

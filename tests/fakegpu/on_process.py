@@ -1,7 +1,7 @@
 """A whole policy process on the fake GPU, alone and as one of eight ranks: expected syncs and copies.
 
-A wait stops the host until the device is done, so that one in a loop costs more than its kernel; this table changes
-only when somebody means it to. `FAKEGPU_PRINT=1` prints the table as it is.
+A sync blocks the host until the device has finished, so a sync in a loop costs more than its kernel. The table must
+change only on purpose. `FAKEGPU_PRINT=1` prints the current table.
 """
 
 # ruff: noqa: T201

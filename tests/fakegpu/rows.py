@@ -1,4 +1,4 @@
-"""The memory plan against the metered peak of the same config, row by row.
+"""Compare the memory plan with the measured peak of the same config, row by row.
 
     python tests/fakegpu/rows.py                    all rows, models whole: minutes
     python tests/fakegpu/rows.py --layers 2         the same with n layers of each part

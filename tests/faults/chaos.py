@@ -1,4 +1,4 @@
-"""Chaos: random signals to random processes of all kinds of runs, and what must hold all the same.
+"""Chaos test: random signals to random processes of all kinds of runs, with invariants that must hold.
 
     PYTHONPATH=tests:. python tests/faults/chaos.py --minutes 30 --folder chaos
 

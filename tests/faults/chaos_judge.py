@@ -1,4 +1,4 @@
-"""A judge behind an address, for `chaos.py`: an answer earns the share of its characters that are digits."""
+"""An HTTP reward service for `chaos.py`: the reward is the fraction of digits in the reply."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""The kinds of runs that `chaos.py` disturbs: how each starts, goes on, and what it leaves when it is done."""
+"""The kinds of runs that `chaos.py` interrupts: how each starts, resumes, and which files it leaves."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A soak: env workers are killed at random every five seconds, and nothing may be lost, mixed up or left behind.
+"""A soak test: env workers are killed at random every five seconds, and no episode may be lost or mixed up.
 
     PYTHONPATH=tests:. python tests/faults/soak.py --seconds 600 --compare
 
 First an echo environment, whose reward is its action: every record must hold a pair. Then training on tabletop: the run
-must count each kill, end in order at Ctrl-C, and leave nothing. `--compare` repeats the training without kills and asks
-whether a single row of metrics differs: lost episodes are played again, so none may.
+must count each kill, exit cleanly at Ctrl-C, and leave no files. `--compare` repeats the training without kills: all
+rows of metrics must be equal, because lost episodes are repeated.
 """
 
 from __future__ import annotations

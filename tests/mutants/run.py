@@ -1,12 +1,12 @@
-"""Plants silent bugs one at a time in a copy of the tree and reports which ones the named tests do not notice.
+"""Apply mutants one at a time in a copy of the tree and report those that the named tests do not detect.
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
 Each mutant is one entry of planted/<folder of the package, or part of one>.toml (combinations.toml: bugs that show
 only where two options or parts meet): a file, old text that occurs in it
 once, new text, and tests that must fail.
-Libraries are loaded once; every mutant runs in a process of its own. `--unchanged` runs the same tests without any
-mutant: they must pass, or a failure would prove nothing.
+Libraries are loaded once; every mutant runs in a separate process. `--unchanged` runs the same tests without any
+mutant: they must pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Check trees that lack extensions: `python removal.py TREE...` writes one line of JSON for each, its name and error.
+"""Check source trees without extensions: `python removal.py TREE...` prints one JSON line per tree with its error.
 
-Libraries are loaded once; each tree is imported in a process of its own.
+Libraries are loaded once; each tree is imported in a separate process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small demonstrations with contents that no bug can mistake for each other."""
+"""Small demonstrations with distinguishable contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write small LeRobot v3.0 data sets as other programs do, each with one odd property."""
+"""Write small LeRobot v3.0 datasets of other programs, each with one unusual property."""
 
 from __future__ import annotations
 

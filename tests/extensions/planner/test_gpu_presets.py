@@ -1,6 +1,6 @@
 """Dry runs of the GPU presets with a stub `nvidia-smi`, against recorded output.
 
-`DRY_RUNS=write` writes the files anew.
+`DRY_RUNS=write` rewrites the recorded files.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two hosts on one: network namespaces, and between them a wire that can be cut, slow or lossy.
+"""Two hosts on one machine: network namespaces with a link that can be interrupted, slow or lossy.
 
-The wire is two TUN devices and a thread that carries packets from one to the other, so it needs root and /dev/net/tun,
-and no kernel module for network emulation.
+The link is two TUN devices and a thread that copies packets between them. It needs root and /dev/net/tun, but no
+kernel module for network emulation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recorded flow models as ours: sizes, inputs, weights."""
+"""Recorded flow models in our layout: sizes, inputs and weights."""
 
 import json
 from dataclasses import replace

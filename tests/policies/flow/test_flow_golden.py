@@ -1,7 +1,7 @@
 """Recorded tensors of openpi and lerobot (tests/golden/flow/README.md) are reproduced.
 
 Tolerances are relative to the largest expected number: 2e-5 for one pass, 1e-4 for ten steps and for gradients, which
-leaves room for other processors. That nothing is compared in vain is shown by changing each tensor by 2 %.
+leaves room for other processors. A change of each tensor by 2 % must fail.
 """
 
 import pytest

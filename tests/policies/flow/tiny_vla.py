@@ -1,4 +1,4 @@
-"""Checkpoint folders of tiny pi0, pi0.5 and SmolVLA models, as they are published: names, configuration, statistics."""
+"""Checkpoint folders of tiny pi0, pi0.5 and SmolVLA models in the published layout."""
 
 import json
 from dataclasses import asdict, replace

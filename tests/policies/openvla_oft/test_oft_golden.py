@@ -1,7 +1,7 @@
 """Recorded tensors of the original implementations (tests/golden/openvla_oft/README.md) are reproduced.
 
 Limits are multiples of the gap between our float32 and our float64 result, which the test measures: kernels of other
-processors differ by up to nine of these gaps. That nothing is compared in vain is shown by changing each tensor by 2 %.
+processors differ by up to nine of these gaps. A change of each tensor by 2 % must fail.
 """
 
 import dataclasses

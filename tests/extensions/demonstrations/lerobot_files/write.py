@@ -1,4 +1,4 @@
-"""Writes these files with lerobot itself (0.4.4 did): python write.py FOLDER, in an environment that has it."""
+"""Write these files with lerobot 0.4.4: python write.py FOLDER, in an environment with lerobot."""
 
 import sys
 from pathlib import Path
