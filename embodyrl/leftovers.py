@@ -56,13 +56,13 @@ def owning(name: str) -> Iterator[None]:
 
 
 def end_owned(name: str) -> None:
-    """Kill what still runs of the processes that started in blocks `owning` the name, or name/more."""
+    """Kill the remaining processes that started in blocks `owning` the name, or name/more."""
     _end_marked(f"{_mark(os.getpid())}/{name}")
 
 
 @functools.lru_cache(maxsize=1)
 def _mark(pid: int) -> str:
-    """Return the mark of what this process starts, and start the process that waits for its end."""
+    """Return the mark of this process's children, and start the process that waits for its end."""
     mark = f"{pid}-{secrets.token_hex(8)}"
     watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
     libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
@@ -135,7 +135,7 @@ def _listed(names: list[str]) -> str:
 
 
 def end_children() -> None:
-    """Kill the children of this process, wait for them, and free what `multiprocessing` keeps for them.
+    """Kill the children of this process, wait for them, and free the resources of `multiprocessing` for them.
 
     Semaphores and temporary folders would outlive a process that ends by `os._exit`.
     """

@@ -111,7 +111,7 @@ class Algorithm:
         return {"reward_kl_beta": self._reward_kl_beta} | scale | ({"seen": self.seen} if self.seen else {})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the result of `state`."""
         self._reward_kl_beta = state["reward_kl_beta"]
         self.seen = state.get("seen", {})
         if self._scale:

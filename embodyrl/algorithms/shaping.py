@@ -118,7 +118,7 @@ class ReturnScale:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned; without it, start with empty statistics."""
+        """Restore the result of `state`; without it, start with empty statistics."""
         # A resumed run starts all episodes again; a repeated step continues the cut episodes.
         self._cut = {EpisodeSpec(**began): total for began, total in state.get("returns_cut", ())}
         self._count, self._mean, self._spread = (state.get(f"returns_{n}", 0.0) for n in ("count", "mean", "spread"))

@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because the terminal belongs to the command."""
+        """Log nothing, because the command uses the terminal."""
 
 
 def _object_of(body: bytes) -> dict[str, Any]:

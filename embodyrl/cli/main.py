@@ -84,7 +84,7 @@ def _run(arguments: list[str]) -> int:
         _tell(f"embodyrl: {error}.")
         return error.exit_code
     except EmbodyError as error:
-        mark = _ERROR if isinstance(error, ConfigError) else ""  # others go on with a worker's traceback
+        mark = _ERROR if isinstance(error, ConfigError) else ""  # other errors continue with a worker's traceback
         first, *more = str(error).splitlines() or [type(error).__name__]
         _report([first, *(mark + line for line in more)], arguments)
         return error.exit_code

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if "=" in named and not Path(named).exists():  # `--resume key=value` resumes the newest run
         args.words, args.resume = [args.resume, *args.words], NEWEST
     if args.json and args.dry_run:
-        raise ConfigError("--json goes with --print-config or with a run; leave out --dry-run.")
+        raise ConfigError("--json cannot be combined with --dry-run; use --print-config, or start the run.")
     if args.command == "train" and args.multirun:
         if args.resume or args.print_config or args.dry_run or args.json:
             raise ConfigError("--resume, --print-config, --dry-run and --json cannot be combined with -m.")
@@ -120,7 +120,7 @@ def _resumed(args: argparse.Namespace) -> Path:
 def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     """Compose the config and find the run to resume.
 
-    A named run brings its own config. `auto` means "start this experiment or go on with it", so there the command
+    A named run brings its own config. `auto` means "start this experiment or resume it", so there the command
     line defines the config, and a missing run is a fresh start.
     """
     marker = "runner.resume_dir="

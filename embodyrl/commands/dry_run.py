@@ -1,4 +1,4 @@
-"""Lines of `--dry-run`: what can be known before a process starts."""
+"""Lines of `--dry-run`: facts that are known before a process starts."""
 
 import importlib
 

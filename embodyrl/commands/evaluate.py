@@ -1,6 +1,6 @@
 """Evaluation: fixed episodes, results per task with intervals, videos named by outcome.
 
-`evaluate` is the command, with a table; `run_evaluation` what training calls as well.
+`evaluate` is the command, with a table; training calls `run_evaluation`.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ ACTIONS_FILE = "actions.npz"
 
 
 def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
-    """Evaluate `ckpt`, or the model's own weights, and write results into a run folder of its own.
+    """Evaluate `ckpt`, or the model's own weights, and write results into a new run folder.
 
     Args:
-        cfg: what to evaluate.
+        cfg: settings of the evaluation.
         overrides: as typed, for the run's records.
         resume: an interrupted evaluation's run folder; every episode counts exactly once.
 
@@ -81,7 +81,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
                 raise  # another try would end like this one
             said, *details = str(error).splitlines()
             again = ["embodyrl", "eval", "--resume", str(folder.root), *trust_words(cfg)]
-            said += f"; go on with: {shlex.join(again)}"
+            said += f"; resume with: {shlex.join(again)}"
             error.args = ("\n".join([said, *details]),)
             raise
         print_table(result, monitor.text)
@@ -258,7 +258,7 @@ COMPARISONS: Registry[Callable[..., Compared]] = Registry(
 def compare(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Show what changed between two validations, by the first entry point of `embodyrl.comparisons`."""
+    """Show the changes between two validations, by the first entry point of `embodyrl.comparisons`."""
     for comparison in COMPARISONS.every():
         return comparison(run_plan, workers, first, last, videos, say)
     if run_plan.config(EvalConfig).video.startswith("changed:"):

@@ -283,11 +283,11 @@ def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
 
 
 def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[tuple[str, str]]:
-    """Name and text of the banner's line about initial weights and adapters.
+    """Return name and text of the banner's line about initial weights and adapters.
 
     Args:
         cfg: of the run.
-        weights: what `first_weights` returned.
+        weights: the result of `first_weights`.
     """
     model = cfg.model
     given = model.lora.path if isinstance(model, AdapterSettings) else None
@@ -316,7 +316,7 @@ def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> Non
     Raises:
         ConfigError: they do not fit.
     """
-    # Before `open_run` writes the config: the run could not even go on without those words.
+    # Before `open_run` writes the config: the run could not be resumed without those arguments.
     if newest := CheckpointStore(run / "checkpoints").latest():
         _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
 

@@ -235,7 +235,7 @@ class Session:
         self._store.prune(self.cfg.checkpoint.keep, protect)
 
     def wait_for_save(self, *, wait: bool = True) -> None:
-        """Raise what went wrong with the last checkpoint; `wait` until it is complete.
+        """Raise the error of the last checkpoint; `wait` until it is complete.
 
         Raises:
             CheckpointError: it could not be written, or takes longer than `faults.update_timeout_s`.
@@ -278,7 +278,7 @@ class Session:
 
     def _resume_line(self) -> str:
         again = ["embodyrl", self._command, "--resume", str(self.folder.root), *trust_words(self.cfg)]
-        return f"go on with: {shlex.join(again)}"
+        return f"resume with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
         """Print the folders of a run and the commands `uses` that read it, without those of missing extensions."""

@@ -1,4 +1,4 @@
-"""Training: the loop, and what surrounds it (run folder, validation, checkpoints, signals)."""
+"""Training: the loop with run folder, validation, checkpoints and signals."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class _Training:
         )
 
     def _begin(self, workers: Workers) -> None:
-        """Validate the start, or take over what an earlier process of this run found out."""
+        """Validate the initial weights, or restore the result of an earlier process of this run."""
         folder, env = self.session.folder, self.run_plan.env
         if self.session.step == 0 and self._validates:
             self.first = self._validate(workers)

@@ -46,7 +46,7 @@ def _holds(root: Settings, condition: str) -> bool:
 
 
 def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]]:
-    """Return all nodes with the text in front of their keys."""
+    """Return all nodes with the prefix of their keys."""
     yield prefix, node
     for name in type(node).model_fields:
         if isinstance(value := getattr(node, name), Settings):

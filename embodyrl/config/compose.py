@@ -101,7 +101,7 @@ def _store_variants() -> None:
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Leave an application of Hydra that this process belongs to as it is."""
+    """Keep the state of a Hydra application that runs in this process."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
 

@@ -41,7 +41,7 @@ def cached_snapshot(path: str) -> Path | None:
 
 
 def resolve_run(path: str) -> Path:
-    """Resolve a bare name to a run in ./runs, unless such a file exists here; else to an asset."""
+    """Resolve a bare name to a run in ./runs, unless a file of that name exists here; else to an asset."""
     named = Path("runs") / path
     return named if "/" not in path and not Path(path).exists() and named.is_dir() else resolve_asset(path)
 

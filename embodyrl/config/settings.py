@@ -191,7 +191,7 @@ class Key:
 
     @property
     def free(self) -> bool:
-        """A mapping whose keys belong to the user."""
+        """A mapping with keys chosen by the user."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
 

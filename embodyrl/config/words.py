@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def where(self) -> str:
-        """Text in front of a message."""
+        """Prefix of a message."""
         return f"{short(self.words)}: " if self.typed else f"{self.source}: "
 
 

@@ -109,7 +109,7 @@ class PolicyGradientLearner(Learner):
             self._reference.save(folder / _REFERENCE)
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote, if anything."""
+        """Load the files of `save`, if any."""
         if self._reference is not None and self._rules.reference_interval and (folder / _REFERENCE).is_dir():
             self._reference.load_weights(folder / _REFERENCE)
 

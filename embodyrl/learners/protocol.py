@@ -52,7 +52,7 @@ class Learner(Protocol):
         """Write further state of a checkpoint; all ranks call this, the first one writes."""
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
+        """Load the files of `save`."""
 
     def close(self) -> None:
         """Free resources; idempotent."""

@@ -152,7 +152,10 @@ class Optimization:
             raise problems[0]
 
     def load(self, folder: Path, policy: Policy) -> None:
-        """Load what `save` wrote. Learning rates, weight decay and similar settings are those of this run's config."""
+        """Load the files of `save`.
+
+        Learning rates, weight decay and similar settings are those of this run's config.
+        """
         with self._ranks.full_weights(write=True):
             policy.load_weights(folder / POLICY_FOLDER)
         state = load_state(folder, TRAINING_STATE)

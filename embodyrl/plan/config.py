@@ -262,7 +262,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derived(cfg: Root) -> dict[str, Any]:
-    """Return the values that follow from others: lengths of replies, and what an evaluation protocol sets."""
+    """Return the values that follow from others: lengths of replies, and settings of an evaluation protocol."""
     found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
     if isinstance(cfg, ActingConfig) and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks

@@ -38,9 +38,9 @@ class EpisodeList:
     max_episode_steps: int
     """Env steps after which an episode is truncated."""
     ignore_terminations: bool
-    """Go on after a success until the time limit."""
+    """Continue after a success until the time limit."""
     waves: tuple[Wave, ...]
-    """In their order."""
+    """Waves in order."""
 
     @property
     def episodes(self) -> Iterator[EpisodeSpec]:
@@ -223,7 +223,7 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
 
 
 def one_wave(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
-    """Run these episodes in their order, in as many slots as there are."""
+    """Run these episodes in order, in all available slots."""
     return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
 
 
@@ -351,7 +351,7 @@ def _train_episodes(
 
 
 def _deal(wave: Wave, slots: int) -> Wave:
-    """Turn a shared queue into one queue per slot: who runs what no longer depends on who is ready first."""
+    """Turn a shared queue into one queue per slot: the assignment no longer depends on timing."""
     if len(wave.queues) != 1 or slots == 1:
         return wave
     (queue,) = wave.queues

@@ -29,10 +29,10 @@ def is_on_hub(path: str) -> bool:
 
 
 def fetched(key: str, path: str) -> str:
-    """Fetch what `owner/name[@revision]` names and return it as `owner/name@commit`; any other path as it is.
+    """Download `owner/name[@revision]` and return `owner/name@commit`; return any other path unchanged.
 
     Raises:
-        ConfigError: it is nowhere, or the hub cannot be reached; one line.
+        ConfigError: the repository does not exist, or the hub cannot be reached.
     """
     if not is_on_hub(path):
         return path
@@ -51,16 +51,16 @@ def fetched(key: str, path: str) -> str:
 
 @contextmanager
 def hub_errors(before: str, after: str) -> Iterator[None]:
-    """Turn what `huggingface_hub` raises into one line between `before` and `after`.
+    """Convert errors of `huggingface_hub` to one line between `before` and `after`.
 
     Raises:
-        ConfigError: in place of it.
+        ConfigError: instead of the hub's error.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     of_http = HfHubHTTPError.__bases__[0]
-    """The root of the errors of its HTTP library, which is another one with other versions."""
+    """Base error of the HTTP library of `huggingface_hub`, which depends on its version."""
     try:
         yield
     except HfHubHTTPError as error:

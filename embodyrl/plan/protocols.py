@@ -1,4 +1,4 @@
-"""Published ways to measure, as data: what `eval=<protocol>` sets, and in what an evaluation departs from it."""
+"""Published evaluation protocols: the settings of `eval=<protocol>`, and deviations from them."""
 
 from __future__ import annotations
 

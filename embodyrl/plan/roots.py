@@ -236,7 +236,7 @@ class ServeConfig(PolicyConfig):
 
 
 class DaggerConfig(CollectConfig, SftConfig):
-    """`embodyrl dagger`: what collecting and supervised training read."""
+    """`embodyrl dagger`: the keys of `collect` and `sft`."""
 
     dry_run = "embodyrl.extensions.demonstrations.dagger:dagger_facts"
 

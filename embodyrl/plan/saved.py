@@ -27,7 +27,7 @@ _OF_THE_RUN = (
 )
 """Keys of a run that a command which uses its weights does not take over."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
-"""Keys that belong to the environment: where another one is typed, those of the run do not hold."""
+"""Keys of the environment: if another environment is typed, the run's values do not apply."""
 
 
 def run_config(path: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Keys of the loops: what runs for how long, who acts where, and what happens when something fails."""
+"""Keys of the loops: run length, processes, and responses to failures."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -67,7 +67,7 @@ class RunnerSettings(Settings):
     deterministic: bool = False
     """Same seed, same numbers, for any number of workers (costs inference on padded batches)."""
     trace: bool = False
-    """Write who worked when to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
+    """Write a timeline of the processes to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
 
 
@@ -83,7 +83,7 @@ class VllmSettings(Settings):
     max_num_batched_tokens: Count | None = None
     """Tokens of one forward pass."""
     enable_prefix_caching: bool | None = None
-    """Keep what prompts with the same beginning share."""
+    """Cache the keys and values of common prompt prefixes."""
     enable_chunked_prefill: bool | None = None
     """Read long prompts in parts between tokens of other replies."""
     enforce_eager: bool | None = None
@@ -192,7 +192,7 @@ class CheckpointSettings(Settings):
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
-    """Go on training once the files are written, while they are hashed, synced to the disk and moved into place."""
+    """Continue training once the files are written, while they are hashed, synced to the disk and moved into place."""
     on_error: OnSaveError = OnSaveError["continue"]
     """Response to a failed intermediate checkpoint (full disk): continue with a warning, or stop."""
 

@@ -1,3 +1,3 @@
-"""Former place of policies as objects; goes with the next release."""
+"""Former module of policies in Python; removed in the next release."""
 
 from embodyrl.extensions.own_loop.acting import *  # noqa: F403

@@ -34,10 +34,10 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
 def train(
     cfg: TrainConfig, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
 ) -> TrainResult:
-    """Train by reinforcement learning, or go on with the run in `resume`.
+    """Train by reinforcement learning, or resume the run in `resume`.
 
     Args:
-        cfg: what `compose("train", ...)` returned.
+        cfg: a config of `compose("train", ...)`.
         resume: a run folder.
         on_step: called with the number of steps that are done and the metrics of the last one (names as in
             metrics.jsonl); returning True ends the run: a checkpoint is written and the result returned.

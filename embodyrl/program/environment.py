@@ -1,3 +1,3 @@
-"""Former place of environments in the form of Gymnasium; goes with the next release."""
+"""Former module of the Gymnasium wrapper; removed in the next release."""
 
 from embodyrl.extensions.own_loop.environment import *  # noqa: F403

@@ -151,7 +151,7 @@ class Actors:
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote."""
+        """Load the files of `save`."""
         self._loop.call(LoadRequest(folder=str(folder)))
         self._algorithm.load_state(json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8")))
 

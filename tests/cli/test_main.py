@@ -80,7 +80,7 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
         (["env=libero_10"], "embodyrl train env=libero_10"),
         (["train", "--resum", "x"], "Did you mean '--resume'?"),
         (["train", "--dry"], "Did you mean '--dry-run'?"),
-        (["train", "--json", "--dry-run"], "--json goes with --print-config"),
+        (["train", "--json", "--dry-run"], "--json cannot be combined with --dry-run"),
         (["train", "--resume", "nowhere"], "no config.yaml"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
         (["list"], "list what?"),

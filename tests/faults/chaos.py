@@ -258,7 +258,7 @@ class Trial:
         assert code < 0 or not (left := [f for f in (self.folder / "tmp").rglob("*") if f.is_file()]), left
         assert "Traceback" not in said, said
         assert code != 4 or "worker " in said, said
-        hints = ["go on with", "run the same command to resume", "second signal"]
+        hints = ["resume with", "run the same command to resume", "second signal"]
         hints += ["embodyrl: interrupted."] * any(i.early for i in injections)
         assert code not in (130, 143) or any(h in said for h in hints) or not (self.folder / "run").exists(), said
         self._check_deaths(injections, code)

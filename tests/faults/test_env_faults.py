@@ -84,4 +84,4 @@ def test_evaluation_out_of_restarts_prints_the_resume_command(tmp_path):
     done = run_cli("eval", *words, "launcher.env_workers=1", "eval.episodes=8", cwd=tmp_path)
     assert done.returncode == 4
     assert "restarted 1 times already" in done.stderr
-    assert f"go on with: embodyrl eval --resume {tmp_path / 'run'}" in done.stderr.splitlines()[0]
+    assert f"resume with: embodyrl eval --resume {tmp_path / 'run'}" in done.stderr.splitlines()[0]

@@ -102,7 +102,7 @@ def test_signal_during_worker_start_exits_cleanly(start, tmp_path, signum, code)
     command.signal_group(signum)
     assert command.wait() == code
     line = assert_one_line_and_no_traceback(command)
-    assert line.endswith(f"go on with: embodyrl train --resume {tmp_path / 'run'} trust=true.")
+    assert line.endswith(f"resume with: embodyrl train --resume {tmp_path / 'run'} trust=true.")
     assert not (tmp_path / "run" / "lock").exists()
 
 
@@ -194,7 +194,7 @@ def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, c
         assert wait_until(lambda: command.err.read_text().endswith("\n"), 60)
     finally:
         command.stop()
-    assert "go on with: embodyrl train --resume" in assert_one_line_and_no_traceback(command)
+    assert "resume with: embodyrl train --resume" in assert_one_line_and_no_traceback(command)
     assert_saved(tmp_path / "run-0")
     assert not (tmp_path / "run-1").exists()
 
@@ -251,7 +251,7 @@ def test_ctrl_c_in_an_evaluation_prints_how_to_resume(start, tmp_path):
     open_gate(gate)
     assert command.wait() == 130
     line = assert_one_line_and_no_traceback(command)
-    assert line == f"embodyrl: stopped by SIGINT; go on with: embodyrl eval --resume {tmp_path / 'run'} trust=true."
+    assert line == f"embodyrl: stopped by SIGINT; resume with: embodyrl eval --resume {tmp_path / 'run'} trust=true."
 
 
 def test_killed_driver_leaves_no_worker(start, tmp_path):

@@ -109,7 +109,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return what `_try_out` found when the environment was described."""
+    """Return the results of `_try_out` from the description of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),

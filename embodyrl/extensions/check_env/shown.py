@@ -1,4 +1,4 @@
-"""The last checks of `check-env`: images, speed, and what `close` leaves behind."""
+"""The last checks of `check-env`: images, speed, and threads and processes after `close`."""
 
 import time
 

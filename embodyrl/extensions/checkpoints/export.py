@@ -53,7 +53,7 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
 
     Args:
         run: run folder.
-        step: which checkpoint.
+        step: step of the checkpoint.
         out: new folder.
         overrides: `trust=true` where the run's model or simulator is code that is not installed.
 

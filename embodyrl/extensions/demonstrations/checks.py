@@ -1,4 +1,4 @@
-"""Checks of a data set on disk: what its files state must agree."""
+"""Checks of a data set on disk: consistency of its files."""
 
 from __future__ import annotations
 

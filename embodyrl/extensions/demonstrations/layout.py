@@ -74,10 +74,10 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """Read what `to_json` wrote.
+        """Read a result of `to_json`.
 
         Raises:
-            ValueError, TypeError, KeyError: something else.
+            ValueError, TypeError, KeyError: another format.
         """
         raw = json.loads(text)
         return cls(env=_env_from_json(raw.pop("env")), **raw)
@@ -211,7 +211,7 @@ def file_place(number: int) -> dict[str, int]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is there completely or not at all.
+    """Write a file atomically.
 
     Raises:
         EmbodyError: the folder cannot be written to.

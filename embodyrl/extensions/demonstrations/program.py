@@ -24,7 +24,7 @@ def collect(cfg: CollectConfig) -> CollectResult:
 
 
 def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
-    """Train on demonstrations or text, or go on with the run in `resume`; `on_step` as in `train`.
+    """Train on demonstrations or text, or resume the run in `resume`; `on_step` as in `train`.
 
     Raises:
         EmbodyError: every failure that has a cause to name.

@@ -1,4 +1,4 @@
-"""Samples of supervised training: env steps, and what to imitate at each."""
+"""Samples of supervised training: env steps with their target actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from embodyrl.types import BoolArray, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """The env steps that train or validate, and what to imitate at each."""
+    """Env steps of training or validation with their target actions."""
 
     demos: Demonstrations
     steps: IntArray

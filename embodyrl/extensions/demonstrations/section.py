@@ -1,4 +1,4 @@
-"""The config section `data`, whose class depends on what `data.path` holds."""
+"""The config section `data`, whose class depends on the content of `data.path`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Keys of demonstrations, and of what SFT minimises."""
+"""Keys of demonstrations and of SFT objectives."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""The learner of filtered behaviour cloning: what good episodes did goes into a buffer, and is imitated."""
+"""Learner of filtered behaviour cloning: actions of good episodes are stored in a buffer and imitated."""
 
 from pathlib import Path
 from typing import Any

@@ -69,7 +69,7 @@ class Hindsight:
 
 
 class OpenEpisodes:
-    """Holds back the beginnings of episodes that go on in the next training step: their future is not known yet."""
+    """Holds the frames of episodes that continue in the next training step, because their outcome is unknown."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Frames]] = {}

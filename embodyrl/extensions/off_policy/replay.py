@@ -22,11 +22,11 @@ class Frames:
     reward: FloatArray
     """[N] of the chunk."""
     acted: BoolArray
-    """[N] something was done; false: an episode's last observation."""
+    """[N] an action was executed; false: the last observation of an episode."""
     terminated: BoolArray
     """[N] the episode terminated with this chunk."""
     episode: IntArray
-    """[N] neighbours with the same number belong together."""
+    """[N] number of the episode; its frames are consecutive."""
 
     def map(self, change: Callable[[Any], Any]) -> Frames:
         """Return a batch with a function applied to each array."""

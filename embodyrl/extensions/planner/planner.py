@@ -33,7 +33,7 @@ class PlannedResources(Resources):
 
 
 def plan_resources(run_plan: RunPlan) -> Resources:
-    """Plan memory and what follows from it; `nvidia-smi` is started only where its answer decides something."""
+    """Plan memory and the settings that follow; `nvidia-smi` runs only if its result matters."""
     learns = isinstance(run_plan.cfg, TrainConfig) and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0

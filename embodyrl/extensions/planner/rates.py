@@ -38,7 +38,8 @@ SPEEDS = (
     Speed("A10", 83e12, 20e12, 0.5e12),
     Speed("L4", 80e12, 20e12, 0.25e12),
 )
-"""By what `nvidia-smi` names contain; the first that fits. GeForce cards halve products that add up in float32."""
+"""By a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with float32
+accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
 """Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""

@@ -68,7 +68,7 @@ def copy_out(pools: Pools, request: Request) -> list[Rows]:
 
 
 def paste(pools: Pools, rows: Sequence[Rows]) -> None:
-    """Write rows where they belong."""
+    """Write rows into their records."""
     for part in rows:
         for name, values in part.fields.items():
             pools[part.pool][name][part.records] = values
@@ -116,7 +116,7 @@ class RemoteWorker:
         self._worker: Worker | None = None
 
     def log(self) -> tuple[str, int]:
-        """Return the path of the worker's output on its host, and the size of what earlier workers wrote there."""
+        """Return the path of the worker's output on its host, and the size of the output of earlier workers."""
         return self._log.name, self._told
 
     def start(self) -> _Answer:
@@ -282,7 +282,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _look_at_nodes(self) -> None:
-        """Reap the workers of lost hosts, whose loss Ray does not always report to those who wait for an answer."""
+        """Reap the workers of lost hosts, because Ray does not always report their loss to waiting calls."""
         if self.lost:
             return
         try:

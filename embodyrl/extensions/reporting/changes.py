@@ -84,7 +84,7 @@ def record(
 def record_changes(
     run_plan: RunPlan, workers: Workers, first: EvalResult, last: EvalResult, videos: Path, say: Say
 ) -> Compared:
-    """Record N episodes of both validations (`video=changed:N`), and join what both recorded.
+    """Record N episodes of both validations (`video=changed:N`), and join both recordings.
 
     Raises:
         OSError: a recording cannot be written.

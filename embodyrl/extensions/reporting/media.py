@@ -15,7 +15,7 @@ EMBED_BYTES = 48 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One recording and what happened in it."""
+    """One recording and the outcome of its episode."""
 
     media: str
     """Key of `Shelf.sources`."""

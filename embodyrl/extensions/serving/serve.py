@@ -25,8 +25,8 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
     """Serve a policy until a signal ends it.
 
     Args:
-        cfg: what to serve, and where.
-        say: takes lines for people.
+        cfg: policy and address.
+        say: prints lines.
         ready: called with the address once clients can connect.
 
     Raises:

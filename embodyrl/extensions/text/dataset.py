@@ -60,7 +60,7 @@ class TextRows:
 
     @property
     def total(self) -> int:
-        """Rows before any was left out."""
+        """Number of rows before the filters."""
         return sum(len(rows) for _, rows in self._raw)
 
     def __len__(self) -> int:

@@ -62,7 +62,7 @@ def _value(node: ast.AST) -> float:
         return -_value(node.operand)
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
-    raise ValueError(f"no arithmetic: {ast.dump(node)[:60]}")
+    raise ValueError(f"not an arithmetic expression: {ast.dump(node)[:60]}")
 
 
 def calculate(expression: str) -> str:

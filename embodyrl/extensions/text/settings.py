@@ -1,4 +1,4 @@
-"""Keys of the section `data`: what all data have, rows of text, pairs of answers."""
+"""Keys of the section `data`: common keys, rows of text, pairs of answers."""
 
 import re
 from collections.abc import Iterator

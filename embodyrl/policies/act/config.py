@@ -62,7 +62,7 @@ class ActConfig(LeRobotConfig):
         return total
 
     def wrong(self) -> str | None:
-        """Return what contradicts itself, or None."""
+        """Return a contradiction in the config, or None."""
         if self.n_obs_steps != 1:
             return f"n_obs_steps={self.n_obs_steps}, and ACT reads one observation"
         if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:

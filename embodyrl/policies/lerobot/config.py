@@ -100,7 +100,7 @@ class LeRobotConfig(BaseModel):
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:
-        """Return what contradicts itself, or None."""
+        """Return a contradiction in the config, or None."""
         if ACTION not in self.output_features:
             return f"output_features has no '{ACTION}'"
         if not self.cameras and not self.environment_dim:

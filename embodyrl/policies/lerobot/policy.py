@@ -106,7 +106,7 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies [B, K, A] of what `_sample` kept, with gradients."""
+        """Return log-probabilities and entropies [B, K, A] of the results of `_sample`, with gradients."""
 
     @abstractmethod
     def _read_files(self, folder: Path) -> LeRobotFiles:
@@ -136,7 +136,7 @@ class LeRobotPolicy(ABC):
         return self._value(self._read(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities and entropies [B, L] of what `act` kept, and values [B, V], with gradients."""
+        """Return log-probabilities and entropies [B, L] of the results of `act`, and values [B, V], with gradients."""
         read = self._read(obs)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in self._score(read, tokens))
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))

@@ -1,4 +1,4 @@
-"""Keys that LeRobot's imitation policies share, and what their actors choose. No torch."""
+"""Common keys of LeRobot's imitation policies and their actors. No torch."""
 
 from typing import Annotated
 

@@ -62,7 +62,7 @@ class SteeringShape:
     features: int
     """F"""
     rows: int
-    """Number of rows; their log-probabilities are stored at as many first actions of a chunk."""
+    """Number of rows; their log-probabilities are stored at the first actions of a chunk, one per row."""
     numbers: int
     """Numbers per row."""
     actions: int

@@ -149,7 +149,7 @@ def test_run_starts_a_local_cluster_and_survives_its_head(tmp_path):
         command.stop()
         session.cleanup()
     assert "the Ray head at 127.0.0.1:" in command.printed
-    assert command.printed.rstrip().endswith(f"go on with: embodyrl train --resume {tmp_path}/run trust=true")
+    assert command.printed.rstrip().endswith(f"resume with: embodyrl train --resume {tmp_path}/run trust=true")
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     store.verify(store.path(store.steps()[-1]))
     assert wait_until(lambda: not marked_processes(), 60), "agents of a node look for it every few seconds"

@@ -151,7 +151,7 @@ class _Child:
         return self._process
 
     def receive(self) -> list[list[float] | str]:
-        """Return for each answer the components, or what went wrong."""
+        """Return for each answer its rewards, or an error."""
         replies: list[list[float] | str] = []
         freezes = 0
         while self._left:

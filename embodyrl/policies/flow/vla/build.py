@@ -175,7 +175,7 @@ class VlaFiles:
 
 
 def _plain(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a `FlowModule` by the names of its model; heads keep theirs."""
+    """Return the weights of a `FlowModule` by the names of its model; heads keep their names."""
     return {key.removeprefix(MODEL): tensor for key, tensor in base_state(module).items()}
 
 

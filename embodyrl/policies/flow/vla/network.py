@@ -209,7 +209,7 @@ class VlaReader:
         return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
-        """Use the statistics of a folder, which belong to its weights."""
+        """Use the statistics of a folder, which match its weights."""
         self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
