@@ -167,6 +167,6 @@ class Devices:
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Assign a GPU to each of n policy processes; simulators get the remaining ones, or else share all."""
+    """Assign a GPU to each of n policy processes; simulators use the remaining GPUs, or else share all."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

@@ -24,7 +24,7 @@ def one_line(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of a foreign error as a part of a sentence: the field of a `KeyError`, else its own words."""
+    """Return the message of a foreign error for use in a sentence: the field of a `KeyError`, else its text."""
     return f"no field {error}" if isinstance(error, KeyError) else one_line(error) or type(error).__name__
 
 
@@ -85,7 +85,7 @@ class StaleTicketError(EmbodyError):
 
 
 class NonFiniteError(EmbodyError):
-    """A loss, gradient or advantage is NaN or infinite; no optimizer step was taken."""
+    """A loss, gradient or advantage is NaN or infinite; the optimizer step did not run."""
 
     exit_code = 5
 

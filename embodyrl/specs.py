@@ -79,7 +79,7 @@ class CameraSpec:
     rotation_deg: int = 0
     """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's public datasets."""
     needed: bool = False
-    """The state alone does not describe the scene."""
+    """The state does not describe the scene without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +238,7 @@ class SteeringSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicySpec:
-    """Declaration of a policy: its inputs, its outputs, and how it can be trained."""
+    """Declaration of a policy: its inputs, its outputs and its training options."""
 
     name: str
     num_action_chunks: int

@@ -116,7 +116,7 @@ class AdvantageEstimator:
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
     """Returns credits aligned with the episodes of one training step."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
-    """Keys below `algorithm` that it reads; `compute` gets an instance."""
+    """Settings class of the estimator's keys below `algorithm`; `compute` gets an instance."""
     counts_chunk_steps: bool = False
     """Count chunk steps per slot (episodes are cut and bootstrapped) instead of a list of episodes."""
     needs_states: bool = False
@@ -183,7 +183,7 @@ class PolicyLoss:
     compute: Callable[[Units, Any], LossTerms]
     """Returns the loss of each unit; for sequence-level methods, the units of a sample are the sequence."""
     settings: type[Settings] = Settings
-    """Keys below `algorithm` that only this loss reads; `compute` gets an instance."""
+    """Settings class of this loss's own keys below `algorithm`; `compute` gets an instance."""
     needs_all_samples: bool = False
     """Keep samples with advantage 0: for losses with a term without advantage, or with batch statistics."""
 

@@ -135,7 +135,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the last observation of terminated episodes is kept too."""
+        """Return whether the last observation of terminated episodes is also stored."""
         return False
 
     def problems(self) -> Iterator[str]:

@@ -35,7 +35,7 @@ class FileEntry(BaseModel, frozen=True):
     """Size and checksum of one file."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     sha256: str
     """Hexadecimal checksum of the content."""
 
@@ -51,7 +51,7 @@ class Manifest(BaseModel, frozen=True):
     created: str
     """ISO 8601, UTC."""
     files: dict[str, FileEntry]
-    """By path relative to the checkpoint, with forward slashes."""
+    """Files by path relative to the checkpoint, with forward slashes."""
     meta: dict[str, Any]
     """JSON values of the caller."""
 
@@ -178,7 +178,7 @@ class CheckpointStore:
         self.root = Path(root)
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step, whether it exists or not."""
+        """Return the folder of a step, which may not exist."""
         return self.root / f"step_{step:06d}"
 
     def folders(self) -> list[int]:

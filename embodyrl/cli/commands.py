@@ -74,7 +74,7 @@ COMMANDS = _of_extensions()
 
 
 def of_packages() -> dict[str, Command]:
-    """Return the commands of other installed packages, whose functions read their arguments themselves."""
+    """Return the commands of other installed packages, whose functions parse their own arguments."""
     return {
         entry.name: Command(
             target=entry.value,

@@ -108,7 +108,7 @@ class Loopback(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Loopback
     timeout = _REQUEST_S
-    """Longest wait for one packet, and for the client to take its answer."""
+    """Timeout for one packet, and for the client to receive its answer."""
 
     def setup(self) -> None:
         super().setup()

@@ -34,7 +34,7 @@ SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Regist
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a command; with `--json` the result is all that goes to standard output."""
+    """Run a command; with `--json` standard output contains only the result."""
     signal.signal(
         signal.SIGUSR1, signal.SIG_IGN
     )  # SIGUSR1 requests the status of a run: without workers there is no reply

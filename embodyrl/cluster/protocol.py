@@ -317,7 +317,7 @@ class OpenRequests(Generic[H]):
         return events
 
     def _report_death(self, name: str, handle: H, reason: str, traceback: str, exit_code: int) -> None:
-        """Report the death of a worker that is gone."""
+        """Report the death of a worker that has exited."""
         from embodyrl.workers.lifecycle import log_tail  # here, because every command imports a launcher's settings
 
         died = WorkerDied(

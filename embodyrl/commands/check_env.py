@@ -1,4 +1,4 @@
-"""Former place of `check_env`, which tests made by earlier versions of `embodyrl new` import."""
+"""Former module of `check_env`, imported by tests of earlier versions of `embodyrl new`."""
 
 from embodyrl.extensions.check_env import check_env
 

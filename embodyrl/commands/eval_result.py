@@ -1,6 +1,4 @@
-"""Results of an evaluation: per task, per suite and overall, with intervals and a comparison with an earlier
-evaluation.
-"""
+"""Results of an evaluation: per task, per suite and overall, with intervals and a comparison with a baseline."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ class EvalResult:
     paired: tuple[Paired, ...] = ()
     """Comparison with `eval.baseline`, suite by suite."""
     baseline: str | None = None
-    """Run that was compared with."""
+    """Run of the earlier evaluation in the comparison."""
     protocol: dict[str, Any] | None = field(default=None)
     """Requested evaluation protocol, and the differences of this evaluation from it."""
 

@@ -214,7 +214,7 @@ def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Find out before any rollout whether recordings can be written."""
+    """Check before any rollout that recordings can be written."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -90,7 +90,7 @@ def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
 
 
 def memory_of_tasks(env: EnvSpec, task_bytes: int, split: EnvSplit, workers: int) -> str:
-    """Return the memory of loaded tasks, and how many each env worker keeps."""
+    """Return the memory of loaded tasks, and the number that each env worker keeps."""
     wanted = len(split.task_ids or env.tasks)
     kept = min(wanted, tasks_in_memory(task_bytes, workers))
     return (

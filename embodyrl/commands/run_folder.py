@@ -1,4 +1,4 @@
-"""The run folder: its name, its records of how the run was started, its lock, and where weights come from."""
+"""The run folder: its name, its records of the start, its lock, and the source of weights."""
 
 import contextlib
 import fcntl
@@ -305,7 +305,7 @@ def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[
 
 
 def _is_adapter(folder: Path) -> bool:
-    """Return whether a folder holds an adapter and no whole weights."""
+    """Return whether a folder contains an adapter without full weights."""
     adapter = any((place / "adapter_config.json").exists() for place in (folder, folder / "lora_adapter"))
     return adapter and not any(folder.glob("model*.safetensors*"))
 

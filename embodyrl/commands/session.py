@@ -98,10 +98,10 @@ class Session:
         self._saving: Future[None] | None = None
 
     def find_start(self) -> Path | None:
-        """Find the newest complete checkpoint of a resumed run and take over its counters.
+        """Find the newest complete checkpoint of a resumed run and restore its counters.
 
         Raises:
-            CheckpointError: the newest checkpoint is damaged (older ones are never taken silently), or all are gone.
+            CheckpointError: the newest checkpoint is damaged (older ones are never used silently), or all are missing.
         """
         latest, rows = self._store.latest(), read_rows(self.folder.root / METRICS_FILE)
         if latest is None:
@@ -150,7 +150,7 @@ class Session:
 
     @contextmanager
     def running(self, start: Callable[[], W]) -> Iterator[W]:
-        """Start the workers, stop them and close the monitor; a signal during the start prints how to resume."""
+        """Start the workers, stop them and close the monitor; a signal during the start raises `Interrupted`."""
         try:
             try:
                 workers = start()

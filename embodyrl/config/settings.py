@@ -36,7 +36,7 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Constraint of a field in the words of its error message, after "must be"."""
+    """Constraint of a field as in its error message, after "must be"."""
 
     wording: str
 
@@ -95,7 +95,7 @@ class Settings(BaseModel):
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values by dotted key; they are taken as they are."""
+        """Return a copy with other values by dotted key; the values are not validated."""
         changes: dict[str, Any] = {}
         for name, value in values.items():
             head, _, rest = name.partition(".")
@@ -205,7 +205,7 @@ class Key:
 
     @property
     def type_text(self) -> str:
-        """The type as it is printed in help, for example `int | null` or `bf16 | fp32`."""
+        """Type for help texts, for example `int | null` or `bf16 | fp32`."""
         hint, _, optional = self._type
         plain_type = isinstance(hint, type) and not typing.get_args(hint)
         text = " | ".join(self.choices) or (hint.__name__ if plain_type else _strip(str(_bare(hint))))
@@ -213,7 +213,7 @@ class Key:
 
     @property
     def expectation(self) -> str:
-        """Type and range in words, for messages."""
+        """Description of type and range, for messages."""
         hint, metadata, optional = self._type
         said = next((item.wording for item in metadata if isinstance(item, Must)), None)
         if said is None:
@@ -374,7 +374,7 @@ def plain(value: object) -> Any:
 
 
 def spell(value: object) -> str:
-    """Write a value as it is typed on the command line: null, true, [0,1], {a:1}."""
+    """Format a value for the command line: null, true, [0,1], {a:1}."""
     value = plain(value)
     if value is None:
         return "null"
@@ -388,7 +388,7 @@ def spell(value: object) -> str:
 
 
 def changed_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return key, value and default of the keys that a saved config changes, as they are typed."""
+    """Return key, value and default of the keys that a saved config changes, in command-line form."""
     return [
         (name, spell(value), spell(defaults[name]) if name in defaults else "")
         for name, value in flat(config).items()

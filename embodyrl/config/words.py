@@ -1,4 +1,4 @@
-"""Overrides as they are typed, and the values that they and files set."""
+"""Overrides on the command line, and the values of overrides and files."""
 
 from __future__ import annotations
 

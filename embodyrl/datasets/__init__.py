@@ -1,1 +1,1 @@
-"""Former place of data sets; import from `embodyrl.extensions` instead. Goes with the next release."""
+"""Former module of data sets; import from `embodyrl.extensions` instead. Removed in the next release."""

@@ -45,7 +45,7 @@ class _Part:
     tokens: IntArray
     """[B, L]"""
     inputs: LossInputs
-    """On the host."""
+    """Loss inputs, on the host."""
 
 
 class PolicyGradientLearner(Learner):

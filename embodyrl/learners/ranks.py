@@ -51,7 +51,7 @@ class Ranks(Protocol):
     def gathered(self, state: Any, *, everywhere: bool = False) -> Any:
         """Return full CPU tensors in place of shards, in a tree of lists and dicts; collective.
 
-        Unless `everywhere` is set, only the first rank gets them.
+        Unless `everywhere` is set, only the first rank returns them.
         """
 
     def shard(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

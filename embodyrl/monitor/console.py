@@ -96,7 +96,7 @@ class ConsoleMonitor(Monitor):
         self._picture: Live | None = None
         self._quiet_since = clock()
         self._unread = 0
-        """Dropped lines."""
+        """Number of dropped lines."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """See `Monitor.open`."""

@@ -26,7 +26,7 @@ class Sample:
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Select conversations: newly solved ones, failures and others, in turn."""
+    """Select conversations: newly solved ones, failures and others, alternately."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:

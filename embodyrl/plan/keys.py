@@ -186,7 +186,7 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Return whether a group might exist, or have other keys, if some choice were right."""
+    """Return whether a group may exist, or have other keys, after a wrong choice is corrected."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 

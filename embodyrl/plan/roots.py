@@ -117,7 +117,7 @@ class PolicyConfig(Root):
 
 
 class RunConfig(PolicyConfig):
-    """A command that makes a run folder."""
+    """A command with a run folder."""
 
     runner: RunnerSettings = RunnerSettings()
     launcher: LauncherSettings

@@ -327,7 +327,7 @@ def count_ranks(cfg: RunConfig) -> int:
 
 
 def component_nodes(cfg: RunConfig) -> dict[str, tuple[int, ...]]:
-    """Return the hosts of each component; the driver's alone where the launcher has no others."""
+    """Return the hosts of each component; only the driver's host if the launcher has no others."""
     cluster = getattr(cfg, "cluster", None)
     if cluster is None:
         return dict.fromkeys(COMPONENTS, (0,))

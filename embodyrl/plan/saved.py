@@ -25,7 +25,7 @@ _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
 )
-"""Keys of a run that a command which uses its weights does not take over."""
+"""Keys of a run that are not inherited with its weights."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
 """Keys of the environment: if another environment is typed, the run's values do not apply."""
 

@@ -38,7 +38,7 @@ class LoggerSettings(Settings):
 
 
 class RunnerSettings(Settings):
-    """The loop: where a run is written, how long it trains, and when it validates and saves."""
+    """The loop: output folder, length of the training, and intervals of validations and checkpoints."""
 
     needs = {"experiment_name": "on_existing"}
 

@@ -189,7 +189,7 @@ class PolicyFactory(Protocol):
     """Interface of registered policies."""
 
     settings: type[ModelSettings]
-    """Keys below `model`; the methods get an instance."""
+    """Settings class of the keys below `model`; the methods get an instance."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config errors with fixes, one line each, without importing torch."""
@@ -210,7 +210,7 @@ class PolicyFactory(Protocol):
 
 @runtime_checkable
 class ComparesWeights(Protocol):
-    """A `PolicyFactory` that checks from a folder's small files whether its weights fit a config's model."""
+    """A `PolicyFactory` that compares the weights of a folder with a config's model, based on its small files."""
 
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
         """Compare them without importing torch.

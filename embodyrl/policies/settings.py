@@ -37,7 +37,7 @@ class ModelSettings(Settings):
 
     @property
     def precision_name(self) -> str:
-        """`precision`, human-readable."""
+        """Description of `precision`."""
         return str(getattr(self, "precision", Precision.fp32))
 
     @property

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
-    """Compose and check the config of `train`, `eval`, `collect` or `sft` from words as typed on the command line.
+    """Compose and check the config of `train`, `eval`, `collect` or `sft` from command-line arguments.
 
     Raises:
         ConfigError: one line per problem.

@@ -82,7 +82,7 @@ class RolloutResult:
 
 
 class Queue:
-    """Queue of episodes in order; each spec is made when it is first needed."""
+    """Queue of episodes in order; each spec is created when it is first needed."""
 
     def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
         self._specs, self._next = specs, 0

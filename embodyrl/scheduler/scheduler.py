@@ -122,7 +122,7 @@ class RolloutScheduler(EventLoop):
 
     @property
     def pending(self) -> bool:
-        """True if a worker or the policy has or can get work."""
+        """True if a worker or the policy has work, or can receive work."""
         return super().pending or bool(self._busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:

@@ -112,7 +112,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 
 
 def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
-    """Return the settings of a process that acts and trains alone."""
+    """Return the settings of a single process that acts and trains."""
     cfg = run_plan.cfg
     learner = cfg if isinstance(cfg, TrainConfig) and run_plan.algorithm is not None else None
     planned = run_plan.resources

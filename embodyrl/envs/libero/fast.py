@@ -47,9 +47,9 @@ class _Arm(NamedTuple):
     rotation: DoubleArray
     """[3, 3] of the hand."""
     joints: DoubleArray
-    """[7], rad."""
+    """[7] joint positions, rad."""
     speeds: DoubleArray
-    """[7], rad/s."""
+    """[7] joint velocities, rad/s."""
     bias: DoubleArray
     """[7] gravity and Coriolis torques, N m."""
     inertia: DoubleArray

@@ -30,7 +30,7 @@ class Loaded:
 class SimPool:
     """Loaded task models, evicted by least recent use; a slot's state is swapped in when the slot is used.
 
-    A swap takes well under a millisecond, loading a model about two seconds.
+    A swap takes less than a millisecond, loading a model about two seconds.
     """
 
     def __init__(self, build: Callable[[int], TaskSimulator], *, max_models: int) -> None:
@@ -38,7 +38,7 @@ class SimPool:
         self._build = build
         self._max_models = max_models
         self.loaded: OrderedDict[int, Loaded] = OrderedDict()
-        """By task, least recently used first."""
+        """Simulators by task, least recently used first."""
         self._saved: dict[int, SimState] = {}
         self._task: dict[int, int] = {}
         self._warned = False

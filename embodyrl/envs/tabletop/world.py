@@ -78,7 +78,7 @@ class Task:
 
     @property
     def other_words(self) -> str:
-        """The instruction with words that no other instruction has."""
+        """Rephrased instruction of the task."""
         block, plate = f"the {BLOCK_COLOURS[self.block]} cube", f"the {PLATE_COLOURS[self.plate]} dish"
         return {
             Skill.touch: f"make contact with {block}",

@@ -25,7 +25,7 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Takes the call's text and returns the answer; a ValueError becomes an answer with its message."""
+"""Function from the call's text to the answer; a ValueError becomes an answer with its message."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")

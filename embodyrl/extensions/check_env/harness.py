@@ -146,7 +146,7 @@ class Harness:
 
     @property
     def horizon(self) -> int:
-        """Env steps that a task may take."""
+        """Time limit of a task, env steps."""
         return max(self.spec.max_episode_steps, self.cfg.train.max_episode_steps)
 
     def tasks(self) -> list[int]:
@@ -292,7 +292,7 @@ CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
 
 
 def check(*needs: str) -> Callable[[Check], Check]:
-    """Make a function a check of its own name that runs where those it `needs` have passed."""
+    """Register a function as a check of that name, which runs if the checks in `needs` have passed."""
 
     def add(function: Check) -> Check:
         CHECKS[function.__name__] = function, needs

@@ -1,4 +1,4 @@
-"""For others: a checkpoint as a folder in the model's public layout, adapters merged, with a card; and to the hub."""
+"""Export: a checkpoint as a folder in the model's public layout, adapters merged, with a card; upload to the hub."""
 
 import json
 import os

@@ -50,8 +50,8 @@ class ImitationLearner(Learner):
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
         """Take one optimizer step on the mean loss of the records, or measure its sum.
 
-        Returns loss, grad_norm, lr and skipped_nonfinite; or, where nothing is learned, the sums `loss`,
-        `accuracy` and, where it is measured, `error`.
+        Returns loss, grad_norm, lr and skipped_nonfinite; or, without training, the sums `loss`, `accuracy` and, if
+        measured, `error`.
         """
         records = self._samples(self._arena.read(request.tickets))
         self._trainer.ranks.train()

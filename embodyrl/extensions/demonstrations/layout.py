@@ -38,10 +38,10 @@ EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.par
 INFO_PATH, STATS_PATH, TASKS_PATH = "meta/info.json", "meta/stats.json", "meta/tasks.parquet"
 CARD_PATH = "meta/embodyrl.json"
 ENVIRONMENT_PATH = "meta/environment.yaml"
-"""Settings of the environment that the data come from."""
+"""Settings of the environment of the data."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 OWN = "embodyrl/"
-"""Prefix of our own columns in the table of episodes: where an episode came from."""
+"""Prefix of our own columns in the table of episodes: source of an episode."""
 
 _SCALARS = {
     REWARD: "float32",
@@ -59,7 +59,7 @@ _IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """Contents of `meta/embodyrl.json`: the environment's specification, and how the data were collected."""
+    """Contents of `meta/embodyrl.json`: the environment's specification, and the settings of the collection."""
 
     env: EnvSpec
     fps: float
@@ -128,7 +128,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
 
 
 def is_ours(root: Path) -> bool:
-    """Return whether `embodyrl collect` wrote the data set, whose files then contain more than the layout requires."""
+    """Return whether `embodyrl collect` wrote the data set; its files then have fields beyond the layout."""
     return (root / CARD_PATH).is_file()
 
 

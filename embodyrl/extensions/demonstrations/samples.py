@@ -33,7 +33,7 @@ class Samples:
         return len(self.steps) // self.width
 
     def write(self, arena: Arena, record: int, row: int) -> None:
-        """Put one sample into a record."""
+        """Write one sample into a record."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
         if self.history == 1:

@@ -229,9 +229,9 @@ def _describe(values: FloatArray) -> dict[str, list[float]]:
 
 
 def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
-    """Make `target` a checkpoint folder like `source`, but with the statistics of our data, and return its config.
+    """Create the checkpoint folder `target` from `source` with the statistics of our data; return its config.
 
-    Small files are copied, weights are linked: nothing large is written before the first checkpoint.
+    Small files are copied, weights are linked: no large file is written before the first checkpoint.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -248,7 +248,7 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
 
 
 def augments(cfg: SftConfig) -> bool:
-    """Return whether images are changed at random."""
+    """Return whether images are augmented."""
     return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 

@@ -289,7 +289,7 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Add up the counts of pixel values of episodes, and how many frames were counted, by feature."""
+    """Add up the counts of pixel values of episodes, and the number of counted frames, by feature."""
     found = dict(before)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):

@@ -68,7 +68,7 @@ def probe_memory() -> Finding:
 
 
 def probe_open_files() -> Finding:
-    """Limit of open files; every worker takes a few dozen."""
+    """Check the limit of open files; every worker needs a few dozen."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < 1024:
         return Finding("ulimit -n", "warn", str(soft), f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")

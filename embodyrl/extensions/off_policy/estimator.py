@@ -45,7 +45,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the last observation of terminated episodes is kept too, as a goal that was reached."""
+        """Return whether the last observation of terminated episodes is also stored, as a goal that was reached."""
         return self.hindsight_goals > 0
 
 

@@ -39,7 +39,7 @@ FEATURES = "features"
 
 
 class SacLearner(Learner):
-    """Trains the policy that it shares with the rollout worker, and critics of its own."""
+    """Trains the policy, which it shares with the rollout worker, and its critics."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None

@@ -37,7 +37,7 @@ class MemoryPlan:
     """Bytes of each part of one policy process, and of the other processes of its host."""
 
     weights: int
-    """And those in training, where the policy is their average."""
+    """Weights, and during training also their average, if the policy uses it."""
     gathered: int
     """Whole weights while acting, where they are sharded while training."""
     reference: int
@@ -71,7 +71,7 @@ class MemoryPlan:
     """Off-policy without GPUs: the replay buffer at the end of the run."""
     arena: int
     checkpoint: int
-    """On disk."""
+    """Size on disk."""
     on_gpu: bool
     gradient_sync: str
     """Gradient synchronization between ranks: step or micro_batch."""

@@ -17,9 +17,9 @@ class Speed:
     flops: float
     """Large matrix products in bfloat16."""
     slow_flops: float
-    """In float32."""
+    """Large matrix products in float32."""
     bandwidth: float
-    """Bytes."""
+    """Memory bandwidth, bytes."""
 
 
 SPEEDS = (
@@ -38,8 +38,8 @@ SPEEDS = (
     Speed("A10", 83e12, 20e12, 0.5e12),
     Speed("L4", 80e12, 20e12, 0.25e12),
 )
-"""By a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with float32
-accumulation."""
+"""Speed by a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with
+float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
 """Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""
@@ -52,11 +52,11 @@ class Rates:
     """Rate of each resource alone, per second; 0: unknown or irrelevant."""
 
     simulators: float
-    """Chunks."""
+    """Env chunks."""
     acting: float
-    """Chunks."""
+    """Inferred chunks."""
     training: float
-    """Samples."""
+    """Training samples."""
     seconds: float
     """Duration of a training step with all its samples."""
     bound_by: str

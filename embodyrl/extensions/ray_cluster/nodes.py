@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: join the one at RAY_ADDRESS or start one for this host alone; list and watch its nodes."""
+"""Ray cluster of a run: join the cluster at RAY_ADDRESS, or start one on this host; list and watch its nodes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Node:
 
 
 def starts_own() -> bool:
-    """Return whether a run starts a cluster of its own."""
+    """Return whether a run starts its own Ray cluster."""
     return not ray.is_initialized() and _address() == _OWN
 
 

@@ -16,7 +16,7 @@ from embodyrl.monitor.intervals import wilson
 _WIDTH, _HEIGHT = 440, 226
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 34
 _LONG, _DECAY = 24, 0.8
-"""Points from which on a curve is smoothed, and how much of its past it keeps."""
+"""Minimum number of points for smoothing, and the decay."""
 _VALUE = 12
 """Height of the label at the end of a curve, in pixels."""
 

@@ -1,4 +1,4 @@
-"""Time of training steps as a tree of phases, and durations in words."""
+"""Time of training steps as a tree of phases, and durations as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from embodyrl.version import __version__
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Run `embodyrl serve`; with `--json` the address is all that goes to standard output."""
+    """Run `embodyrl serve`; with `--json` standard output contains only the address."""
     if args.json and args.dry_run:
         raise ConfigError("--json cannot be combined with --dry-run; use --print-config, or start the server.")
     cfg = compose_with_ckpt(args)

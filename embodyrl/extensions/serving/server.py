@@ -278,7 +278,7 @@ class _Client:
 
 
 async def _unpacked(data: bytes | str) -> Any:
-    """Decode a message in another thread, as images take their time."""
+    """Decode a message in another thread, because images take time."""
     return await asyncio.to_thread(unpack, data)
 
 

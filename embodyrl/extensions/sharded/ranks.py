@@ -247,7 +247,7 @@ def interface_to(host: str) -> str:
 
 
 def _whole(shard: Tensor, *, keep: bool) -> Tensor:
-    """Gather a tensor on the CPU; empty if `keep` is False. Every rank takes part."""
+    """Gather a tensor on the CPU; empty if `keep` is False. Collective."""
     with torch.no_grad():
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard.detach()
         if not keep:

@@ -26,11 +26,11 @@ class Kind:
     group: str = ""
     """Config group of the new option; empty: selected by its path."""
     entries: str = ""
-    """Entry points of its package; empty: it is a file in ./conf, no package of its own."""
+    """Entry points of its package; empty: a file in ./conf without a package."""
     target: str = ""
     """Attribute named by the entry point."""
     then: Sequence[str] = (_TRY,)
-    """Next commands."""
+    """Commands to run next."""
 
 
 _RAW = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))

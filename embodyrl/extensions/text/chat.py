@@ -17,7 +17,7 @@ Turn = tuple[str, str]
 
 
 class RefusedMessages(Exception):
-    """A chat template does not take a conversation."""
+    """A chat template rejects a conversation."""
 
 
 @dataclass(frozen=True)

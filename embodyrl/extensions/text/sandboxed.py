@@ -147,7 +147,7 @@ def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline
 
 
 def _start_test(request: dict[str, Any], where: list[int], place: str, files: list[int]) -> int:
-    """Start the program, and the test in a process of its own that talks with it; returns the pid of the test."""
+    """Start the program, and the test in a separate process connected to it; return the pid of the test."""
     given, said, wrong, report, tests = files
     asked, ask = os.pipe()
     answered, answer = os.pipe()
@@ -280,7 +280,7 @@ def _confine(request: dict[str, Any], place: str, owner: int | None, files: list
 def _bar_files() -> None:
     """Restrict file writes to the working folder with Landlock, from Linux 5.13 (linux/landlock.h).
 
-    Where the kernel has it, no connection by TCP is made (6.7) and no signal leaves the process (6.12).
+    Newer kernels also block TCP connections (6.7) and signals to other processes (6.12).
     """
     version = _libc.syscall(444, None, 0, 1)
     if version < 1:

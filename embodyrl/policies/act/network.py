@@ -95,7 +95,7 @@ class EncoderLayer(_FeedForward):
 
 
 class Encoder(nn.Module):
-    """Encoder layers, and a norm after them where norms come first."""
+    """Encoder layers, with a final norm if layers are pre-norm."""
 
     def __init__(self, config: ActConfig, layers: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Act(nn.Module):
                 nn.init.xavier_uniform_(parameter)
 
     def read(self, inputs: Inputs) -> Tokens:
-        """Make tokens of normalized observations: state, environment state, then each pixel of each feature map."""
+        """Convert normalized observations to tokens: state, environment state, then each pixel of each feature map."""
         tokens, places = [], [*self.encoder_1d_feature_pos_embed.weight[:, None]]
         if inputs.state is not None:
             tokens.append(self.encoder_robot_state_input_proj(inputs.state[:, 0]))

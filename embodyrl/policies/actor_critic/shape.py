@@ -23,7 +23,7 @@ class NetShape:
     """All sizes and options that determine shapes and meaning of the weights."""
 
     state_dim: int
-    """S"""
+    """S: dimensions of the state."""
     num_images: int
     """C; 0: no convolutions."""
     image_size: tuple[int, int]
@@ -35,10 +35,10 @@ class NetShape:
     high: tuple[float | None, ...]
     """Bounds of each action dimension; None: unbounded. Empty for discrete actions."""
     num_actions: int
-    """K"""
+    """K: number of actions."""
     hidden: tuple[int, ...]
     value_dim: int
-    """V"""
+    """V: number of values."""
     activation: str = "tanh"
     """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False

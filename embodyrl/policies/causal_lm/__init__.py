@@ -151,4 +151,4 @@ CAUSAL_LM = CausalLMFactory(name="causal_lm")
 TINY = CausalLMFactory(name="causal_lm_tiny", start="assets/causal_lm_tiny", start_parameters=533_120)
 VISION_LM = CausalLMFactory(name="vision_lm", sees=True)
 VISION_TINY = CausalLMFactory(name="vision_lm_tiny", start="assets/vision_lm_tiny", start_parameters=590_592, sees=True)
-"""The same with a vision tower of one layer (Idefics3), four tokens per image, and colours as further words."""
+"""The tiny model with a vision tower of one layer (Idefics3), four tokens per image, and colours in the vocabulary."""

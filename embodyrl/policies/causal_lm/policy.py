@@ -32,7 +32,7 @@ ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
 """Seed of random weights below adapters: checkpoints contain the adapters only, which fit every run."""
 VALUE_FILE = "value_head/model.safetensors"
-"""In its own folder: other tools read every weight file next to config.json as a part of the language model."""
+"""File in a separate folder: other tools read every weight file next to config.json as a part of the language model."""
 
 
 class CausalLMPolicy:

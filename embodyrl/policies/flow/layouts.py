@@ -163,7 +163,7 @@ class Source:
     embedding_names: tuple[str, ...]
     """Names of the token embedding in the files: its own, that of the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
-    """By their names: unused weights and statistics, which the model does not have."""
+    """Weights and statistics of the files that the model does not have, by name."""
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:

@@ -179,7 +179,7 @@ C = TypeVar("C", bound=LeRobotConfig)
 
 
 def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, Any]]:
-    """Read config.json, and its keys as they are.
+    """Read config.json; return the config and the raw keys.
 
     Raises:
         CheckpointError: the file is missing, malformed, of another policy, or contradicts itself.

@@ -35,7 +35,7 @@ PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 HEADS_FILE = "embodyrl_heads.safetensors"
 """Weights that RL adds, in a file that LeRobot does not read."""
 NETWORK = "network."
-"""Before the names of the weights in a module."""
+"""Prefix of the names of weights in a module."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Statistics of ImageNet, with which LeRobot normalizes the images of all data sets."""
@@ -50,14 +50,14 @@ _FIX = "Take config.json and the weights from one folder, and the model settings
 
 @dataclass(frozen=True, slots=True)
 class LeRobotFiles:
-    """Everything in a folder but the weights, and how the weights were stored."""
+    """All files of a folder except the weights, and the naming of the weights."""
 
     prefix: str
-    """Before the names of all weights: `model.` or `diffusion.`."""
+    """Prefix of the names of all weights: `model.` or `diffusion.`."""
     small: dict[str, bytes]
-    """Files that are written again as they are."""
+    """Files that are copied unchanged."""
     statistics: Statistics
-    """By feature and name."""
+    """Statistics by feature and name."""
     eps: float = 1e-8
     """Smallest denominator of the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)

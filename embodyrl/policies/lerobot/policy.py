@@ -142,7 +142,7 @@ class LeRobotPolicy(ABC):
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
 
     def save(self, folder: Path) -> None:
-        """Write LeRobot's folder, and heads of RL in a file of their own."""
+        """Write LeRobot's folder, and heads of RL in a separate file."""
         self._files.save(self._module, folder)
 
     def load_weights(self, folder: Path) -> None:

@@ -20,7 +20,7 @@ STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 
 
 Statistics = Mapping[str, Mapping[str, Tensor]]
-"""By feature and name."""
+"""Statistics by feature and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Inputs:
 class Units(nn.Module):
     """Normalization of each feature by its type, with statistics as buffers, so that they are saved with the weights.
 
-    A feature without statistics passes as it is.
+    A feature without statistics is unchanged.
     """
 
     def __init__(self, config: LeRobotConfig, eps: float) -> None:

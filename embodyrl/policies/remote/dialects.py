@@ -169,7 +169,7 @@ class Names:
     state: tuple[str, ...]
     """The first is written, any is read."""
     prompt: tuple[str, ...]
-    """The same."""
+    """Keys of the instruction: the first is written, any is read."""
     group: str = ""
     """Mapping of the images; empty: the observation itself."""
     by_position: bool = False

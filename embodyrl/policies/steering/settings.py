@@ -60,7 +60,7 @@ class SteeringShape:
     """Inputs and outputs of the actor on a frozen model."""
 
     features: int
-    """F"""
+    """F: number of features."""
     rows: int
     """Number of rows; their log-probabilities are stored at the first actions of a chunk, one per row."""
     numbers: int

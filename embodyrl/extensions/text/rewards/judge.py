@@ -1,4 +1,4 @@
-"""Runs reward functions in processes of their own: in parallel, each answer within its time, every failure counted."""
+"""Runs reward functions in separate processes: in parallel, with a timeout per answer and a count of failures."""
 
 from __future__ import annotations
 

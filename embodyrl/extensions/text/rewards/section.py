@@ -1,4 +1,4 @@
-"""The config section `reward` of a task in words; simulators have a class of their own for it."""
+"""Config section `reward` of a text task; simulators have another class for it."""
 
 from embodyrl.config.sections import Section
 from embodyrl.extensions.text.rewards.settings import JudgeSettings

@@ -63,7 +63,7 @@ class RemoteReward:
 
 
 VALUE_FILE = "value_head/model.safetensors"
-"""In the folder of a language model that `embodyrl sft objective.name=preference` trained."""
+"""Value head in the folder of a language model that `embodyrl sft objective.name=preference` trained."""
 
 
 @dataclass

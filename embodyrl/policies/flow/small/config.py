@@ -29,7 +29,7 @@ class SmallConfig:
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
-    """A"""
+    """A: dimensions of an action."""
 
     @classmethod
     def read(cls, folder: Path | None) -> tuple[Self, bool]:

@@ -1,4 +1,4 @@
-"""Small network of a flow policy: convolutions, words, state, and an expert with time conditioning as in pi0.5."""
+"""Small flow network: convolutions, word embeddings, state, and an expert with time conditioning as in pi0.5."""
 
 import math
 import zlib
