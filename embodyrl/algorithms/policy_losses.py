@@ -182,14 +182,15 @@ class CovarianceSettings(Settings):
     """Selection of tokens with a large covariance."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
-    """clip_cov: share of the tokens without gradient; kl_cov: share of the tokens with the KL penalty."""
+    """clip_cov: fraction of tokens without gradient; kl_cov: fraction of tokens with the KL penalty."""
 
 
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
     """Clip-Cov."""
 
     cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
-    """clip_cov: [low, high] covariance of advantage and log-probability of the tokens to choose from."""
+    """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range are
+    selected."""
 
 
 class KlCovSettings(LogRatioSettings, CovarianceSettings):

@@ -57,9 +57,9 @@ class AlgorithmSettings(ActingAlgorithm):
     loss_type: str = "ppo_clip"
     """Policy loss."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Episodes of a group, which share a reset id."""
+    """Episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Rollouts of all slots per training step."""
+    """Number of rollouts of all env slots per training step."""
     update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Passes over the collected batch."""
     loss_agg_func: AggregationMode = "token-mean"
@@ -69,19 +69,19 @@ class AlgorithmSettings(ActingAlgorithm):
     entropy_type: TokenLevel = TokenLevel.token_level
     """Level at which entropy is averaged."""
     entropy_bonus: Annotated[float, Field(ge=-(10**6), le=10**6)] = 0.0
-    """Weight of the entropy."""
+    """Coefficient of the entropy bonus."""
     positive_nll_coef: Weight = 0.0
     """Weight of the mean of -log pi over actions with a positive advantage."""
     kl_beta: Weight = 0.0
     """Weight of the KL to the reference (the initial weights, or those of reference_path)."""
     reference_interval: Count | None = None
-    """Update the reference to the policy's weights after this many training steps; null: never."""
+    """Training steps between copies of the policy's weights into the reference; null: never."""
     reference_path: Path | None = None
-    """Weights of the reference: a run, a checkpoint, or a folder in the public layout. Another model size with the same
-    tokens is a teacher. Default: the initial weights."""
+    """Weights of the reference: a run, a checkpoint, or a folder in the public layout. A larger model with the same
+    tokens can be the teacher of a distillation. Default: the initial weights."""
     reference_url: _Address | None = None
-    """Language models: address (with /v1) of a server with the completions protocol that serves the reference, for
-    example a teacher."""
+    """Language models: URL (with /v1) of an OpenAI-style completions server for the reference, for example a
+    teacher."""
     reference_model: str | None = None
     """Model name on the server of reference_url; default: its first model."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
@@ -93,7 +93,7 @@ class AlgorithmSettings(ActingAlgorithm):
     kl_horizon: Count = 10000
     """Horizon of the adaptive kl_beta, in episodes."""
     advantage_clip: Annotated[list[float], _AROUND_ZERO, Must("[low,high] with low < 0 < high")] | None = None
-    """[low, high] bounds of advantages."""
+    """Clip advantages to [low, high]."""
     reward_scale: Weight = 1.0
     """Factor on rewards, after reward_bias; 0 with kl_beta > 0: pure distillation."""
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
@@ -116,7 +116,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """Multiply the loss by pi_old / pi_rollout up to this cap (decoupled PPO; with old_logprob=recompute); null:
     off."""
     behave_weight_mode: WeightMode = WeightMode.mask
-    """Above the cap: mask (weight 0) or truncate (weight = cap)."""
+    """Treatment of weights above behave_weight_threshold: mask (weight 0) or truncate (weight = threshold)."""
     behave_weight_level: WeightLevel = WeightLevel.token
     """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
     m2_threshold: Positive | None = None
@@ -168,7 +168,8 @@ class GroupSettings(AlgorithmSettings):
     """[low, high]: exclude groups with a mean return (before reward_scale) outside this range; for rewards other than
     success."""
     filter_refills: Index = 0
-    """Rounds of refill groups that replace filtered groups; if none is left after them, the weights do not change."""
+    """Maximum rounds in which new groups replace filtered groups; if all groups are filtered, the weights do not
+    change."""
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""
@@ -223,13 +224,13 @@ class ValueSettings(CreditSettings):
     needs = {"value_coef": "value_clip huber_delta critic_warmup"}
 
     value_clip: Positive | None = 0.2
-    """Clip range of the change of the value; null: off."""
+    """Clip range of value changes (PPO value clipping); null: off."""
     huber_delta: Positive | None = None
     """Delta of the Huber loss for the value; null: squared error."""
     value_coef: Weight = 0.5
     """Weight of the value loss."""
     critic_warmup: Index = 0
-    """Training steps at the start that train only the value head."""
+    """Number of initial training steps that train only the value head."""
 
 
 _BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale", "curriculum"}

@@ -39,7 +39,7 @@ class FaultSettings(Settings):
     update_timeout_s: Seconds = 3600.0
     """Time limit of an update, checkpoint or scoring pass of the actor."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """Restart a crashed env worker (its running episodes start again) or fail."""
+    """Restart a crashed env worker (its running episodes restart) or stop the run."""
     max_restarts_per_worker: Index = 3
     """Maximum restarts of one env worker before the run fails with exit code 4; also maximum attempts of an episode
     that crashes its worker."""

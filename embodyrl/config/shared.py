@@ -15,7 +15,7 @@ class SamplingSettings(Settings):
     """Sampling of actions during rollouts."""
 
     temperature: Positive = 1.0
-    """One temperature for rollout and loss."""
+    """Sampling temperature of rollouts, also used for log-probabilities in the loss."""
     top_k: CountOrAll = -1
     """Text generation only; -1: off."""
     top_p: Share = 1.0
@@ -27,11 +27,11 @@ class SamplingSettings(Settings):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     """Text generation only: subtracted from the logit of a token that occurs in the reply; 0: off."""
     max_new_tokens: Count | None = None
-    """Text generation only: tokens of the longest reply."""
+    """Text generation only: maximum tokens of a reply."""
     min_new_tokens: Index = 0
-    """Text generation only: no reply ends before it has n tokens."""
+    """Text generation only: minimum tokens of a reply."""
     stop: list[str] = []
-    """Text generation only: a reply ends with the first of these texts."""
+    """Text generation only: stop strings; a reply ends at the first occurrence of any of them."""
     stop_token_ids: list[Index] = []
     """Text generation only: tokens that end a reply, in addition to the model's own."""
 

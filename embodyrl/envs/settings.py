@@ -89,9 +89,9 @@ class RewardSettings(Settings):
     """Scaling of the reward of every simulator."""
 
     use_rel_reward: bool = True
-    """Use the change of the simulator's reward, so that a return telescopes to the last value."""
+    """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""
     reward_coef: RewardFactor = 1.0
-    """Factor on every reward."""
+    """Factor on all rewards."""
 
 
 class InitParams(Settings):

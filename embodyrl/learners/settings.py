@@ -43,7 +43,7 @@ class OptimSettings(Settings):
     lr: Rate = 1.0e-4
     """Learning rate."""
     value_lr: Rate = 3.0e-3
-    """Learning rate of the value head."""
+    """Learning rate of the value head or the critics."""
     value_clip_grad: Positive | None = None
     """Gradient norm limit of the value head; null: one limit for the gradient of all weights."""
     adam_beta1: Decay = 0.9
@@ -51,7 +51,7 @@ class OptimSettings(Settings):
     adam_beta2: Decay = 0.999
     """AdamW: decay of the squared gradient."""
     adam_eps: Positive = 1.0e-5
-    """AdamW: added to the denominator."""
+    """AdamW: epsilon in the denominator."""
     weight_decay: Rate = 0.0
     """AdamW: decoupled weight decay; SAC: of the policy only."""
     clip_grad: Positive = 1.0
@@ -60,13 +60,14 @@ class OptimSettings(Settings):
     """Learning-rate schedule over runner.max_steps: constant, linear, cosine, or wsd (constant, then linear over
     decay_ratio). SAC: for the policy only; critics (value_lr) and temperature (lr) have constant rates."""
     warmup_steps: Index | None = None
-    """Optimizer steps of linear warm-up; default: that of the model (train: 10 for flow policies, else none)."""
+    """Optimizer steps of linear warm-up; default: set by the model (train: 10 for flow policies, 0 for other
+    policies)."""
     warmup_ratio: Share = 0.0
-    """Warm-up as a share of the run's training steps, instead of warmup_steps."""
+    """Warm-up as a fraction of the training steps, instead of warmup_steps."""
     min_lr_ratio: Share = 0.0
-    """Final share of the learning rate for linear, cosine and wsd."""
+    """Final learning rate as a fraction of lr, for linear, cosine and wsd."""
     decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """wsd: final share of the run in which the rate decays."""
+    """wsd: final fraction of the training steps in which the learning rate decays."""
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""

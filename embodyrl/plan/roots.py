@@ -49,7 +49,7 @@ class Root(Settings):
     """`module:function` that returns the lines of `--dry-run` from the config."""
 
     seed: Index = 0
-    """The one seed; every random stream is derived from it."""
+    """Random seed; all random streams are derived from it."""
 
     if TYPE_CHECKING:
 

@@ -30,11 +30,11 @@ class LoggerSettings(Settings):
         "jsonl",
         "tensorboard",
     ]
-    """Loggers of metrics: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
+    """Metric loggers: console, jsonl, tensorboard, wandb, swanlab, mlflow, trackio, or package.module:attr."""
     project_name: Name = "embodyrl"
     """Project name for hosted loggers."""
     offline: bool = False
-    """Hosted loggers write files and contact no server (wandb, swanlab, mlflow; trackio always does)."""
+    """Hosted loggers write local files and do not contact a server (wandb, swanlab, mlflow; trackio always does)."""
 
 
 class RunnerSettings(Settings):
@@ -57,15 +57,15 @@ class RunnerSettings(Settings):
     val_check_interval: CountOrAll = -1
     """Training steps between validations; also before the first and after the last step; -1: never."""
     val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
-    """Further suites of the environment that evaluations, and the validations of a training, cover in addition to the
-    chosen one: [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings]
+    """Suites to evaluate in addition to the chosen suite, in evaluations and validations:
+    [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings]
     for tabletop, or [all]."""
     save_interval: CountOrAll = 50
     """Training steps between checkpoints; the last step is always saved; -1: only the last."""
     resume_dir: Path | None = None
     """Run folder to continue, or `auto` for the newest run of this experiment."""
     deterministic: bool = False
-    """Same seed, same numbers, for any number of workers (costs inference on padded batches)."""
+    """Bit-for-bit equal results for the same seed and any number of workers; inference uses padded batches."""
     trace: bool = False
     """Write a timeline of the processes to <run>/logs/attempt_<n>/trace.json, for ui.perfetto.dev or chrome://tracing."""
     logger: LoggerSettings = LoggerSettings()
@@ -75,22 +75,22 @@ class VllmSettings(Settings):
     """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: chosen by the plan or by vLLM."""
 
     gpu_memory_utilization: Share | None = None
-    """Share of the GPU's memory; default: all that the run's memory plan leaves."""
+    """Fraction of GPU memory for vLLM; default: the memory that the run plan leaves free."""
     max_model_len: Count | None = None
-    """Tokens of the longest prompt and reply together; default: the model's own limit."""
+    """Maximum tokens of prompt and reply; default: the model's own limit."""
     max_num_seqs: Count | None = None
-    """Replies that are written at the same time."""
+    """Maximum number of concurrent sequences."""
     max_num_batched_tokens: Count | None = None
-    """Tokens of one forward pass."""
+    """Maximum tokens per forward pass."""
     enable_prefix_caching: bool | None = None
     """Cache the keys and values of common prompt prefixes."""
     enable_chunked_prefill: bool | None = None
-    """Read long prompts in parts between tokens of other replies."""
+    """Split the prefill of long prompts into chunks and interleave them with decoding."""
     enforce_eager: bool | None = None
-    """Without CUDA graphs: less memory, slower."""
+    """Disable CUDA graphs: less memory, slower."""
     enable_sleep_mode: bool | None = None
-    """Free the engine's GPU memory while weights are trained; default: if the replies of all slots do not fit next to
-    training."""
+    """Free the engine's GPU memory during updates; default: on if the KV cache of all slots and training do not fit
+    together."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -108,19 +108,21 @@ class RolloutSettings(Settings):
     }
 
     mode: RolloutMode = RolloutMode.collocated
-    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: other processes act,
-    and new weights are copied to them between two chunks."""
+    """collocated: rollout and actor share one process and one copy of the weights; disaggregated: separate rollout
+    processes, which receive new weights between two chunks."""
     num_workers: Annotated[int, Field(ge=1, le=4096)] = 1
-    """Processes that act with rollout.mode=disaggregated."""
+    """Number of rollout processes with rollout.mode=disaggregated."""
     backend: Literal["hf", "vllm", "server"] = "hf"
-    """hf: the policy's own module; vllm, or a server with its completions protocol: language models only."""
+    """Inference engine: hf (the policy's own module), or for language models vllm or server (an OpenAI-style
+    completions server)."""
     url: Annotated[str, Field(pattern=r"^https?://\S+$"), Must("an address such as http://host:8000/v1")] | None = None
-    """server: its address, with /v1."""
+    """backend=server: URL of the completions server, with /v1."""
     served_model: str | None = None
-    """server: name of the model there; default its first."""
+    """backend=server: model name on the server; default: the server's first model."""
     vllm: VllmSettings = VllmSettings()
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
-    """Language models: for each token of a reply, also record n of the most probable tokens with log-probabilities."""
+    """Language models: for each token of a reply, also record the n most probable tokens with their
+    log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Parts of each env worker's slots that alternate between simulation and inference."""
 
@@ -140,7 +142,7 @@ class EvalSamplingSettings(Settings):
     """Action sampling in evaluations and recordings."""
 
     do_sample: bool = False
-    """Sample; false: greedy."""
+    """Sample actions; false: greedy actions."""
     temperature: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Temperature of sampled evaluation; default: that of training."""
 
@@ -151,13 +153,14 @@ class ProtocolSettings(Settings):
     name: Name | None = None
     """Name of the protocol in results."""
     settings: list[str] = []
-    """Settings of the protocol as key=value; typed values win, and the result lists the difference."""
+    """Settings of the protocol as key=value; values from the command line override them, and the result lists the
+    differences."""
     horizons: dict[str, int] = {}
-    """Env steps after which an episode ends, by environment or suite; it is about no other."""
+    """Time limit in env steps by environment or suite; the protocol applies to these only."""
     departures: list[str] = []
-    """Differences between the protocol and every evaluation by this package."""
+    """Known differences between evaluations by embodyrl and the published protocol."""
     sources: list[str] = []
-    """Sources of the numbers."""
+    """Sources of the values of the protocol."""
     settled: bool = False
     """The settings of the protocol are applied; set by the command."""
 
@@ -171,16 +174,16 @@ class EvalSettings(Settings):
     }
 
     episodes: Annotated[int, Field(ge=1, le=10**7)] | None = None
-    """Episodes in total; wins over episodes_per_task."""
+    """Total number of episodes; overrides episodes_per_task."""
     episodes_per_task: Count = 10
-    """Episodes of each task."""
+    """Number of episodes per task."""
     protocol: ProtocolSettings = ProtocolSettings()
     baseline: Path | None = None
     """Run folder of an earlier evaluation: common episodes are compared in pairs, suite by suite."""
     samples: Count = 1
     """Sampled episodes per initial state instead of one; eval/pass_at_n is the share of states with a success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
-    """Conversations that the console shows after each evaluation of a language model."""
+    """Number of conversations to print after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()
 
 
@@ -213,9 +216,9 @@ class CollectSettings(Settings):
     """Demonstrations to record."""
 
     out: Path | None = None
-    """Folder to write demonstrations to; one that is incomplete is continued."""
+    """Output folder of the demonstrations; an incomplete data set is continued."""
     episodes: Count = 50
-    """Episodes to keep, spread evenly over the tasks."""
+    """Number of episodes to record, distributed evenly over the tasks."""
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed

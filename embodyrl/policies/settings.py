@@ -78,15 +78,15 @@ class LoraSettings(Settings):
     """Keys of low-rank adapters."""
 
     r: Count = 32
-    """Rank."""
+    """LoRA rank."""
     lora_alpha: Count = 32
-    """Numerator of the scale."""
+    """LoRA scale: adapters are multiplied by lora_alpha / r."""
     use_rslora: bool = False
     """Scale by lora_alpha / sqrt(r) instead of lora_alpha / r (arXiv 2312.03732)."""
     target_modules: str = "all-linear"
-    """Modules with adapters: all-linear, or last parts of module names with commas (q_proj,v_proj)."""
+    """Modules with adapters: all-linear, or comma-separated suffixes of module names (q_proj,v_proj)."""
     init_lora_weights: Literal["gaussian", "kaiming"] = "gaussian"
-    """Initialisation of the first factor: gaussian or kaiming; the second factor starts at 0."""
+    """Initialisation of the A matrix: gaussian or kaiming; the B matrix starts at 0."""
     path: Path | None = None
     """Initial adapter folder; without is_lora it is merged into the weights."""
 

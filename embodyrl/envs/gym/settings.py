@@ -22,11 +22,11 @@ class GymSettings(EnvSettings, RewardSettings):
     suite: Annotated[str | None, NumbersStates] = None
     """Environment to use if env.id returns several, as suite or suite/task; null: the first."""
     instruction: Annotated[str, Field(min_length=1)] | None = None
-    """Language instruction of every episode; null: that of the environment."""
+    """Language instruction of every episode; null: the environment's instruction."""
     instruction_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the instruction in the observation or in the info of reset; nested keys as a.b."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
-    """Key of info with the success; nested keys as a.b; null: success, is_success or succeed."""
+    """Key of the success flag in info; nested keys as a.b; null: success, is_success or succeed."""
 
     @property
     def title(self) -> str:

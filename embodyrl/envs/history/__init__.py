@@ -25,9 +25,10 @@ class HistorySettings(EnvSettings):
     """Observed steps, oldest first; the first observation of an episode fills the steps before it. Every step is
     rendered."""
     ensemble_chunk: Count | None = None
-    """Actions of a chunk that the policy gives for each step; the average of all actions for a step is executed."""
+    """Temporal ensembling: number of actions per chunk; the environment executes the weighted average of all
+    predictions for a step."""
     ensemble_coeff: Annotated[float, Field(ge=-100, le=100)] = 0.01
-    """m of the weights exp(-m i) of an average, i = 0 for the oldest chunk."""
+    """Coefficient m of the ensembling weights exp(-m i); i = 0 is the oldest chunk."""
 
 
 @dataclass(frozen=True)

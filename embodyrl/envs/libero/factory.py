@@ -110,7 +110,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
     task_suite_name: Annotated[str | None, NumbersStates] = None
-    """LIBERO suite, or one of LIBERO-PRO or LIBERO-Plus such as libero_spatial_swap or libero_spatial_camera."""
+    """Suite of LIBERO, LIBERO-PRO or LIBERO-Plus, for example libero_spatial, libero_spatial_swap or
+    libero_spatial_camera."""
     render_profile: RenderProfile = RenderProfile.full
     """full: pixel-identical to the benchmark; lean: decimated visuals for software rendering, same physics."""
     fast_physics: bool | None = None
@@ -120,8 +121,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Additional initial states of each task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
     for evaluation."""
     settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
-    """Steps after an initial state is set, in which objects fall into place: 10 in the OpenVLA-OFT evaluation, 15 in
-    RLinf."""
+    """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
     the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""

@@ -17,7 +17,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Settings of any ManiSkill task."""
 
     id: Annotated[str | None, NumbersStates] = None
-    """Id of a task."""
+    """ManiSkill task id, for example PushCube-v1."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb

@@ -35,9 +35,9 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
     needs = {"pixels": "init_params.camera_names"}
 
     id: Annotated[str, NumbersStates] = "MT50"
-    """A task (reach-v3), a benchmark (MT10, MT50, ML45), or a group of MT50: easy, medium, hard, very_hard."""
+    """Task (reach-v3), benchmark (MT10, MT50, ML45), or difficulty group of MT50: easy, medium, hard, very_hard."""
     pixels: bool = True
-    """Camera images, with hand and gripper as the state; false: all 39 state numbers and a one-hot task id."""
+    """Observe camera images, hand position and gripper; false: the 39-dimensional state and a one-hot task id."""
     render_profile: RenderProfile = RenderProfile.lean
     """full: pixel-identical to the package; lean: without multisampling and shadows, same physics."""
 

@@ -127,15 +127,15 @@ class GameSettings(EnvSettings):
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     words: str | None = None
-    """package.module:function of (observation, info) that returns text; default: the environment's own text rendering
-    (render_mode=ansi), with its highlights in brackets."""
+    """package.module:function of (observation, info) that returns text; default: the environment's ansi rendering, with
+    highlighted text in brackets."""
     action_words: list[str] = []
-    """Words of a reply by action number, for example [left,down,right,up]; default: the numbers. The last word of a
-    reply counts; parts of other words or numbers do not."""
+    """Words for the discrete actions, in order, for example [left,down,right,up]; default: the action numbers. The last
+    matching whole word of a reply selects the action."""
     prompt: str = ""
     """Text before every observation, such as the rules."""
     history: Index = 0
-    """Earlier turns in the prompt, in addition to the current observation."""
+    """Number of earlier turns in the prompt, in addition to the current observation."""
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 20
     """Maximum replies of one episode."""
     unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1

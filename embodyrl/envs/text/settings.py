@@ -13,7 +13,7 @@ class TextSettings(EnvSettings):
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """Maximum replies of an episode; more than one if tools answer in between."""
     tools: list[str] = []
-    """Tools that a reply may call: calculator, python, or package.module:function of a text."""
+    """Tools that a reply may call: calculator, python, or package.module:function that takes and returns text."""
     tool_role: Literal["tool", "user"] = "tool"
     """Role of a tool's answer; use user if the model's chat template has no tool role."""
     reward_coef: RewardFactor = 1.0

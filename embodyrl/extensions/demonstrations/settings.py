@@ -16,21 +16,22 @@ class DemonstrationSettings(DataSettings):
     more: list[Path] = []
     """Further folders of demonstrations of the same environment, trained on together with data.path."""
     action_key: str = "action"
-    """Column of the actions; like the next five keys for data sets of other programs only."""
+    """Column of the actions. This key and the next five apply to data sets of other programs only."""
     state_key: str = "observation.state"
     """Column of the state."""
     cameras: dict[str, str] = {}
     """Cameras to read and the column of each, for example {front: observation.image}; default: all columns named
-    observation.images.<camera>. Give them the names of the environment's cameras."""
+    observation.images.<camera>. Use the camera names of the environment."""
     gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
     """Actions that open and close the gripper, for example [1,0]. Without it, the policy does not fit environments
     that declare a gripper."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
-    """Place of the gripper in the action."""
+    """Index of the gripper in the action vector."""
     image_rotation_deg: Literal[0, 180] = 0
-    """Rotation that brings the stored frames upright."""
+    """Rotation in degrees that turns the stored frames upright."""
     history: Annotated[int, Field(ge=1, le=100)] = 1
-    """Observed steps of a sample, oldest first, for policies with n_obs_steps; its actions begin at the oldest."""
+    """Number of observation steps per sample, oldest first, for policies with n_obs_steps; the action chunk begins at
+    the oldest step."""
     skip_nonfinite: bool = False
     """Leave out episodes with NaN or infinite numbers; false: they are an error."""
     needs = {"gripper": "gripper_index"}
@@ -51,13 +52,13 @@ class ObjectiveSettings(Settings):
     needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
 
     name: Objective = Objective.imitation
-    """imitation: cross-entropy or regression on actions and answers. dpo: prefer the better of two answers, or of two
-    episodes with the same start, chunk by chunk. preference, success: train a value head as a reward model
+    """imitation: cross-entropy or regression on actions and answers. dpo: DPO on pairs of answers, or on pairs of
+    episodes with the same initial state, chunk by chunk. preference, success: train a value head as a reward model
     (reward.path), from pairs of answers or from success labels of video frames."""
     beta: Positive = 0.1
-    """dpo: weight of the log-ratios; large values stay close to the reference."""
+    """dpo: coefficient of the log-ratios; larger values keep the policy closer to the reference."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """dpo, preference: assumed share of pairs with a wrong label."""
+    """dpo, preference: assumed fraction of pairs with a wrong label."""
     reference_path: Path | None = None
     """dpo: weights of the reference; default: the initial weights."""
 

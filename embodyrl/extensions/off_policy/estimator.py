@@ -17,18 +17,18 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
     transitions = True
     n_step: Count = 1
-    """n-step returns, in chunks: rewards that are summed before the bootstrapped value."""
+    """Number of chunks whose rewards are summed before the bootstrapped value (n-step return)."""
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
-    """Polyak factor of the target critics at each update."""
+    """Polyak coefficient of the target critics, per update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
     """Number of critics. More than two as in REDQ: the target is the minimum of two sampled critics, the policy uses
     the mean."""
     policy_interval: Count = 1
-    """Critic updates per update of policy and temperature."""
+    """Number of critic updates per update of policy and temperature."""
     critic_layer_norm: bool = False
     """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
     alpha_init: Positive = 1.0
-    """Initial entropy weight; it is learned."""
+    """Initial temperature (entropy coefficient); the temperature is learned."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
     """Target entropy of a chunk in nat; default: minus the number of action dimensions."""
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4

@@ -24,8 +24,8 @@ class FilteredSettings(BufferSettings):
     """Train on episodes whose return (after algorithm.reward_scale) is larger than this; with 0/1 success rewards:
     successful episodes."""
     average: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay of the exponential moving average (EMA) of the weights; the averaged weights act and are saved. It reduces
-    the noise of SFT learning rates. 0: no averaging."""
+    """Decay of the exponential moving average (EMA) of the weights; rollouts and checkpoints use the averaged weights.
+    0: no averaging."""
 
 
 def filtered_credits(episodes: Sequence[Episode], _: Scores, cfg: FilteredSettings) -> list[Credit]:

@@ -33,7 +33,7 @@ class DataSettings(Settings):
     val_path: Annotated[Path | None, NumbersStates] = None
     """Validation data; default: a share of data.path."""
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
-    """Share of the episodes in data.path that is held out for validation; 0: no validation."""
+    """Fraction of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True
     """Sample rows in random order."""
 
@@ -42,14 +42,14 @@ class RowSettings(DataSettings):
     """Rows of text."""
 
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
-    """Passed to the function of data.path=package.module:function, which returns rows."""
+    """Keyword arguments of the function of data.path=package.module:function."""
     subset: Annotated[str | None, NumbersStates] = None
-    """Configuration of a data set: the subfolder that contains the rows."""
+    """Configuration of a Hugging Face data set: the subfolder that contains the rows."""
     split: Annotated[str | None, NumbersStates] = None
     """Training split of a folder or repository: file name prefix (train-00000-of-00002.parquet) or subfolder; default:
     all files."""
     val_split: Annotated[str | None, NumbersStates] = None
-    """The same for validation; default: a share of the rows."""
+    """Validation split; default: the last fraction data.val_share of the rows."""
     prompt_key: str = "prompt"
     """Column of the prompt: text, or a list of messages with role and content."""
     answer_key: str = "answer"
@@ -57,16 +57,18 @@ class RowSettings(DataSettings):
     answer_pattern: Annotated[str, only(_is_pattern), Must("a regular expression")] | None = None
     """Regular expression whose first group is the reference within the answer column, for example '#### (.+)'."""
     prompt_template: Annotated[str, Field(pattern=r"\{prompt\}"), Must("text that contains {prompt}")] = "{prompt}"
-    """Text around each prompt."""
+    """Template for each prompt."""
     system_prompt: str | None = None
-    """System message in front of each prompt."""
+    """System message before each prompt."""
     image_key: str | None = None
     """Column of images for model=vision_lm: one or several files below the data folder, or bytes; `<image>` marks their
     places in the prompt, otherwise they come first."""
     max_image_edge: Count | None = None
-    """Images with a longer edge, pixels, are scaled down to this; every sample has room for the largest."""
+    """Maximum length of the longer image edge in pixels; larger images are scaled down. Memory for the largest image is
+    reserved in each sample."""
     max_prompt_length: Annotated[Count | None, NumbersStates] = 512
-    """Longer prompts, in tokens with the chat template and without images, are left out; null: all stay."""
+    """Maximum prompt length in tokens, with the chat template and without images; longer prompts are dropped; null: no
+    limit."""
 
     @property
     def sources(self) -> list[tuple[str, str | None]]:
@@ -85,6 +87,6 @@ class PairSettings(RowSettings):
     """Rows of text with two answers of which one is better."""
 
     answer_key: str = "chosen"
-    """Column of the better answer: text, or a conversation whose last message it is; a.b is b within a column a."""
+    """Column of the chosen answer: text, or a conversation that ends with the answer; a.b is field b of column a."""
     rejected_key: str = "rejected"
-    """Column of the worse answer, likewise."""
+    """Column of the rejected answer, in the same format."""

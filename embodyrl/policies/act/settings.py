@@ -19,4 +19,5 @@ class ActSettings(LeRobotSettings):
     action_std: Positive = 0.1
     """gaussian: standard deviation of normalized actions."""
     temporal_ensemble: bool = False
-    """Give whole chunks as actions to an environment that averages them (env.ensemble_chunk); for evaluation."""
+    """Temporal ensembling: pass whole chunks to an environment that averages them (env.ensemble_chunk); evaluation
+    only."""

@@ -13,7 +13,7 @@ class TextLoraSettings(LoraSettings):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the inputs of adapters during SFT."""
     modules_to_save: list[str] = []
-    """Last parts of names of modules that are fully trained and saved with the adapters (lm_head, embed_tokens)."""
+    """Suffixes of the names of modules that are fully trained and saved with the adapters (lm_head, embed_tokens)."""
 
 
 class CausalLMSettings(AdapterSettings):

@@ -36,15 +36,15 @@ class DiffusionSettings(LeRobotSettings):
     """Denoising steps of a chunk; default: the checkpoint's."""
     greedy_start: GreedyStart = GreedyStart.random
     """Greedy acting denoises noise that is a function of the observation, with the sampler's own noise (random), or
-    starts in the middle of the noise and adds none (zero)."""
+    starts at zero noise and adds no noise (zero)."""
     noise_repeated: bool = False
-    """dsrl: one row of noise is chosen for all rows of a chunk, instead of each."""
+    """dsrl: the actor chooses one noise vector for all actions of a chunk; false: one per action."""
     stochastic_steps: Stochastic = Stochastic.one
-    """chain: RL learns from one step of each chunk, sampled uniformly, or from all; each costs a forward pass."""
+    """chain: train on one random denoising step per chunk, or on all; each step costs a forward pass."""
     diffusion_eta: Share = 1.0
     """chain with DDIM: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (as much as DDPM)."""
     diffusion_min_std: Positive = 0.1
-    """chain: least standard deviation of a stochastic step."""
+    """chain: minimum standard deviation of a stochastic step."""
 
     @property
     def every_step(self) -> bool:

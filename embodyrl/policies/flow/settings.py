@@ -51,7 +51,7 @@ class FlowSettings(ResidualSettings):
     stochastic_steps: Stochastic = Stochastic.one
     """flow_sde, flow_cps: one random step per chunk is stochastic, or all steps; flow_noise: always all."""
     ignore_last: bool = False
-    """Exclude the last step from the stochastic ones."""
+    """Keep the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
     """flow_sde, flow_cps: noise level a of the formulas."""
     noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
@@ -60,20 +60,22 @@ class FlowSettings(ResidualSettings):
     ]
     """flow_noise: bounds of the standard deviation of a step."""
     joint_logprob: JointLogprob = JointLogprob.sum
-    """All steps: the chain's log-probability (sum), or the mean over its steps and its first state, as in RLinf."""
+    """stochastic_steps=all: sum of the log-probabilities of the steps, or mean over the steps and the initial noise
+    (RLinf)."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
-    """dsrl: bound of the noise, -noise_bound..noise_bound."""
+    """dsrl: limit of the chosen noise, -noise_bound..noise_bound."""
     noise_repeated: bool = False
-    """dsrl: one row of noise for all rows of a chunk, as its authors do for pi0, instead of one row for each."""
+    """dsrl: one noise vector for all actions of a chunk, as in the DSRL paper for pi0; false: one per action."""
     steered_noise: Share = 0.0
-    """dsrl: noise level a of flow_sde for the frozen flow's own steps while sampling; 0: its ODE. It can improve
-    samples of an undertrained flow, and is not part of log-probabilities."""
+    """dsrl: noise level a of flow_sde for sampling from the frozen flow; 0: ODE. The noise can improve samples of an
+    undertrained flow and is not part of log-probabilities."""
     fpo_pairs: Annotated[int, Field(ge=1, le=1000)] = 8
-    """fpo: (noise, time) pairs per chunk, fixed when it is sampled."""
+    """fpo: number of (noise, time) pairs per chunk, sampled with the chunk."""
     fpo_ratio: FpoRatio = FpoRatio.mean
     """fpo: one ratio from the mean loss of the pairs, or one per pair (sample; with logprob_type=token_level)."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """SFT: (noise, time) pairs per chunk; the prefix, most of the cost, is computed once for all pairs."""
+    """SFT: number of (noise, time) pairs per chunk; the prefix, which is most of the cost, is computed once for all
+    pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
     """SFT: times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. Larger values are closer to
     pure noise, where only the observation determines the actions."""

@@ -22,7 +22,7 @@ class LeRobotSettings(ResidualSettings):
     """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
     default: the checkpoint's names."""
     unnorm_key: str | None = None
-    """Robot whose statistics apply, where an older checkpoint has those of several."""
+    """Key of the normalization statistics if an older checkpoint has several."""
     noise_bound: Annotated[float, Field(gt=0, le=100)] = 1.5
     """dsrl: bound of the noise or latent that the actor chooses."""
 

@@ -34,13 +34,14 @@ class OpenVlaSettings(AdapterSettings):
     image_pipeline: ImagePipeline = ImagePipeline.rlinf
     """Preprocessing of the checkpoint's training: rlinf (bicubic) or official (JPEG, lanczos, 0.9 crop)."""
     rope_bf16_table: bool = False
-    """Round the rotary frequencies to bfloat16, like RLinf; only for checkpoints that were trained with it."""
+    """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained with this
+    rounding."""
     freeze: list[str] = []
     """Frozen parameters: patterns of names, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
     cuda_graphs: bool = False
-    """GPU: run inference by CUDA graphs, one for each batch size (not tested on a GPU yet)."""
+    """Run inference with CUDA graphs, one for each batch size (not tested on a GPU yet)."""
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""
@@ -69,7 +70,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     """Source of log-probabilities for RL: the action head (head), or an actor that corrects the greedy chunk of the
     frozen model (residual)."""
     action_std: Positive = 0.1
-    """l1: initial standard deviation of normalised actions (-1..1) for RL; it is learned."""
+    """l1: initial standard deviation of normalised actions (-1..1) for RL; the standard deviation is learned."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Denoising steps of the diffusion head, at most the 50 of its training."""
     stochastic_steps: Stochastic = Stochastic.one

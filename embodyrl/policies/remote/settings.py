@@ -15,11 +15,11 @@ class ConversationSettings(Settings):
     protocol: Literal["openpi", "vla_eval"] = "openpi"
     """Wire format: openpi (observation in, action chunk out) or vla_eval (episode messages, one action at a time)."""
     image_names: list[str] | None = None
-    """Names of the camera images, in the policy's order; default: the protocol's names for LIBERO."""
+    """Keys of the camera images in messages, in the policy's order; default: the protocol's names for LIBERO."""
     state_name: str | None = None
-    """Name of the state; default: the protocol's."""
+    """Key of the state in messages; default: the protocol's."""
     prompt_name: str | None = None
-    """Name of the instruction; default: the protocol's."""
+    """Key of the instruction in messages; default: the protocol's."""
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):
@@ -39,9 +39,9 @@ class ServeSettings(ConversationSettings):
     """Settings of a policy server."""
 
     host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
-    """Address to listen at: default this machine only; 0.0.0.0 accepts all hosts, without a password."""
+    """Bind address; default: this machine only. 0.0.0.0 accepts all hosts, without a password."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    """Port to listen at; 0: any free one."""
+    """Port of the server; 0: any free port."""
     answer_timeout_s: Seconds = 120.0
     """Time limit of the policy for one chunk, after which the client gets an error."""
     idle_timeout_s: Seconds = 3600.0

@@ -28,7 +28,7 @@ class ResidualSettings(WeightSettings):
     residual_scale: Annotated[float, Field(gt=0, le=10)] = 0.2
     """residual: bound of a correction, relative to the range -1..1 of the model's own actions."""
     residual_repeated: bool = False
-    """residual: one row of corrections for all actions of a chunk, instead of one row for each."""
+    """residual: one correction for all actions of a chunk; false: one per action."""
 
     @property
     def corrects(self) -> bool:

@@ -20,13 +20,14 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Initial noise of greedy actions: a random function of the observation's bytes (as in published evaluations, but
     reproducible), or zero."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
-    """Camera images per inference, in the order of the checkpoint; further ones are masked as missing."""
+    """Number of camera images per inference, in the order of the checkpoint; further cameras of the checkpoint are
+    masked."""
     horizon: Count | None = None
     """H: actions of a chunk, of which num_action_chunks are executed; default: the checkpoint's."""
     normalization: Normalization = Normalization.mean_std
     """Normalisation of states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 map to -1 and 1)."""
     unnorm_key: str | None = None
-    """Robot or data set of the statistics, if a checkpoint has several."""
+    """Key of the normalization statistics (robot or data set) if a checkpoint has several."""
     delta_dims: Annotated[int, Field(ge=0, le=32)] = 0
     """Number of leading action dimensions that are relative to the state; 6 for openpi's pi0_libero."""
     train_expert_only: bool = True
