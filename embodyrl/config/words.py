@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMMAND_LINE = "command line"
 """The source of an override."""
 _LONGEST_WORD = 4000
-"""Most characters of one override."""
+"""Maximum number of characters of one override."""
 _REMOVED = ("rollout.dump",)
 """Keys of version 0.1 without a successor; they are left out of stored runs."""
 

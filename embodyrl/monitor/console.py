@@ -24,7 +24,7 @@ PROGRESS_PERIOD_S = 30.0
 """Minimum time between two progress lines without a TTY."""
 
 _READER_S = 1.0
-"""Longest wait for a blocked reader of standard output; text that does not fit is dropped."""
+"""Timeout for a blocked reader of standard output; text that does not fit is dropped."""
 _PIECE = 1024
 """Number of characters that fit into any pipe with room."""
 

@@ -147,7 +147,7 @@ def _taken(arena: Arena, under_way: list[tuple[Ticket, Replies]]) -> Iterator[Re
 
 
 PATIENCE_S = 1.0
-"""Longest wait for events before signals are checked."""
+"""Maximum wait for events before signals are checked."""
 
 
 class EventLoop:

@@ -19,7 +19,7 @@ from embodyrl.extensions.check_env.harness import (
 from embodyrl.types import BoolArray, ChunkResult, EpisodeStart
 
 SHORT = 5
-"""Env steps of the episode that tests the time limit; no multiple of its chunk."""
+"""Env steps of the episode that tests the time limit; not a multiple of its chunk."""
 SHORT_CHUNK = 3
 FOUND_STEPS = 64
 """Env steps in which chance may bring an episode to its end."""

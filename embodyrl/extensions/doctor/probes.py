@@ -24,7 +24,7 @@ _APT = {
 }
 _TORCH = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
 _VLLM_DRIVER = 580
-"""Least driver of CUDA 13, for which vLLM's wheels are built."""
+"""Minimum driver of CUDA 13, for which vLLM's wheels are built."""
 
 
 def probe_python() -> Finding:

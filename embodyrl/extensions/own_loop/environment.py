@@ -101,7 +101,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
 
 def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
-    """Make an environment of ours a Gymnasium one.
+    """Create a Gymnasium environment from an environment of this package.
 
     >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
     >>> seen, info = table.reset(seed=0)

@@ -54,7 +54,7 @@ class MemoryPlan:
     building: int
     """Whole float32 weights before they are sharded or halved, or loading demonstrations, where that is more."""
     engine: int
-    """Least memory of vLLM."""
+    """Minimum memory of vLLM."""
     sleeps: bool
     """vLLM frees its memory during updates."""
     process: int
@@ -298,7 +298,7 @@ def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters:
 
 
 def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
-    """Return the share of a GPU's memory for vLLM: all that the plan of its process leaves, less a reserve.
+    """Return the share of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
 
     None: the process only acts.
     """

@@ -1,4 +1,4 @@
-"""The server's side of both protocols: answers errors, waits for nothing without a deadline, ends on a signal."""
+"""Server side of both protocols: it replies to errors, has a deadline for every wait, and exits on a signal."""
 
 from __future__ import annotations
 

@@ -243,7 +243,9 @@ def interface_to(host: str) -> str:
                 continue  # no address
             if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
                 return name
-    raise EmbodyError(f"No network interface has the address {address}, by which this host reaches {host}.")
+    raise EmbodyError(
+        f"No network interface of this host has the address {address}, its address on the route to {host}."
+    )
 
 
 def _whole(shard: Tensor, *, keep: bool) -> Tensor:

@@ -27,7 +27,7 @@ SOURCES: Registry[Any] = Registry(
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
 _VALUE_BYTES = 32
-"""Least bytes of one value of a column as a Python object."""
+"""Minimum bytes of one value of a column as a Python object."""
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class LeRobotConfig(BaseModel):
     def fitted(self, env: EnvSpec, executed: int) -> Self:
         """Return the config of a new model for an environment: its cameras, its state and its actions.
 
-        Without images the originals read two states, so that the state is split.
+        LeRobot's policies need two state inputs without images, so the state is split into two.
         """
         shape = (3, *env.cameras.size)
         steps = self.n_obs_steps

@@ -76,7 +76,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
             f"{ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes it."
         ) from error
     if strange:
-        raise CheckpointError(f"{where}: {strange} is not supported; only plain LoRA adapters with one rank are.")
+        raise CheckpointError(f"{where}: {strange} is not supported; use a plain LoRA adapter with one rank.")
     return spec
 
 

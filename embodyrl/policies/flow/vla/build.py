@@ -143,7 +143,7 @@ class VlaFiles:
             (folder / name).write_bytes(content)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read a public checkpoint, one of ours, or adapters, which are merged if none are trained.
+        """Read a public checkpoint, a checkpoint of this package, or adapters, which are merged if none are trained.
 
         Raises:
             CheckpointError: a weight is missing, unexpected, damaged or of another shape.
