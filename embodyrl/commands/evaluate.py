@@ -147,7 +147,7 @@ def run_evaluation(
 
 
 def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
-    """Write the finished episodes; without a table the folder is no complete evaluation."""
+    """Write the finished episodes; a folder without a table is an incomplete evaluation."""
     (folder / TABLE_FILE).unlink(missing_ok=True)
     # Rewrite the file, because the last row of a killed process may be truncated.
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))

@@ -134,7 +134,7 @@ class Rate:
 
     @property
     def short(self) -> str:
-        """The rate without its interval."""
+        """Rate without an interval."""
         return f"{100 * self.value:.0f} %" if self.episodes else "-"
 
     def change(self, later: Score) -> str:

@@ -87,7 +87,7 @@ def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> No
 
 
 def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:
-    """Return the environment that a policy is built for; weights of a language model depend on no rows."""
+    """Return the environment that a policy is built for; weights of a language model do not depend on rows."""
     if found := _data_export(cfg):
         return found.environment(cfg.data)
     assert not isinstance(cfg, SftConfig)

@@ -11,7 +11,7 @@ from embodyrl.types import EnvSpec, EpisodeSpec
 
 
 def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
-    """Plan demonstrations: (task id, n-th episode of the task) decides everything about an episode.
+    """Plan demonstrations: (task id, n-th episode of the task) determines an episode.
 
     A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
     """

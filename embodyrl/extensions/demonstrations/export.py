@@ -15,7 +15,7 @@ from embodyrl.types import EnvSpec
 
 
 def _environment(data: DataSettings) -> EnvSpec:
-    """Return the environment of demonstrations; weights of a language model depend on no rows."""
+    """Return the environment of demonstrations; weights of a language model do not depend on rows."""
     if isinstance(data, DemonstrationSettings):
         return read_card(resolve_asset(str(data.path)), reading_of(data)).env
     return ANY_TEXT

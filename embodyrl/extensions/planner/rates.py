@@ -42,7 +42,7 @@ SPEEDS = (
 float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
-"""Time of a pass over the time of its matrix products: metered kernel by kernel on a GPU that is not there."""
+"""Time of a pass over the time of its matrix products: measured kernel by kernel on a fake GPU."""
 CHUNK = 8
 """Actions of the chunk that `EnvCosts.chunk_s` is about."""
 

@@ -169,7 +169,7 @@ class SeedGroup:
 def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
     """Group runs whose configs differ only in seed and name, in the order of their first run.
 
-    Runs with equal seeds are not grouped, because they are no sample of seeds.
+    Runs with equal seeds are not grouped, because they do not sample seeds.
     """
     groups: dict[str, list[History]] = {}
     for history in histories:

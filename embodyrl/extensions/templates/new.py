@@ -72,7 +72,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
     """Return the files of a template, relative to the working directory, with the name filled in.
 
     Raises:
-        ConfigError: the name is no lower-case Python name.
+        ConfigError: the name is not a lower-case Python name.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
         raise ConfigError(f"'{name}' cannot be the name: use lower-case letters, digits and _, for example my_{kind}.")

@@ -159,7 +159,7 @@ class LeRobotPolicy(ABC):
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
-        """Normalize observations; several steps follow each other in state and cameras, oldest first."""
+        """Normalize observations; steps of a history are concatenated in state and cameras, oldest first."""
         config, steps = self._config, self._config.n_obs_steps
         state_dim, environment_dim = config.state_dim, config.environment_dim
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))

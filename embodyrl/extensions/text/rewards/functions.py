@@ -44,7 +44,7 @@ class _Math:
     """
 
     def prepare(self) -> None:
-        """Import the package, before the time of any answer runs."""
+        """Import the package before the time limits of answers start."""
         import math_verify  # noqa: F401
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns of each answer that its clock is off

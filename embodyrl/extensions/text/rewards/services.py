@@ -77,7 +77,7 @@ class RewardModel:
     components = ("model",)
 
     def prepare(self) -> None:
-        """Load the model, before the time of any answer runs.
+        """Load the model before the time limits of answers start.
 
         Raises:
             CheckpointError: the folder holds no such model.
