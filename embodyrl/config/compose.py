@@ -45,7 +45,7 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
         folders: where files are looked up, the first one that has a file wins.
 
     Raises:
-        ConfigError: no such file or group, a file that is no plain YAML, or a defaults list that Hydra cannot read.
+        ConfigError: no such file or group, a file that is not plain YAML, or a defaults list that Hydra cannot read.
     """
     from hydra import compose as compose_by_hydra
     from hydra import initialize_config_dir

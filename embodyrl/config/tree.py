@@ -122,7 +122,7 @@ def about(group: str, option: str, file: Path) -> str:
 
 
 def one_line(file: Path) -> str:
-    """Return the description of a YAML file: its first comment line that is no directive."""
+    """Return the description of a YAML file: its first comment line that is not a directive."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             break

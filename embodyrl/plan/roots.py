@@ -330,7 +330,7 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
     """Return the name of the part in a key.
 
     Raises:
-        ConfigError: the value is no name.
+        ConfigError: the value is not a name.
     """
     value = values.get(key, default)
     if not isinstance(value, str):

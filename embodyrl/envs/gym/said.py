@@ -31,7 +31,7 @@ def success_key(cfg: GymSettings) -> tuple[str, ...]:
 
 
 def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return success according to `info`, for one environment or a batch; None or a missing key is no success."""
+    """Return success according to `info`, for one environment or a batch; None or a missing key means no success."""
     found = next((value for key in keys if (value := _find(info, key)) is not None), None)
     return False if found is None else found
 

@@ -38,7 +38,7 @@ class DataExport:
     task: Callable[[Any], str]
     """Return the hub's name for the task of a section `data`."""
     upload: Callable[[Path, str], tuple[str, str] | None]
-    """Return card and tag of the data set in a folder, for a repository; None: the folder is no data set."""
+    """Return card and tag of the data set in a folder, for a repository; None: the folder is not a data set."""
 
 
 EXPORTS: Registry[DataExport] = Registry(

@@ -121,7 +121,7 @@ def load_policy(
     Args:
         run_or_folder: a run, its name in ./runs, a checkpoint of it, or a model in its public layout: a folder, or
             `owner/name[@revision]` of the hub.
-        words: further settings as `embodyrl eval` takes them; a folder that is no run needs `env=` and `model=`.
+        words: further settings as `embodyrl eval` takes them; a folder that is not a run needs `env=` and `model=`.
         trainable: keep fp32 weights that can be trained.
         device: "cpu", "cuda", ...; None: a GPU where there is one.
 

@@ -23,7 +23,7 @@ def write_card(folder: Path, out: Path | None = None) -> list[Path]:
     """Write `card.json` and `CARD.md` of a run into its folder, or into `out`; returns their paths.
 
     Raises:
-        ConfigError: the folder is no run.
+        ConfigError: the folder is not a run.
     """
     card, place = card_of(folder), out or folder
     paths = [place / CARD_JSON, place / CARD_TEXT]
@@ -37,7 +37,7 @@ def card_of(folder: Path) -> dict[str, Any]:
     """Return a result card: command, machine, states and seeds, results with intervals, cost.
 
     Raises:
-        ConfigError: the folder is no run.
+        ConfigError: the folder is not a run.
     """
     history = read_history(folder)
     config, machine = history.config, _machine(history)

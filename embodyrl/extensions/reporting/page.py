@@ -66,7 +66,7 @@ def write_report(
     `states`: keys on which the meaning of a state id depends.
 
     Raises:
-        ConfigError: a folder is no run.
+        ConfigError: a folder is not a run.
     """
     histories = [read_history(folder) for folder in folders]
     shelf = Shelf(page=out, budget=embed_bytes)

@@ -294,7 +294,7 @@ def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
 
 
 def _silent() -> logging.Logger:
-    """Return a logger without output: the library logs a traceback for every client that is no websocket."""
+    """Return a logger without output: the library logs a traceback for every client without WebSocket."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())
     return logger

@@ -134,7 +134,7 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """Return the problem if the end of a turn in the template is no end token of the folder, or None."""
+    """Return the problem if the end of a turn in the template is not an end token of the folder, or None."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]

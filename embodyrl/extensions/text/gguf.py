@@ -33,7 +33,7 @@ def language_model_folder(named: str) -> Path:
 
 
 def find_gguf(path: Path, named: str) -> Path | None:
-    """Return the GGUF file of a model path; None: the path is no GGUF file, or a folder with a `config.json`.
+    """Return the GGUF file of a model path; None: the path is not a GGUF file, or a folder with a `config.json`.
 
     Args:
         path: the resolved path.

@@ -33,7 +33,7 @@ class Picture:
         """Height and width, read from the header of a file.
 
         Raises:
-            ConfigError: it is no image.
+            ConfigError: the content is not an image.
         """
         if isinstance(self.source, np.ndarray):
             return self._fitted(*self.source.shape[:2])
@@ -45,7 +45,7 @@ class Picture:
         """Return the image [H, W, 3].
 
         Raises:
-            ConfigError: it is no image, or damaged.
+            ConfigError: the content is not an image, or damaged.
         """
         from PIL import Image, ImageOps
 
