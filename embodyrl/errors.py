@@ -106,8 +106,8 @@ class Interrupted(EmbodyError):
 
 
 PARENT_EXITED = signal.SIGUSR2
-"""Signal to a run whose parent process exited or was stopped: the run stops as on SIGTERM. A batch system that signals
-every process has signalled the run already, so this signal never counts as the second one, which exits immediately."""
+"""Signal to a run whose parent process exited or was stopped: the run stops as on SIGTERM. Batch systems may signal all
+processes first, so this signal never counts as the second one, which exits immediately."""
 
 
 class StoppedAtOnce(KeyboardInterrupt):

@@ -92,7 +92,7 @@ class Session:
         """Restarts of env workers before this process took over."""
         self._row: dict[str, Any] = {}
         self._telling = False
-        """A callback runs, or raised."""
+        """A callback is running, or has raised."""
         # One thread, so that checkpoints are moved into place in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None

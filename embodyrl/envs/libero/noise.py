@@ -16,7 +16,7 @@ ndimage: Any = _ndimage
 
 SIZE = 256
 _SEEN = 224
-"""Glass blur changes only pixels up to here."""
+"""Glass blur changes only pixels below this row and column."""
 
 
 def corrupt(image: ByteArray, noise: int, rng: np.random.RandomState) -> ByteArray:

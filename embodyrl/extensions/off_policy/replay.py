@@ -40,9 +40,9 @@ class Transitions:
 
     buffer: ReplayBuffer
     places: IntArray
-    """[B] where they begin."""
+    """[B] indices of the first observations."""
     after: IntArray
-    """[B] where they end; where nothing follows (discount 0), anywhere."""
+    """[B] indices of the last observations; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
     """[B], likewise `reward`."""

@@ -139,7 +139,7 @@ class SeedGroup:
         return np.array([[end.score(task, known=rates).value for task in tasks] for end in ends])
 
     def summary(self) -> list[str]:
-        """Summarize the runs as one result; no lines without common tasks or with a single run."""
+        """Summarize the runs as one result; empty without common tasks or with a single run."""
         if len(self.runs) < 2 or not all(run.evaluations for run in self.runs) or not (tasks := self.tasks):
             return []
         rate = self.rates

@@ -71,7 +71,7 @@ class ActPolicy(LeRobotPolicy):
         return Transition(mean=mean, std=torch.full_like(mean, self._cfg.action_std * temperature))
 
     def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
-        """Sample around the chunk."""
+        """Sample from a Gaussian around the chunk."""
         spread = self._around(read, temperature)
         rows = spread.mean + spread.std * normals(seeds, START, spread.mean.shape[1:], self._device)
         tokens = self._record.layout.pack(seeds[:, None], rows.flatten(1).cpu().numpy())
