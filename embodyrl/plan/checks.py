@@ -15,7 +15,9 @@ from embodyrl.plan.roots import (
     RunConfig,
     ServeConfig,
     SftConfig,
+    TrainConfig,
 )
+from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.types import ActionKind, PolicySpec
 
@@ -36,6 +38,7 @@ def check_components(cfg: Root) -> None:
     """Validate the config with the chosen environment and policy.
 
     Raises:
+        CheckpointError: `algorithm.reference_path` has no weights.
         ConfigError: problems that a component reports, and keys that the command cannot do without; one line each.
     """
     problems: list[str] = []
@@ -52,6 +55,8 @@ def check_components(cfg: Root) -> None:
         problems.append("data.path is not set. Name a folder with demonstrations; `embodyrl collect` writes one.")
     if isinstance(cfg, RunConfig):
         problems += missing_loggers(cfg.runner.logger.backends)
+    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+        resolve_weights(str(cfg.algorithm.reference_path), "algorithm.reference_path")
     if isinstance(cfg, PolicyConfig):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
     if isinstance(cfg, ActingConfig | CheckConfig | ServeConfig):

@@ -18,7 +18,7 @@ from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leave
 from embodyrl.config.shared import Precision
 from embodyrl.config.words import COMMAND_LINE, Setting, parse_word, read_saved, split_words
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import ConfigError, hide
+from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan import keys
 from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
 from embodyrl.plan.protocols import horizon_of
@@ -277,7 +277,8 @@ def _located(cfg: Root) -> dict[str, Any]:
     if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
-        found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
+        with suppress(CheckpointError):  # a config may be composed elsewhere; `check_components` rejects the path
+            found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
     if isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
         found["model.precision"] = Precision.fp32
         cfg._sources["model.precision"] = THIS_HOST

@@ -190,7 +190,7 @@ def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureF
     if "demos" in line and name == "sft" and not (reader / "demos").is_dir():
         assert main(["collect", "env=tabletop", "collect.out=demos/tabletop", *SHORT["collect"]]) == 0
     if any(simulator in line for simulator in SIMULATED) and name in SHORT:
-        pytest.importorskip("libero" if "libero" in line else "mani_skill")
+        pytest.importorskip("libero.libero" if "libero" in line else "mani_skill")
         # The page's run is of the experiment's model; the one that was trained here is not.
         if any(word.startswith("experiment=libero") for word in words):
             fits = "flow_small_soup" if "libero_spatial" in line else "openvla_oft_tiny_object"

@@ -129,7 +129,7 @@ def test_frames_of_several_cameras_are_concatenated():
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_hub_repository_error_contains_the_fix():
     with pytest.raises(UnknownNameError, match=r"hf download .*env.id=env:make_env"):
-        described_id("lerobot/some-env")
+        described_id("hub_owner/some-env")
 
 
 def described_id(env_id: str) -> EnvSpec:

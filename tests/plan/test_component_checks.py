@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from toy_runs import toy_config
 
-from embodyrl.errors import ConfigError
+from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
@@ -93,3 +93,18 @@ def test_env_type_accepts_user_code(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len(left) == 2
     assert any("nope" in p for p in left)
     assert "env.reward_coef=3: env_type 'my_kitchen:FACTORY' does not read env.reward_coef; leave it out." in left
+
+
+def test_missing_reference_policy_is_rejected_before_a_run(tmp_path: Path) -> None:
+    missing = tmp_path / "none"
+    words = [
+        "env=gym",
+        "env.id=CartPole-v1",
+        "model=mlp",
+        "algorithm.kl_beta=0.1",
+        f"algorithm.reference_path={missing}",
+    ]
+    cfg = load_config("train", words)
+    assert str(cfg.algorithm.reference_path) == str(missing)
+    with pytest.raises(CheckpointError, match=r"algorithm\.reference_path=.*none"):
+        check_components(cfg)

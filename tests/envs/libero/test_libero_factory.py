@@ -199,7 +199,7 @@ def test_seed_determines_furniture_poses():
 
 @pytest.mark.parametrize("gl", ["osmesa", "egl"])
 def test_chunk_cost_depends_on_physics_and_rendering(gl, monkeypatch):
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     monkeypatch.setenv("MUJOCO_GL", gl)
 
     def chunk_s(profile, fast):

@@ -10,7 +10,7 @@ from embodyrl.plan.run_plan import build_run_plan
 
 
 def test_only_the_instruction_differs_between_states(tmp_path):
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     words = ["env=libero_spatial", "model=openvla_oft_tiny", f"runner.output_dir={tmp_path}"]
     honest, liar = (
         build_run_plan(load_config("eval", [*words, *more]), training=False).env

@@ -66,7 +66,7 @@ def test_all_tasks_match_the_package(name):
 
 @pytest.mark.sim
 def test_an_expert_reaches_the_goal():
-    pytest.importorskip("metaworld")
+    pytest.importorskip("metaworld.policies")
     cfg = env_of("metaworld", id="reach-v3", pixels=False, use_rel_reward=False)
     env = FACTORY.make(cfg, EnvContext(num_slots=1))
     env.reset([0], [EpisodeStart(reset_id=1, seed=0, max_episode_steps=500)])
@@ -115,7 +115,7 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 @pytest.mark.sim
 def test_slots_run_their_tasks_in_any_order():
     """Tasks 0 (reach) and 2 (pick-place) of MT10; a simulator that a slot leaves waits for its own task."""
-    pytest.importorskip("metaworld")
+    pytest.importorskip("metaworld.policies")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
     reach, place = _play(env, 0, 3), _play(env, 2, 3, slot=1)
     for state, task in ((reach, 0), (place, 2)):
@@ -137,7 +137,7 @@ def test_slots_run_their_tasks_in_any_order():
 
 @pytest.mark.sim
 def test_goal_is_hidden_in_ml_benchmarks():
-    pytest.importorskip("metaworld")
+    pytest.importorskip("metaworld.policies")
     shown = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=1))
     hidden = FACTORY.make(env_of("metaworld", id="ML45", pixels=False), EnvContext(num_slots=1))
     task = BENCHMARKS["ML45"].index("reach-v3")

@@ -96,7 +96,7 @@ def dry_run(preset: str, folder: Path, monkeypatch, *more: str) -> str:
 )
 def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
     if preset.startswith("libero"):
-        pytest.importorskip("libero")
+        pytest.importorskip("libero.libero")
     # ManiSkill would build the task on a GPU; this is what it says on a CPU.
     monkeypatch.setattr(maniskill, "describe_apart", lambda cfg: PANDA)
     folder = tmp_path / "model"
@@ -110,7 +110,7 @@ def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
 
 def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
     """24 GB: what is at its smallest already is not advised, and software rendering frees what simulators draw with."""
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
     words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
     stub_nvidia_smi(tmp_path, monkeypatch, ("0", "GPU-0", "24564", "24564", *H100[4:6], "NVIDIA GeForce RTX 4090"))
@@ -150,7 +150,7 @@ TWO_NODES = ("launcher.name=spread_launcher:SpreadLauncher", "cluster.num_nodes=
 
 def test_memory_is_planned_per_node(tmp_path, monkeypatch):
     """16 ranks in two groups of 8, one on each node: no GPU holds more than a rank and its share of env workers."""
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)
     plan = run_plan.build_run_plan(cfg, training=True)
@@ -167,7 +167,7 @@ def test_memory_is_planned_per_node(tmp_path, monkeypatch):
 
 
 def test_rank_count_covers_all_nodes(tmp_path, monkeypatch):
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, "actor.fsdp.size=-1")
     assert run_plan.count_ranks(cfg) == 16
     one = (*TWO_NODES[:2], "cluster.component_placement={env:0-1,rollout:1,actor:1}")
@@ -183,7 +183,7 @@ def test_run_that_exceeds_gpu_memory_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("gib", "when"), [(80, "step"), (40, "micro_batch")])
 def test_gradient_sync_interval_follows_the_memory(gib, when, tmp_path, monkeypatch):
-    pytest.importorskip("libero")
+    pytest.importorskip("libero.libero")
     monkeypatch.setattr(Gpus, "free", gib * 2**30)
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch)
     plan = memory.plan_memory(run_plan.build_run_plan(cfg, training=True))
