@@ -105,7 +105,7 @@ class GigpoSettings(StdSettings, DiscountSettings):
     """GiGPO: group-in-group policy optimization."""
 
     step_advantage_weight: Positive = 1.0
-    """gigpo: weight of a step's advantage among visits of the same state."""
+    """gigpo: weight of the step-level advantage, which compares visits of the same state."""
 
 
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:

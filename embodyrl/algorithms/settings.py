@@ -99,7 +99,7 @@ class AlgorithmSettings(ActingAlgorithm):
     reward_bias: Annotated[float, Field(ge=-(10**9), le=10**9)] = 0.0
     """Constant added to the outcome of an episode."""
     reward_clip: Positive | None = None
-    """Clip outcomes to +- this value."""
+    """Clip outcomes to [-reward_clip, reward_clip]."""
     reward_norm: RewardNorm = RewardNorm.none
     """Standardise outcomes over the group or the batch."""
     truncated_episodes: TruncatedEpisodes = TruncatedEpisodes.train

@@ -91,7 +91,7 @@ class RewardSettings(Settings):
     use_rel_reward: bool = True
     """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""
     reward_coef: RewardFactor = 1.0
-    """Factor on all rewards."""
+    """Factor that multiplies all rewards."""
 
 
 class InitParams(Settings):

@@ -23,7 +23,7 @@ class FsdpSettings(Settings):
     """Number of training processes, and sharding of the weights."""
 
     size: CountOrAll = -1
-    """Number of actor ranks; -1: one per GPU of this host, or one without GPUs or if the policy supports one only."""
+    """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
     shard_size: CountOrAll = -1
     """Ranks that share one copy of the weights; further groups replicate it (HSDP). -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True

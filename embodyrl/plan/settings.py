@@ -162,7 +162,7 @@ class ProtocolSettings(Settings):
     sources: list[str] = []
     """Sources of the values of the protocol."""
     settled: bool = False
-    """The settings of the protocol are applied; set by the command."""
+    """Internal: True after the settings of the protocol are applied."""
 
 
 class EvalSettings(Settings):

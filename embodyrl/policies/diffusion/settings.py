@@ -35,8 +35,8 @@ class DiffusionSettings(LeRobotSettings):
     num_inference_steps: Count | None = None
     """Denoising steps of a chunk; default: the checkpoint's."""
     greedy_start: GreedyStart = GreedyStart.random
-    """Greedy acting denoises noise that is a function of the observation, with the sampler's own noise (random), or
-    starts at zero noise and adds no noise (zero)."""
+    """Noise of greedy actions: initial noise and sampler noise are functions of the observation (random), or both are
+    zero (zero)."""
     noise_repeated: bool = False
     """dsrl: the actor chooses one noise vector for all actions of a chunk; false: one per action."""
     stochastic_steps: Stochastic = Stochastic.one

@@ -53,7 +53,7 @@ class FlowSettings(ResidualSettings):
     ignore_last: bool = False
     """Keep the last denoising step deterministic."""
     noise_level: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """flow_sde, flow_cps: noise level a of the formulas."""
+    """flow_sde, flow_cps: noise level a of the SDE."""
     noise_range: Annotated[list[float], _RISING, Must("[low,high] with 0 < low < high, standard deviations")] = [
         0.08,
         0.16,
@@ -80,7 +80,7 @@ class FlowSettings(ResidualSettings):
     """SFT: times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. Larger values are closer to
     pure noise, where only the observation determines the actions."""
     value_from: ValueFrom = ValueFrom.prefix
-    """Input of the value head: the pooled prefix, or the expert's mean hidden row for zero noise."""
+    """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
     @property
     def steers(self) -> bool:
