@@ -18,7 +18,7 @@ from embodyrl.cluster.protocol import ClusterSettings
 from embodyrl.config import tree
 from embodyrl.config.check import wrong_value
 from embodyrl.config.sections import SECTIONS, Chosen, Section
-from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, keys_of, parents_of, plain
+from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, find_key, keys_of, parents_of, plain
 from embodyrl.config.words import Setting, short
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
@@ -183,6 +183,11 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     if group in _PARTS and not others and name.startswith(f"{group}."):
         return f"`embodyrl {command}`"  # no part has it, so it is another command's
     return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
+
+
+def trains_with(name: str, values: Mapping[str, Any]) -> bool:
+    """Return whether `embodyrl train` with these parts reads a key, for example of the user's own loss."""
+    return find_key(choose("train", values, [])[0], name) is not None
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:

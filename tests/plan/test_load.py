@@ -389,3 +389,26 @@ def test_keys_of_a_missing_component_give_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         load_config("train", ["model=mine"], config_dirs=[tmp_path])
     assert [problem.partition(" Known")[0] for problem in raised.value.problems] == ["Unknown model 'gone'."]
+
+
+def test_run_with_keys_of_its_own_loss_can_be_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "soft_loss.py").write_text(
+        "from embodyrl.algorithms.protocol import PolicyLoss\n"
+        "from embodyrl.config.settings import Settings\n"
+        "class SoftSettings(Settings):\n    softness: float = 0.2\n"
+        "LOSS = PolicyLoss(compute=lambda units, cfg: None, settings=SoftSettings)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo", "algorithm.loss_type=soft_loss:LOSS"]
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    saved = run / "config.yaml"
+    save_config(load_config("train", [*words, "algorithm.softness=0.3"]), saved)
+    assert load_config("eval", [f"ckpt={run}", "trust=true"]).env.id == "CartPole-v1"
+    with pytest.raises(ConfigError) as caught:
+        load_config("eval", [f"ckpt={run}"])
+    assert "add trust=true" in str(caught.value)
+    assert "unknown key" not in str(caught.value)
+    saved.write_text(saved.read_text().replace("softness", "softnes"))
+    with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.softnes'"):
+        load_config("eval", [f"ckpt={run}", "trust=true"])
