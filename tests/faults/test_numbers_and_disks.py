@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_cli
-from toy_runs import rows, toy_config, toy_words, train_toy, weights
+from toy_runs import TOY_OFT, rows, toy_config, toy_words, train_toy, weights
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.evaluate import evaluate
@@ -18,24 +18,35 @@ from embodyrl.commands.session import OnStep
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, NonFiniteError
 
-EXPLODING = ("env.kwargs.reward=1e37", "algorithm.normalize_advantages=false", "env.kwargs.goal=0.7")
-"""Rewards, advantages and the loss are finite; the squares in the norm of the gradient are not."""
+NEEDS_OFT = pytest.mark.needs("openvla_oft")
+EXPLODING = ("algorithm.normalize_advantages=false", "env.use_rel_reward=false", "env.kwargs.goal=0.7")
+"""With the rewards below, advantages are finite and close to the largest number of float32."""
+INFINITE_LOSS = (*EXPLODING, "env.kwargs.reward=3e37")
+INFINITE_GRADIENT = (*EXPLODING, "env.kwargs.reward=1e37")
+"""The loss is finite, but not the gradient of the tiny OpenVLA-OFT."""
+EXPLOSIONS = [
+    pytest.param((), INFINITE_LOSS, "loss", id="loss"),
+    pytest.param(TOY_OFT, INFINITE_GRADIENT, "gradient norm", id="gradient", marks=NEEDS_OFT),
+]
 
 
-def test_non_finite_loss_stops_without_changing_weights(tmp_path):
-    start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
-    words = (f"ckpt={start}", "runner.max_steps=2", "runner.save_interval=1", "env.use_rel_reward=false")
-    with pytest.raises(NonFiniteError, match=r"weights are unchanged.*actor\.optim\.lr") as caught:
-        train_toy(tmp_path, *words, *EXPLODING, name="bad")
+@pytest.mark.parametrize(("model", "exploding", "what"), EXPLOSIONS)
+def test_non_finite_update_stops_without_changing_weights(tmp_path, model, exploding, what):
+    start = train_toy(tmp_path, *model, "actor.optim.lr=0", "runner.max_steps=1", name="start")
+    words = (*model, f"ckpt={start}", "runner.max_steps=2", "runner.save_interval=1")
+    message = rf"Non-finite {what} .*weights are unchanged.*actor\.optim\.lr"
+    with pytest.raises(NonFiniteError, match=message) as caught:
+        train_toy(tmp_path, *words, *exploding, name="bad")
     assert caught.value.exit_code == 5
     assert CheckpointStore(tmp_path / "bad" / "checkpoints").steps() == []
     assert not (tmp_path / "bad" / "lock").exists()
 
 
-def test_skipped_update_is_counted_and_keeps_weights(tmp_path):
-    start = train_toy(tmp_path, "actor.optim.lr=0", "runner.max_steps=1", name="start")
-    words = (f"ckpt={start}", "runner.max_steps=2", "env.use_rel_reward=false", "faults.on_nonfinite=skip")
-    run = train_toy(tmp_path, *words, *EXPLODING, name="skipping")
+@pytest.mark.parametrize(("model", "exploding", "what"), EXPLOSIONS)
+def test_skipped_update_is_counted_and_keeps_weights(tmp_path, model, exploding, what):
+    start = train_toy(tmp_path, *model, "actor.optim.lr=0", "runner.max_steps=1", name="start")
+    words = (*model, f"ckpt={start}", "runner.max_steps=2", "faults.on_nonfinite=skip")
+    run = train_toy(tmp_path, *words, *exploding, name="skipping")
     for row in rows(run):
         assert row["actor/skipped_nonfinite"] >= 1
         assert row["actor/optimizer_steps"] == 0
@@ -43,23 +54,30 @@ def test_skipped_update_is_counted_and_keeps_weights(tmp_path):
 
 
 @pytest.mark.integration
-def test_diverging_learning_rate_exits_5(tmp_path):
+@pytest.mark.parametrize(
+    ("model", "what"), [((), "action"), pytest.param(TOY_OFT, "log-probability", marks=NEEDS_OFT)], ids=["cnn", "oft"]
+)
+def test_diverging_learning_rate_exits_5(tmp_path, model, what):
     absurd = ("actor.optim.lr=1000", "actor.optim.weight_decay=1000")
-    words = toy_words(tmp_path, *absurd, "env.kwargs.goal=0.7", "runner.max_steps=5")
+    words = toy_words(tmp_path, *model, *absurd, "env.kwargs.goal=0.7", "runner.max_steps=5")
     done = run_cli("train", *words, "launcher=inline", cwd=tmp_path)
     assert done.returncode == 5, done.stderr
-    assert "non-finite log-probability" in done.stderr
+    assert f"non-finite {what}" in done.stderr
     assert "actor.optim.lr" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.integration
 def test_non_finite_numbers_in_a_worker_process_have_the_same_exit_code(tmp_path):
-    words = toy_words(tmp_path, *EXPLODING, "env.use_rel_reward=false")
+    words = toy_words(tmp_path, *INFINITE_LOSS)
     done = run_cli("train", *words, cwd=tmp_path)
     assert done.returncode == 5, done.stderr
     assert "weights are unchanged" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LARGE = "model.hidden_sizes=[1024,1536]"
+"""A checkpoint of 23 MiB."""
 
 
 @pytest.fixture
@@ -78,11 +96,11 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-def fills(disk: Path, left: int) -> OnStep:
-    """After the first step somebody else's file leaves n bytes."""
+def fills(disk: Path, left: int, at: int = 1) -> OnStep:
+    """After a step, before its checkpoint, a file of another program leaves n bytes."""
 
     def fill(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 1:
+        if step == at:
             (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free - left))
 
     return fill
@@ -93,14 +111,14 @@ def test_missing_disk_space_is_refused_at_the_start(small_disk):
     with pytest.raises(
         ConfigError, match=r"A checkpoint needs 23 MiB; 2 are kept .* 36 MiB are free .*checkpoint\.keep=1"
     ):
-        train_toy(small_disk, "runner.max_steps=3", "runner.save_interval=1")
+        train_toy(small_disk, LARGE, "runner.max_steps=3", "runner.save_interval=1")
     assert not list(small_disk.rglob("metrics.jsonl"))
 
 
 def test_full_disk_error_keeps_older_checkpoints(small_disk):
-    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
+    cfg = toy_config(small_disk, LARGE, "runner.max_steps=3", "runner.save_interval=1", "checkpoint.on_error=stop")
     with pytest.raises(CheckpointError, match=r"No space left.*needs.*MiB.*checkpoint\.keep=1") as caught:
-        train(cfg, on_step=fills(small_disk, 12 * 2**20))
+        train(cfg, on_step=fills(small_disk, 12 * 2**20, at=2))
     assert caught.value.exit_code == 6
     store = CheckpointStore(small_disk / "run" / "checkpoints")
     assert store.steps() == [1]
@@ -108,14 +126,17 @@ def test_full_disk_error_keeps_older_checkpoints(small_disk):
     assert [row["step"] for row in rows(small_disk / "run")] == [1, 2]
 
 
+AVERAGED = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1")
+
+
 @pytest.mark.parametrize(
     ("words", "left"),
-    [((), 2**18), (("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learning_starts=1"), 12 * 2**20)],
+    [((), 2**18), pytest.param(AVERAGED, 12 * 2**20, marks=pytest.mark.needs("off_policy"))],
     ids=["the policy", "what the algorithm keeps"],
 )
 def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, left):
     """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
-    cfg = toy_config(small_disk, "runner.max_steps=3", "runner.save_interval=1", *words)
+    cfg = toy_config(small_disk, LARGE, "runner.max_steps=3", "runner.save_interval=1", *words)
     with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
         train(cfg, on_step=fills(small_disk, left))
     assert caught.value.exit_code == 6, "the last checkpoint must succeed"

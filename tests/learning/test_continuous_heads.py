@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from toy_runs import resume_toy, rows, train_toy
+from toy_runs import TOY_OFT, resume_toy, rows, train_toy
 
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.continuous import DiffusionChain
@@ -29,7 +29,7 @@ HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps
 @pytest.mark.parametrize(("head", "algorithm"), [("l1", "ppo"), ("one", "grpo"), ("residual", "ppo")])
 def test_continuous_head_run_trains_and_resumes(head: str, algorithm: str, tmp_path: Path) -> None:
     """What acting and training say of the first step is the same, though their batches are not."""
-    words = [*HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
+    words = [*TOY_OFT, *HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
     if algorithm == "ppo":
         words += ["env.train.max_steps_per_rollout_epoch=8", "algorithm.group_size=1"]
     run = train_toy(tmp_path, *words)

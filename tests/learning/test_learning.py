@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from toy_runs import rows, train_toy, weights
 
+NARROW = "model.log_std_init=-1"
+"""Few episodes reach the goal by noise alone."""
 GRPO = (
     "env.train.total_num_envs=16",
     "env.train.max_episode_steps=16",
     "algorithm.group_size=8",
     "actor.global_batch_size=64",
-    "actor.optim.lr=0.0003",
+    "actor.optim.lr=0.003",
+    NARROW,
     "runner.max_steps=12",
 )
 
@@ -25,17 +28,17 @@ def mean_success(run, steps: slice) -> float:
 def test_grpo_improves_success(tmp_path, seed):
     words = (*GRPO, "runner.deterministic=true", f"seed={seed}")
     run = train_toy(tmp_path, *words, "runner.max_steps=20")
-    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.25
+    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.4
 
 
 @pytest.mark.integration
 def test_grpo_with_negated_advantages_reduces_success(tmp_path):
     """Started where success is common, so that there is something to lose."""
-    words = (*GRPO, "env.kwargs.goal=0.8", "algorithm.adv_type=toy_gates:NEGATED_GRPO")
-    run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=40")  # seed 0 falls last of three
+    words = (*GRPO, "env.kwargs.goal=0.3", "algorithm.adv_type=toy_gates:NEGATED_GRPO", "actor.optim.lr=0.001")
+    run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=40")
     before, after = mean_success(run, slice(0, 5)), mean_success(run, slice(-5, None))
     assert before >= 0.5
-    assert after <= before - 0.2
+    assert after <= before - 0.4
 
 
 @pytest.mark.integration
@@ -47,11 +50,12 @@ def test_ppo_with_a_value_head_improves_success(tmp_path):
         "env.train.total_num_envs=32",
         "env.kwargs.goal=1.0",
         "actor.global_batch_size=32",
-        "actor.optim.lr=0.0003",
+        "actor.optim.lr=0.003",
+        NARROW,
         "runner.max_steps=10",
     )
     run = train_toy(tmp_path, *words)
-    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.15
+    assert mean_success(run, slice(-3, None)) >= mean_success(run, slice(0, 2)) + 0.25
     losses = [row["actor/value_loss"] for row in rows(run)]
     assert min(losses[-3:]) < losses[0]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rank_work import RECORDS, Rollout, fill, losses, run_ranks, state
-from toy_runs import TOY_COLLECT, toy_config
+from toy_runs import TOY_COLLECT, TOY_OFT, toy_config
 
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import Record
@@ -73,8 +73,9 @@ def test_chunks_of_successful_episodes_are_stored(make):
     np.testing.assert_array_equal(actor._replay[Record.images][:4], arena[Record.images][records[[0, 1, 4, 5]]])
 
 
+@pytest.mark.needs("openvla_oft")
 def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
-    host, actor, _, tickets = make()
+    host, actor, _, tickets = make(*TOY_OFT)
     means, own = actor._gripper, actor._policy.spec.gripper
     assert means is not None
     assert own is not None
