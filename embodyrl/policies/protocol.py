@@ -273,7 +273,7 @@ def seen_problems(who: str, env: EnvSpec) -> list[str]:
             f"example {fitting_models(env)}."
         ]
     if env.cameras.rotation_deg not in (0, 180):
-        return [f"env '{env.name}' declares image_rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]
+        return [f"env '{env.name}' declares cameras.rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]
     return []
 
 

@@ -154,9 +154,9 @@ def one_of(world: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from embodyrl.learners import sharded
+    from embodyrl.extensions.sharded import ranks
 
-    join, mesh, exchange = sharded._join, sharded.init_device_mesh, sharded.ShardedRanks.exchange
+    join, mesh, exchange = ranks._join, ranks.init_device_mesh, ranks.ShardedRanks.exchange
 
     def real_mesh(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -165,12 +165,12 @@ def one_of(world: int) -> Iterator[None]:
     def joined(rank_info: Any, device: str) -> None:
         dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
-    sharded._join, sharded.init_device_mesh = joined, real_mesh  # type: ignore[assignment]
-    sharded.ShardedRanks.exchange = lambda self, parts: parts  # what the others say would be read, and is not there
+    ranks._join, ranks.init_device_mesh = joined, real_mesh  # type: ignore[assignment]
+    ranks.ShardedRanks.exchange = lambda self, parts: parts  # what the others say would be read, and is not there
     try:
         yield
     finally:
-        sharded._join, sharded.init_device_mesh, sharded.ShardedRanks.exchange = join, mesh, exchange
+        ranks._join, ranks.init_device_mesh, ranks.ShardedRanks.exchange = join, mesh, exchange
         if dist.is_initialized():
             dist.destroy_process_group()
 

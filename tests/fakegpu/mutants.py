@@ -94,8 +94,8 @@ BUGS = {
     "gradients are kept while acting": Bug(
         "memory",
         "embodyrl.learners.policy_gradient",
-        "        self._trainer.optimization.zero_grad()\n        # Only now",
-        "        # Only now",
+        "        self._trainer.optimization.zero_grad()\n        # After the update",
+        "        # After the update",
     ),
     "new weights are not announced": Bug(
         "staleness", "embodyrl.learners.training", "            weights_changed(self._module)\n", "", check="engine"

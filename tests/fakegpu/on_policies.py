@@ -102,7 +102,7 @@ def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
     )
     model = {"path": str(folder), "precision": precision, "is_lora": case == "lora", **words}
     policy = build("openvla" if case == "openvla" else "openvla_oft", model, env, **asked)
-    cameras, length = policy.spec.num_images, policy.spec.tokens_per_chunk
+    cameras, length = policy.spec.inputs.num_images, policy.spec.tokens_per_chunk
 
     def observe(count: int) -> Observation:
         images = np.zeros((count, cameras, 64, 64, 3), np.uint8)

@@ -56,7 +56,7 @@ def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
         ("kill", "reset", "died with SIGKILL"),
         ("raise", "step", ", task 0 ('go right'), initial state"),
         ("nonfinite", "step", "reward nan"),
-        ("nonfinite", "observe", "state [nan], expected finite numbers"),
+        ("nonfinite", "observe", "state [nan]; expected finite numbers"),
     ],
 )
 def test_crash_keeps_rewards_aligned_with_actions(tmp_path, kind, where, said):

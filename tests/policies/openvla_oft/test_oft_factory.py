@@ -12,7 +12,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.config import read_config
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.types import GripperConvention
+from embodyrl.types import CameraSpec, GripperConvention
 
 
 def problems(folder=None, **config):
@@ -139,7 +139,7 @@ def test_spec_declares_shapes_and_gripper(checkpoint, env_spec):
     ("config", "env", "part"),
     [
         ({"action_dim": 4}, {}, "model.action_dim=7"),
-        ({}, {"image_rotation_deg": 90}, "image_rotation_deg"),
+        ({}, {"cameras": CameraSpec(names=("a",), size=(64, 64), rotation_deg=90)}, r"cameras\.rotation_deg=90"),
     ],
 )
 def test_spec_refuses_mismatched_environments(checkpoint, env_spec, config, env, part):
