@@ -203,7 +203,7 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
             continue
         elif keys.is_for_others(command, last[name]):
             unread.setdefault(f"`embodyrl {command}`", []).append(name)
-        elif not last[name].typed and not keys.is_known(name) and (problems or keys.trains_with(name, values)):
+        elif not last[name].typed and not keys.is_known(name) and keys.trains_with(name, values, problems):
             continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
         elif not keys.is_known(name) or name in branches_of(root):
             problems += keys.refuse_key(root, last[name])

@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from embodyrl.config import tree
 from embodyrl.config.check import wrong_value
 from embodyrl.config.sections import SECTIONS, Chosen, Section
 from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, find_key, keys_of, parents_of, plain
+from embodyrl.config.trust import TRUST
 from embodyrl.config.words import Setting, short
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
@@ -185,9 +186,12 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
 
 
-def trains_with(name: str, values: Mapping[str, Any]) -> bool:
-    """Return whether `embodyrl train` with these parts reads a key, for example of the user's own loss."""
-    return find_key(choose("train", values, [])[0], name) is not None
+def trains_with(name: str, values: Mapping[str, Any], problems: Sequence[str]) -> bool:
+    """Return whether `embodyrl train` with these parts reads a key, for example of the user's own loss.
+
+    True also if the config is not trusted: then no code is imported, and `problems` has a line about it.
+    """
+    return any(TRUST in problem for problem in problems) or find_key(choose("train", values, [])[0], name) is not None
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:

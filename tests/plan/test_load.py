@@ -404,11 +404,11 @@ def test_run_with_keys_of_its_own_loss_can_be_evaluated(tmp_path: Path, monkeypa
     (run / "checkpoints").mkdir(parents=True)
     saved = run / "config.yaml"
     save_config(load_config("train", [*words, "algorithm.softness=0.3"]), saved)
-    assert load_config("eval", [f"ckpt={run}", "trust=true"]).env.id == "CartPole-v1"
+    assert load_config("eval", [f"ckpt={run}", "trust=true"], base=saved).env.id == "CartPole-v1"
     with pytest.raises(ConfigError) as caught:
-        load_config("eval", [f"ckpt={run}"])
+        load_config("eval", [f"ckpt={run}"], base=saved)
     assert "add trust=true" in str(caught.value)
     assert "unknown key" not in str(caught.value)
     saved.write_text(saved.read_text().replace("softness", "softnes"))
     with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.softnes'"):
-        load_config("eval", [f"ckpt={run}", "trust=true"])
+        load_config("eval", [f"ckpt={run}", "trust=true"], base=saved)
