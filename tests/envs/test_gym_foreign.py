@@ -98,7 +98,7 @@ def test_suspicious_observation_spaces_give_warnings(name, doubt):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("LacksMember", "observed no 'n', which its observation space has"),
+        ("LacksMember", "returned no 'n', a member of its observation space"),
         ("ManyCategories", "would have 1099511627776 numbers"),
     ],
 )
