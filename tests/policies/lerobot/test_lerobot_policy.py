@@ -96,7 +96,7 @@ def test_sft_reduces_the_imitation_loss(kind, seen, tmp_path):
         assert torch.equal(before.loss, policy.imitate(obs, actions).loss)
     policy.module.train()
     torch.manual_seed(0)  # training draws its noise from torch's generator
-    for _ in range(40):
+    for _ in range(40 if kind == "diffusion" else 15):
         optimizer.zero_grad()
         policy.imitate(obs, actions).loss.mean().backward()
         optimizer.step()
