@@ -11,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Protocol
@@ -190,10 +191,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):
         signal.signal(signum, signal.SIG_IGN)
     if spec.restartable:
-        # Processes that an environment starts would inherit SIG_IGN, and its close() ends them with SIGTERM.
-        signal.signal(signal.SIGTERM, lambda signum, frame: None)
-        signal.siginterrupt(signal.SIGTERM, False)
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+        ignore_sigterm_except_in_children()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
@@ -204,6 +202,21 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     signal_at_parents_end(signal.SIGKILL)
     keep_freed_memory()
     threading.Thread(target=_die_with_parent, name="parent-watch", daemon=True).start()
+
+
+def ignore_sigterm_except_in_children() -> None:
+    """Ignore SIGTERM here, but not in processes that an environment starts: its close() ends them with SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)  # children would inherit SIG_IGN
+    signal.siginterrupt(signal.SIGTERM, False)
+
+    def restore() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        allow()
+
+    # A signal that reaches a child before its first instruction stays pending until the default action is restored.
+    block = partial(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGTERM})
+    allow = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.register_at_fork(before=block, after_in_parent=allow, after_in_child=restore)
 
 
 def keep_freed_memory() -> None:
