@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,12 +186,18 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
 
 
-def trains_with(name: str, values: Mapping[str, Any], problems: Sequence[str]) -> bool:
+def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
     """Return whether `embodyrl train` with these parts reads a key, for example of the user's own loss.
 
-    True also if the config is not trusted: then no code is imported, and `problems` has a line about it.
+    True also if that is unknown, because the config is not trusted or its code cannot be imported; `problems` has a
+    line about it.
     """
-    return any(TRUST in problem for problem in problems) or find_key(choose("train", values, [])[0], name) is not None
+    if any(TRUST in problem for problem in problems):
+        return True
+    found: list[str] = []
+    root, _ = choose("train", values, found)
+    problems += [problem for problem in found if problem not in problems]
+    return bool(found) or find_key(root, name) is not None
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:

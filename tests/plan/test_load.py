@@ -409,6 +409,11 @@ def test_run_with_keys_of_its_own_loss_can_be_evaluated(tmp_path: Path, monkeypa
         load_config("eval", [f"ckpt={run}"], base=saved)
     assert "add trust=true" in str(caught.value)
     assert "unknown key" not in str(caught.value)
+    saved.write_text(saved.read_text().replace("soft_loss:LOSS", "soft_lost:LOSS"))
+    with pytest.raises(ConfigError, match="Cannot import 'soft_lost'") as caught:
+        load_config("eval", [f"ckpt={run}", "trust=true"], base=saved)
+    saved.write_text(saved.read_text().replace("soft_lost:LOSS", "soft_loss:LOSS"))
+    assert "unknown key" not in str(caught.value)
     saved.write_text(saved.read_text().replace("softness", "softnes"))
     with pytest.raises(ConfigError, match=r"unknown key 'algorithm\.softnes'"):
         load_config("eval", [f"ckpt={run}", "trust=true"], base=saved)
