@@ -75,11 +75,11 @@ class ActFactory(LeRobotFactory):
         """Return the forward passes of a chunk."""
         return 1
 
-    def make(self, cfg: Any, spec: PolicySpec, config: Any, raw: dict[str, Any], request: PolicyRequest) -> Policy:
+    def make(self, cfg: Any, spec: PolicySpec, config: Any, request: PolicyRequest) -> Policy:
         """Build the policy with fresh weights from the seed."""
         from embodyrl.policies.act.policy import build_policy
 
-        return build_policy(cfg, spec, config, raw, self.folder(cfg), self.steering(cfg, config), request)
+        return build_policy(cfg, spec, config, self.folder(cfg), self.steering(cfg, config), request)
 
 
 FACTORY = ActFactory()

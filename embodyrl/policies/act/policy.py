@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -151,7 +150,6 @@ def build_policy(
     cfg: ActSettings,
     spec: PolicySpec,
     config: ActConfig,
-    raw: dict[str, Any],
     folder: Path,
     steering: SteeringShape | None,
     request: PolicyRequest,

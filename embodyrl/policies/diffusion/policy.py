@@ -182,7 +182,6 @@ def build_policy(
     cfg: DiffusionSettings,
     spec: PolicySpec,
     config: DiffusionConfig,
-    raw: dict[str, Any],
     folder: Path,
     steering: SteeringShape | None,
     request: PolicyRequest,

@@ -50,7 +50,7 @@ class LeRobotFactory(ABC):
         """Return the forward passes of a chunk."""
 
     @abstractmethod
-    def make(self, cfg: Any, spec: PolicySpec, config: Any, raw: dict[str, Any], request: PolicyRequest) -> Policy:
+    def make(self, cfg: Any, spec: PolicySpec, config: Any, request: PolicyRequest) -> Policy:
         """Build the policy."""
 
     def validate(self, cfg: LeRobotSettings) -> list[str]:
@@ -164,7 +164,7 @@ class LeRobotFactory(ABC):
         """
         spec = self.spec(cfg, request.env, request.value_dim)
         config, raw = self.plan(cfg, request.env)
-        policy = self.make(cfg, spec, config, raw, request)
+        policy = self.make(cfg, spec, config, request)
         if RANDOM_INIT_KEY not in raw:
             policy.load_weights(self.folder(cfg))
         return policy
