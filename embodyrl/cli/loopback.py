@@ -11,7 +11,7 @@ import webbrowser
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from embodyrl.errors import ConfigError, EmbodyError
@@ -24,6 +24,8 @@ _MOST_CLIENTS = 64
 """Open connections; further ones are closed."""
 _REQUEST_S = 10.0
 """Deadline for a client to send its request."""
+_SIGNALS_S = 0.5
+"""Longest wait in one system call: a signal that arrives just before the call does not interrupt it."""
 
 
 class Loopback(ThreadingHTTPServer):
@@ -71,7 +73,10 @@ class Loopback(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, name="loopback", daemon=True).start()
         try:
             while True:
-                future, act = self._calls.get()
+                try:
+                    future, act = self._calls.get(timeout=_SIGNALS_S)
+                except Empty:
+                    continue
                 try:
                     future.set_result(act())
                 except Exception as error:

@@ -22,6 +22,8 @@ from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.saved import config_of_ckpt
 
 _NAME = "runner.experiment_name="
+_SIGNALS_S = 1.0
+"""Longest wait in one system call, seconds."""
 
 
 def expand(words: Sequence[str]) -> list[list[str]]:
@@ -134,7 +136,11 @@ class _Running:
         self._process = subprocess.Popen(words, preexec_fn=partial(signal_at_parents_end, PARENT_EXITED))
         if self.stopped:  # in the moment before
             self._process.send_signal(PARENT_EXITED)
-        return self._process.wait()
+        while True:
+            try:  # a signal that arrives just before a wait does not interrupt it
+                return self._process.wait(_SIGNALS_S)
+            except subprocess.TimeoutExpired:
+                continue
 
 
 def _print_table(jobs: Sequence[Sequence[str]], codes: Sequence[int | None], runs: Sequence[Mapping[str, Any]]) -> None:
