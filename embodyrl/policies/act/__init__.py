@@ -9,7 +9,7 @@ from embodyrl.policies.act.settings import ActSettings, Likelihood
 from embodyrl.policies.lerobot.config import read_config
 from embodyrl.policies.lerobot.factory import LeRobotFactory
 from embodyrl.policies.lerobot.settings import chunk_shape
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.types import EnvSpec, PolicySpec
 
@@ -75,11 +75,11 @@ class ActFactory(LeRobotFactory):
         """Return the forward passes of a chunk."""
         return 1
 
-    def make(self, cfg: Any, spec: PolicySpec, config: Any, request: PolicyRequest) -> Policy:
-        """Build the policy with fresh weights from the seed."""
-        from embodyrl.policies.act.policy import build_policy
+    def policy(self, steering: SteeringShape | None) -> type[Any]:
+        """Return the class of the policy (see `LeRobotFactory`)."""
+        from embodyrl.policies.act.policy import ActPolicy, CorrectedAct, SteeredAct
 
-        return build_policy(cfg, spec, config, self.folder(cfg), self.steering(cfg, config), request)
+        return ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct
 
 
 FACTORY = ActFactory()

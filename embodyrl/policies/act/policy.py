@@ -1,35 +1,28 @@
 """ACT as a policy: a chunk from a latent of zeros, a Gaussian around it, and training as an autoencoder."""
 
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.act.config import KIND, ActConfig
+from embodyrl.policies.act.config import ActConfig
 from embodyrl.policies.act.network import Act
 from embodyrl.policies.act.settings import ActSettings
-from embodyrl.policies.lerobot.config import read_config
-from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
-from embodyrl.policies.lerobot.policy import Corrected, LeRobotModule, LeRobotPolicy, Read, Started
-from embodyrl.policies.lerobot.units import Units
-from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape
+from embodyrl.policies.lerobot.policy import Corrected, LeRobotPolicy, Read, Started
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Transition
 from embodyrl.policies.vla.records import ChunkRecord
 from embodyrl.policies.vla.sampling import START, Chosen, normals
-from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicySpec
-
-PREFIX = "model."
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicyOutput
 
 
 class ActPolicy(LeRobotPolicy):
     """Implements `Policy` for `Act`."""
 
+    prefix, network = "model.", Act
     _cfg: ActSettings
     _config: ActConfig
+    _network: Act
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Choose a chunk for each observation (see `Policy.act`); an action may be a whole chunk, to be averaged."""
@@ -41,12 +34,6 @@ class ActPolicy(LeRobotPolicy):
     def _executed(self, chunk: Tensor) -> Tensor:
         """Return the executed rows of chunks [B, H, A], all where they are averaged."""
         return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
-
-    @property
-    def _network(self) -> Act:
-        network = self._module.network
-        assert isinstance(network, Act)
-        return network
 
     @property
     def _record(self) -> ChunkRecord:
@@ -81,10 +68,6 @@ class ActPolicy(LeRobotPolicy):
         spread = self._around(read, self._temperature)
         rows = on_device(self._record.layout.unpack(tokens)[1], self._device).view_as(spread.mean)
         return spread.log_prob(rows), spread.entropy()
-
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the loss of actions [B, H, A], all of which count (see `imitate_padded`)."""
-        return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H, A]: mean distance, and `kl_weight` times the latent's KL divergence.
@@ -122,9 +105,6 @@ class ActPolicy(LeRobotPolicy):
         distance = (chunk - target).abs() * ~padding[..., None]
         return distance.flatten(1).mean(1) + self._config.kl_weight * divergence
 
-    def _read_files(self, folder: Path) -> LeRobotFiles:
-        return files_of(folder, self._config, self._cfg)
-
 
 class SteeredAct(Started, ActPolicy):
     """A frozen ACT whose latent is chosen."""
@@ -138,31 +118,3 @@ class SteeredAct(Started, ActPolicy):
 
 class CorrectedAct(Corrected, ActPolicy):
     """A frozen ACT whose chunk is corrected."""
-
-
-def files_of(folder: Path, config: ActConfig, cfg: ActSettings) -> LeRobotFiles:
-    """Read the small files of a folder (see `read_files`)."""
-    raw = read_config(folder, KIND, ActConfig)[1]
-    return read_files(folder, config, raw, KIND, PREFIX, cfg.unnorm_key)
-
-
-def build_policy(
-    cfg: ActSettings,
-    spec: PolicySpec,
-    config: ActConfig,
-    folder: Path,
-    steering: SteeringShape | None,
-    request: PolicyRequest,
-) -> ActPolicy:
-    """Build the policy with fresh weights from the seed.
-
-    Raises:
-        CheckpointError: a small file of the folder is damaged.
-    """
-    files = files_of(folder, config, cfg)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        units = Units(config, files.eps)
-        module = LeRobotModule(Act(config), units, config.dim_model, request.value_dim, steering)
-    kind = ActPolicy if steering is None else CorrectedAct if steering.proposes else SteeredAct
-    return kind(spec, cfg, config, module, files, request)

@@ -5,9 +5,9 @@ from typing import Any
 from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
 from embodyrl.policies.diffusion.settings import DiffusionSettings, record_of
 from embodyrl.policies.lerobot.factory import LeRobotFactory
-from embodyrl.policies.protocol import Policy, PolicyRequest
+from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.vla.records import ChunkRecord
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import EnvSpec
 
 
 class DiffusionFactory(LeRobotFactory):
@@ -36,11 +36,11 @@ class DiffusionFactory(LeRobotFactory):
         """Return the forward passes of a chunk."""
         return config.steps
 
-    def make(self, cfg: Any, spec: PolicySpec, config: Any, request: PolicyRequest) -> Policy:
-        """Build the policy with fresh weights from the seed."""
-        from embodyrl.policies.diffusion.policy import build_policy
+    def policy(self, steering: SteeringShape | None) -> type[Any]:
+        """Return the class of the policy (see `LeRobotFactory`)."""
+        from embodyrl.policies.diffusion.policy import CorrectedDiffusion, DiffusionPolicy, SteeredDiffusion
 
-        return build_policy(cfg, spec, config, self.folder(cfg), self.steering(cfg, config), request)
+        return DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion
 
 
 FACTORY = DiffusionFactory()

@@ -1,36 +1,27 @@
 """Diffusion Policy as a policy: chunks by denoising, the chain's likelihood (DPPO), and the loss of the noise."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from embodyrl.policies.diffusion.config import KIND, DiffusionConfig
+from embodyrl.policies.diffusion.config import DiffusionConfig
 from embodyrl.policies.diffusion.network import Diffusion
 from embodyrl.policies.diffusion.schedule import Schedule
 from embodyrl.policies.diffusion.settings import DiffusionSettings, GreedyStart, Sampler, record_of
-from embodyrl.policies.lerobot.config import read_config
-from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.policy import (
     Corrected,
-    LeRobotModule,
     LeRobotPolicy,
     Read,
     Started,
     seeds_of_observations,
 )
-from embodyrl.policies.lerobot.units import Units
-from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
 from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, uniforms
-from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation, PolicySpec
-
-PREFIX = "diffusion."
+from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
 
 class DenoisingChain(GaussianChain):
@@ -62,19 +53,15 @@ class DenoisingChain(GaussianChain):
 class DiffusionPolicy(LeRobotPolicy):
     """Implements `Policy` for `Diffusion`."""
 
+    prefix, network = "diffusion.", Diffusion
     _cfg: DiffusionSettings
     _config: DiffusionConfig
+    _network: Diffusion
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._schedule = Schedule(self._config, self._config.steps, self._config.noise_scheduler_type)
         self._chain = DenoisingChain(self._cfg, self._config)
-
-    @property
-    def _network(self) -> Diffusion:
-        network = self._module.network
-        assert isinstance(network, Diffusion)
-        return network
 
     def _read(self, obs: Observation) -> Read:
         """Return the condition [B, D]."""
@@ -119,10 +106,6 @@ class DiffusionPolicy(LeRobotPolicy):
         """Score the chain's states."""
         return self._chain.score(partial(self._predict, read.model), tokens, self._device, self._temperature)
 
-    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A], all of which count (see `imitate_padded`)."""
-        return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
-
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
 
@@ -153,9 +136,6 @@ class DiffusionPolicy(LeRobotPolicy):
         predicted = self._network.unet(self._schedule.add_noise(target, noise, level), level, condition)
         return (predicted - (target if self._config.prediction_type == "sample" else noise)).square()
 
-    def _read_files(self, folder: Path) -> LeRobotFiles:
-        return files_of(folder, self._config, self._cfg)
-
 
 class SteeredDiffusion(Started, DiffusionPolicy):
     """A frozen diffusion policy whose starting noise is chosen; its steps are those of DDIM without noise."""
@@ -170,31 +150,3 @@ class SteeredDiffusion(Started, DiffusionPolicy):
 
 class CorrectedDiffusion(Corrected, DiffusionPolicy):
     """A frozen diffusion policy whose chunk is corrected."""
-
-
-def files_of(folder: Path, config: DiffusionConfig, cfg: DiffusionSettings) -> LeRobotFiles:
-    """Read the small files of a folder (see `read_files`)."""
-    raw = read_config(folder, KIND, DiffusionConfig)[1]
-    return read_files(folder, config, raw, KIND, PREFIX, cfg.unnorm_key)
-
-
-def build_policy(
-    cfg: DiffusionSettings,
-    spec: PolicySpec,
-    config: DiffusionConfig,
-    folder: Path,
-    steering: SteeringShape | None,
-    request: PolicyRequest,
-) -> DiffusionPolicy:
-    """Build the policy with fresh weights from the seed.
-
-    Raises:
-        CheckpointError: a small file of the folder is damaged.
-    """
-    files = files_of(folder, config, cfg)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(request.seed)
-        units = Units(config, files.eps)
-        module = LeRobotModule(Diffusion(config), units, config.condition_width, request.value_dim, steering)
-    kind = DiffusionPolicy if steering is None else CorrectedDiffusion if steering.proposes else SteeredDiffusion
-    return kind(spec, cfg, config, module, files, request)

@@ -50,8 +50,8 @@ class LeRobotFactory(ABC):
         """Return the forward passes of a chunk."""
 
     @abstractmethod
-    def make(self, cfg: Any, spec: PolicySpec, config: Any, request: PolicyRequest) -> Policy:
-        """Build the policy."""
+    def policy(self, steering: SteeringShape | None) -> type[Any]:
+        """Return the class of the policy; `steering`: its network is frozen."""
 
     def validate(self, cfg: LeRobotSettings) -> list[str]:
         """Return config problems, one line each with the fix."""
@@ -162,11 +162,14 @@ class LeRobotFactory(ABC):
         Raises:
             CheckpointError: a file is missing, damaged or does not fit.
         """
-        spec = self.spec(cfg, request.env, request.value_dim)
+        from embodyrl.policies.lerobot.policy import build_policy
+
+        spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
         config, raw = self.plan(cfg, request.env)
-        policy = self.make(cfg, spec, config, request)
+        steering, features = self.steering(cfg, config), self.features(config)
+        policy = build_policy(self.policy(steering), cfg, spec, config, folder, features, steering, request)
         if RANDOM_INIT_KEY not in raw:
-            policy.load_weights(self.folder(cfg))
+            policy.load_weights(folder)
         return policy
 
     def plan(self, cfg: LeRobotSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, reason_of
-from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig
+from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, read_config
 from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
@@ -45,6 +45,7 @@ _OLD = re.compile(
 )
 """Name of a statistic among the weights of an older folder: `normalize_inputs.buffer_observation_state.mean`, or
 `so100.buffer.action.mean`."""
+_COMPILED = re.compile(r".*\._orig_mod\..*")
 _FIX = "Take config.json and the weights from one folder, and the model settings of the training."
 
 
@@ -121,18 +122,15 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
 
 
-def read_files(
-    folder: Path | None, config: LeRobotConfig, raw: Mapping[str, Any], kind: str, prefix: str, robot: str | None
-) -> LeRobotFiles:
+def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robot: str | None) -> LeRobotFiles:
     """Read a folder's small files and its statistics.
 
     Statistics are those of `dataset_statistics.json`, which `embodyrl sft` writes, else of the processors, else of
     older weights.
 
     Args:
-        folder: the checkpoint; None: a new model without statistics.
+        folder: the checkpoint.
         config: of the policy.
-        raw: keys of its config.json.
         kind: of the policy.
         prefix: before the names of all weights.
         robot: whose statistics apply, where an older folder has those of several.
@@ -140,22 +138,22 @@ def read_files(
     Raises:
         CheckpointError: a file is damaged, or lacks statistics.
     """
-    small = {} if folder is None else {path.name: path.read_bytes() for path in _small_files(folder)}
-    fresh = folder is None or RANDOM_INIT_KEY in raw
+    raw = read_config(folder, kind, type(config))[1]
+    small = {path.name: path.read_bytes() for path in _small_files(folder)}
+    fresh = RANDOM_INIT_KEY in raw
     statistics, eps = _processor_statistics(folder, small)
-    own = None if folder is None or not (folder / STATISTICS_FILE).is_file() else folder / STATISTICS_FILE
+    own, weights = folder / STATISTICS_FILE, folder / WEIGHTS_FILE
     aside: dict[str, Tensor] = {}
     compiled: dict[str, str] = {}
     metadata = None
-    if folder is not None and not fresh and (folder / WEIGHTS_FILE).is_file():
-        aside, metadata = read_tensors(folder / WEIGHTS_FILE, _OLD)
-        names = read_tensors(folder / WEIGHTS_FILE, re.compile(r".*\._orig_mod\..*"))[0]
-        compiled = {_plain(key): key for key in names}
-        if not statistics and aside and own is None:
-            statistics = _old_statistics(aside, config, folder / WEIGHTS_FILE, robot)
+    if not fresh and weights.is_file():
+        aside, metadata = read_tensors(weights, _OLD)
+        compiled = {_plain(key): key for key in read_tensors(weights, _COMPILED)[0]}
+        if not statistics and aside and not own.is_file():
+            statistics = _old_statistics(aside, config, weights, robot)
     if not fresh and json.loads(small[CONFIG_FILE]).get("n_action_steps") != config.n_action_steps:
         small[CONFIG_FILE] = json.dumps(dict(raw) | {"n_action_steps": config.n_action_steps}, indent=4).encode()
-    if own is not None:
+    if own.is_file():
         statistics, aside = dict(statistics) | _own_statistics(own, config), {}
         small |= _processors(config, statistics, eps)
     if fresh:
@@ -171,7 +169,7 @@ def _small_files(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.glob("policy_*processor*.safetensors"))
 
 
-def _processor_statistics(folder: Path | None, small: Mapping[str, bytes]) -> tuple[Statistics, float]:
+def _processor_statistics(folder: Path, small: Mapping[str, bytes]) -> tuple[Statistics, float]:
     """Return the statistics of the preprocessor's normalizer, and its eps."""
     name = f"{PREPROCESSOR}.json"
     if name not in small:

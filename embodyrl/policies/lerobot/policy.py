@@ -6,14 +6,14 @@ import zlib
 from abc import ABC, abstractmethod
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from embodyrl.policies.lerobot.config import ACTION, LeRobotConfig
-from embodyrl.policies.lerobot.files import LeRobotFiles
+from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Units
 from embodyrl.policies.protocol import PolicyRequest
@@ -22,7 +22,16 @@ from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.sampling import Chosen, seeds_of, spread
-from embodyrl.types import FloatArray, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+from embodyrl.types import (
+    BoolArray,
+    FloatArray,
+    ImitationScores,
+    IntArray,
+    Observation,
+    PolicyOutput,
+    PolicyScores,
+    PolicySpec,
+)
 
 VALUE_WIDTHS = (256, 128)
 """Hidden layers of the value head."""
@@ -71,6 +80,11 @@ class LeRobotPolicy(ABC):
     of a `ChunkRecord`; log-probabilities of an action are at the beginning of its share of the tokens.
     """
 
+    prefix: ClassVar[str]
+    """Prefix of the names of all weights in LeRobot's files."""
+    network: ClassVar[type[nn.Module]]
+    """Class of the network, which takes the config."""
+
     def __init__(
         self,
         spec: PolicySpec,
@@ -89,6 +103,7 @@ class LeRobotPolicy(ABC):
         if module.steering_actor is not None:
             # Features of a frozen network can be stored in the replay buffer.
             module.network.requires_grad_(False)
+        self._network: Any = module.network
         # Dropout and random crops are for imitation alone, which turns them on.
         self.module: nn.Module = module.eval()
 
@@ -109,8 +124,12 @@ class LeRobotPolicy(ABC):
         """Return log-probabilities and entropies [B, K, A] of the results of `_sample`, with gradients."""
 
     @abstractmethod
-    def _read_files(self, folder: Path) -> LeRobotFiles:
-        """Read the small files of a folder."""
+    def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
+        """Return the loss of actions [B, H', A], of which `padding` [B, H'] repeat others."""
+
+    def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
+        """Return the loss of actions [B, H', A], all of which count (see `imitate_padded`)."""
+        return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -149,7 +168,7 @@ class LeRobotPolicy(ABC):
         """Replace weights and statistics in place (see `Policy.load_weights`); heads may be missing or unread."""
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
-            self._files = self._read_files(folder)
+            self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg.unnorm_key)
             self._module.units.fill(self._files.statistics, folder)
 
     def _value(self, read: Read) -> Tensor:
@@ -192,6 +211,29 @@ class LeRobotPolicy(ABC):
         """Return [B, K, A] without numbers that are constant in the data: their noise is nobody's choice."""
         varies = self._module.units.varies()
         return per_number if varies is None or per_number.shape[2] != len(varies) else per_number * varies
+
+
+def build_policy(
+    policy: type[LeRobotPolicy],
+    cfg: LeRobotSettings,
+    spec: PolicySpec,
+    config: LeRobotConfig,
+    folder: Path,
+    features: int,
+    steering: SteeringShape | None,
+    request: PolicyRequest,
+) -> LeRobotPolicy:
+    """Build a policy with fresh weights from the seed; `features`: numbers that value heads and actors read.
+
+    Raises:
+        CheckpointError: a small file of the folder is damaged.
+    """
+    files = read_files(folder, config, spec.name, policy.prefix, cfg.unnorm_key)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(request.seed)
+        units = Units(config, files.eps)
+        module = LeRobotModule(policy.network(config), units, features, request.value_dim, steering)
+    return policy(spec, cfg, config, module, files, request)
 
 
 def seeds_of_observations(obs: Observation) -> IntArray:
