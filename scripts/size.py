@@ -1,4 +1,4 @@
-"""Pure lines of the package (no blanks, comments, docstrings): of the core and of each extension.
+"""Size of the core and of each extension: pure lines (no blanks, comments, docstrings), classes, settings, keys.
 
 python scripts/size.py
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "packaging"))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "packaging")]
 
 
 def pure_lines(path: Path) -> int:
@@ -30,17 +30,44 @@ def pure_lines(path: Path) -> int:
     return len(code - docs)
 
 
+def classes(path: Path) -> list[ast.ClassDef]:
+    """Classes of a file."""
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
+
+
+def holds_settings(kind: ast.ClassDef) -> bool:
+    """Return True for a class that extends a settings class or a command's config."""
+    return any(ast.unparse(base).partition("[")[0].endswith(("Settings", "Section", "Config")) for base in kind.bases)
+
+
+def key_modules() -> list[str]:
+    """Module that declares each config key of any command and part."""
+    from embodyrl.plan.keys import all_keys
+
+    found = []
+    for name, key in all_keys().items():
+        field = name.rpartition(".")[2]
+        declaring = (kind for kind in key.owner.__mro__ if field in kind.__dict__.get("__annotations__", {}))
+        found.append(next(declaring, key.owner).__module__)
+    return found
+
+
 def main() -> None:
     """Print one line for the core, one for each extension, and their sum."""
     from test_imports import owner
 
-    lines: Counter[str] = Counter()
+    columns: dict[str, Counter[str]] = {name: Counter() for name in ("lines", "classes", "settings", "keys")}
     for path in (ROOT / "embodyrl").rglob("*.py"):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        lines[owner(module) or "core"] += pure_lines(path)
-    for name, count in lines.most_common():
-        print(f"{count:6}  {name}")
-    print(f"{lines.total():6}  all")
+        name, found = owner(module) or "core", classes(path)
+        columns["lines"][name] += pure_lines(path)
+        columns["classes"][name] += len(found)
+        columns["settings"][name] += sum(map(holds_settings, found))
+    columns["keys"].update(owner(module) or "core" for module in key_modules())
+    print("".join(f"{title:>9}" for title in columns))
+    for name, _ in columns["lines"].most_common():
+        print("".join(f"{column[name]:9}" for column in columns.values()), "", name)
+    print("".join(f"{column.total():9}" for column in columns.values()), " all")
 
 
 if __name__ == "__main__":
