@@ -20,8 +20,8 @@ from PIL import Image, ImageChops
 from rich.console import Console, RenderableType
 
 from embodyrl.extensions.reporting.command import picture as draw
+from embodyrl.extensions.reporting.history import read_history
 from embodyrl.extensions.reporting.page import write_report
-from embodyrl.monitor.history import read_history
 
 OUT = Path(__file__).parents[1] / "docs" / "images"
 GALLERY = """<style>header, nav, footer, main > * { display: none !important; }

@@ -4,6 +4,7 @@ python scripts/size.py
 """
 
 import ast
+import inspect
 import io
 import sys
 import tokenize
@@ -47,7 +48,7 @@ def key_modules() -> list[str]:
     found = []
     for name, key in all_keys().items():
         field = name.rpartition(".")[2]
-        declaring = (kind for kind in key.owner.__mro__ if field in kind.__dict__.get("__annotations__", {}))
+        declaring = (kind for kind in key.owner.__mro__ if field in inspect.get_annotations(kind))
         found.append(next(declaring, key.owner).__module__)
     return found
 

@@ -1,8 +1,6 @@
 """Facts about the runs of an output folder, read from their files."""
 
 import contextlib
-import re
-import socket
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -47,13 +45,6 @@ def newest_run(output_dir: Path, experiment_name: str) -> Path | None:
         if saved.get("runner.experiment_name") == experiment_name and (folder / "checkpoints").is_dir():
             return folder
     return None
-
-
-def is_running(run: Path) -> bool:
-    """Return whether the process named in the lock is alive; a killed process leaves the file behind."""
-    lock = run / "lock"
-    found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
-    return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
 def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:

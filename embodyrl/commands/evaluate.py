@@ -24,16 +24,14 @@ from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, 
 from embodyrl.commands.facts import evaluation_facts, facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
-from embodyrl.config.settings import plain
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
 from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
-from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_history, read_table
-from embodyrl.monitor.paired import other_worlds, pair_suites
+from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
+from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
-from embodyrl.plan.keys import state_keys
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
@@ -58,7 +56,7 @@ def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | N
     """
     run_plan = build_run_plan(cfg, training=False)
     if cfg.eval.baseline is not None:
-        read_baseline(cfg)  # before anything starts
+        _read_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
@@ -165,25 +163,23 @@ def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], 
 def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     if cfg.eval.baseline is None:
         return {}
-    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(read_baseline(cfg), rows))}
+    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(_read_baseline(cfg), rows))}
 
 
-def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
-    """Return the episodes of the last evaluation of `eval.baseline`.
+BASELINES: Registry[Callable[[EvalConfig], Sequence[EpisodeRow]]] = Registry(
+    "baseline", group="embodyrl.baselines", wants="a function of an EvalConfig that returns episodes", fits=takes(1)
+)
+
+
+def _read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
+    """Return the episodes of `eval.baseline`.
 
     Raises:
-        ConfigError: the folder is not a run, has no evaluation, or is of another environment.
+        ConfigError: the run has no evaluation that can be compared, or no extension reads runs.
     """
-    run = Path(str(cfg.eval.baseline))
-    history = read_history(run)
-    if not history.evaluations:
-        raise ConfigError(f"eval.baseline={run}: that run has no evaluation. Fix: name a run of `embodyrl eval`.")
-    if differs := other_worlds(history.config, plain(cfg), state_keys()):
-        raise ConfigError(
-            f"eval.baseline={run}: its initial states are different ({differs}), so no pairs can be compared. "
-            "Evaluate both with the same settings, or remove the key."
-        )
-    return history.evaluations[-1].episodes
+    for read in BASELINES.every():
+        return read(cfg)
+    raise ConfigError("eval.baseline: the extension 'reporting' is missing; reinstall embodyrl to get it.")
 
 
 def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from types import NoneType
 from typing import Any, get_type_hints
 
 from pydantic_core import from_json
 
-from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
-from embodyrl.files import by_number
 from embodyrl.monitor.intervals import Mean, Rate, Score
 
 EVENTS_FILE = Path("logs") / "events.log"
@@ -99,9 +96,6 @@ _KINDS: Mapping[str, Any] = {
 """Fields that are stored unchanged."""
 
 
-_SUCCESS = {"train/success_once", "eval/success_once"}
-
-
 def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
     """Return the success rate of episodes, or their mean return if no success is known.
 
@@ -117,88 +111,6 @@ def own_suite(episodes: Sequence[EpisodeRow]) -> str:
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """The episodes of one validation, by episode number."""
-
-    step: int
-    episodes: tuple[EpisodeRow, ...]
-
-    @property
-    def own(self) -> tuple[EpisodeRow, ...]:
-        """Episodes of the environment's own suite; all, unless further suites were evaluated."""
-        suite = own_suite(self.episodes)
-        return tuple(e for e in self.episodes if e.suite == suite)
-
-    @property
-    def suites(self) -> dict[str, Score]:
-        """Score of each suite, the environment's own first; empty if there is one."""
-        names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
-        scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
-        return scores if len(scores) > 1 else {}
-
-    def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Return the success rate of the own suite, of one task or all; the mean return if success is unknown."""
-        return score_of([e for e in self.own if task in (None, e.task)], known=known)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """One run folder."""
-
-    folder: Path
-    config: Mapping[str, Any]
-    rows: tuple[dict[str, float | None], ...]
-    """Rows of metrics.jsonl."""
-    evaluations: tuple[Evaluation, ...]
-    """By step, including those of `embodyrl eval` without metrics."""
-    unfinished: Evaluation | None = None
-    """The newest evaluation if it is running or was interrupted. It is not in `evaluations`, because the shortest
-    episodes, often the successful ones, end first."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run's folder."""
-        return self.folder.name
-
-    def text(self, name: str | Path) -> str:
-        """Return the content of a text file of the run; empty if it is missing or a link to a file outside."""
-        path = self.folder / name
-        return path.read_text(encoding="utf-8", errors="replace") if _is_within(path, self.folder) else ""
-
-    def has(self, name: str) -> bool:
-        """Return True if a metric has a finite value in any row."""
-        return any(row.get(name) is not None for row in self.rows)
-
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """Return (step, value) of one metric for its finite values."""
-        return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
-
-    def find_video(self, stored: str) -> Path | None:
-        """Return the path of a video, also after the folders were moved together; None if it is missing.
-
-        The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
-        """
-        base, name = self.config.get("video_cfg", {}).get("base_dir") or VIDEO_FOLDER, Path(stored).name
-        elsewhere = (parent / base / self.name / name for parent in (Path(), *self.folder.parents))
-        places = (self.folder / VIDEO_FOLDER / name, *elsewhere)
-        return next((path for path in places if path.suffix == ".mp4" and _is_video(path)), None)
-
-
-def _is_within(path: Path, folder: Path) -> bool:
-    """Return True for a file inside the folder. The run is untrusted, and its links may lead to any file."""
-    # Untrusted run folder: a link must not expose a file of this machine.
-    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
-
-
-def _is_video(path: Path) -> bool:
-    if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
-        return False
-    with path.open("rb") as file:
-        return file.read(12)[4:8] == b"ftyp"
-
-
-_NUMBERS = {int, float, NoneType}
 _LONGEST_LINE = 1 << 24
 """Maximum bytes of a line, and of the end of a file that is searched for the newest values."""
 
@@ -266,45 +178,3 @@ def read_table(folder: Path) -> dict[str, Any]:
     if not good:
         raise ConfigError(f"{path}: not an evaluation table; the file is damaged, move it away.")
     return found
-
-
-def read_history(folder: Path) -> History:
-    """Read a run.
-
-    Raises:
-        ConfigError: the folder is not a run.
-    """
-    file = folder / "config.yaml"
-    if not _is_within(file, folder):
-        raise ConfigError(
-            f"{folder}: there is no config.yaml, so this is not a run; `embodyrl list runs` shows the runs."
-        )
-    evaluations, unfinished = [], None
-    for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):
-        step = int(path.parent.name.removeprefix("step_"))
-        found = Evaluation(step=step, episodes=tuple(read_episodes(path)))
-        if (path.parent / TABLE_FILE).is_file():  # written last
-            evaluations.append(found)
-        else:
-            unfinished = found
-    rows = [row for row in read_rows(folder / METRICS_FILE) if {*map(type, row.values())} <= _NUMBERS]
-    every = [*evaluations, *([unfinished] if unfinished else [])]
-    if any(e.success_once is not None for one in every for e in one.episodes) or any(_SUCCESS & {*r} for r in rows):
-        # Some environments report success only when it occurs: a missing value means no success.
-        evaluations = [_judged(one) for one in evaluations]
-        unfinished = unfinished and _judged(unfinished)
-        for row in rows:
-            row |= {name: 0.0 for name in _SUCCESS - {*row} if f"{name.partition('/')[0]}/return" in row}
-    return History(
-        folder=folder,
-        config=read_plain_yaml(file),
-        rows=tuple(rows),
-        evaluations=tuple(evaluations),
-        unfinished=unfinished,
-    )
-
-
-def _judged(evaluation: Evaluation) -> Evaluation:
-    failed = {"success_once": False, "success_at_end": False}
-    episodes = (replace(e, **failed) if e.success_once is None else e for e in evaluation.episodes)
-    return replace(evaluation, episodes=tuple(episodes))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from embodyrl.config.settings import flat, spell
 from embodyrl.monitor.history import EpisodeRow, own_suite
 from embodyrl.monitor.intervals import Mean, mcnemar
 
@@ -102,17 +100,3 @@ def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> li
         sides = [e for e in first if e.suite == before], [e for e in second if e.suite == suite]
         found.append(pair(*sides, suite))
     return found
-
-
-def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """Return a config difference of two runs that assigns initial states differently; None: there is none.
-
-    `keys`, and those below them, are compared.
-    """
-    one, other = (
-        {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}
-        for config in (first, second)
-    )
-    # Earlier versions lack keys.
-    differ = [key for key in one.keys() & other.keys() if one[key] != other[key]]
-    return ", ".join(f"{key}={spell(one[key])} and {spell(other[key])}" for key in sorted(differ)) or None

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from embodyrl.monitor.history import EpisodeRow, History
+from embodyrl.monitor.history import EpisodeRow
 
 _LINE = 160
 """Characters of a turn in a terminal."""
@@ -35,14 +35,6 @@ def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], coun
             learned = bool(row.success_once) and not (sample.before and sample.before.success_once)
             kinds[0 if learned else 1 if not row.success_once else 2].append(sample)
     return [sample for sample in chain.from_iterable(zip_longest(*kinds)) if sample is not None][:count]
-
-
-def samples_of(history: History, count: int) -> list[Sample]:
-    """Select conversations of the newest evaluation, with those of the first one."""
-    if not history.evaluations:
-        return []
-    first, last = history.evaluations[0], history.evaluations[-1]
-    return pick_samples(first.episodes if first is not last else (), last.episodes, count)
 
 
 def sample_lines(samples: Sequence[Sample]) -> Iterator[str]:

@@ -18,7 +18,6 @@ from run_files import write_run
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
-from embodyrl.cli.runs import is_running
 from embodyrl.commands.run_folder import _take
 from embodyrl.config import tree
 
@@ -191,8 +190,10 @@ def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: py
         assert (evaluated["step"], evaluated["success"]) == found
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
+    from embodyrl.extensions.reporting.history import is_running
+
     run = saved_config(tmp_path / "a")
     assert not is_running(run)
     os.close(_take(run / "lock", run))

@@ -21,7 +21,7 @@ from embodyrl.commands.evaluate import evaluate
 from embodyrl.commands.run_folder import first_weights
 from embodyrl.commands.train import train
 from embodyrl.errors import CheckpointError, ConfigError, UnknownNameError
-from embodyrl.monitor.history import newest_values, read_history
+from embodyrl.monitor.history import newest_values
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.saved import save_config
@@ -206,8 +206,11 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
         assert "config.yaml:2: YAML aliases are refused" in capsys.readouterr().err
 
 
+@pytest.mark.needs("reporting")
 def test_endless_files_are_not_read_into_memory(tmp_path):
     """Sparse ones, so that their size costs nothing."""
+    from embodyrl.extensions.reporting.history import read_history
+
     run = write_run(tmp_path / "theirs")
     with open(run / "metrics.jsonl", "r+b") as file:
         file.truncate(1 << 28)
@@ -222,7 +225,10 @@ def test_endless_files_are_not_read_into_memory(tmp_path):
         read_history(run)
 
 
+@pytest.mark.needs("reporting")
 def test_report_includes_only_videos(tmp_path):
+    from embodyrl.extensions.reporting.history import read_history
+
     run = foreign_run(tmp_path / "theirs", "env.env_type", "tabletop")
     (tmp_path / "secret.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     videos = tmp_path / "videos" / "theirs"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from embodyrl.monitor.history import EpisodeRow, Evaluation
+from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import Rate
-from embodyrl.monitor.paired import other_worlds, pair, pair_suites
+from embodyrl.monitor.paired import pair, pair_suites
 from embodyrl.plan.keys import state_keys
 
 
@@ -61,8 +61,10 @@ def test_suites_are_paired_in_any_order() -> None:
     assert [one.pairs for one in pair_suites(first, older)] == [2, 0, 0], "earlier versions say reset ids alone"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_config_differences_that_change_states_are_found() -> None:
+    from embodyrl.extensions.reporting.history import other_worlds
+
     one: dict[str, Any] = {"env": {"env_type": "t", "axis": "base", "reward_coef": 1.0}, "data": {"path": "a"}}
 
     def differs(**groups: dict[str, Any]) -> str | None:
@@ -98,7 +100,10 @@ def test_discordant_pairs_are_counted_per_side() -> None:
     assert (found.only_first, found.only_second) == (2, 1)
 
 
+@pytest.mark.needs("reporting")
 def test_evaluation_result_uses_success_once_of_its_suite() -> None:
+    from embodyrl.extensions.reporting.history import Evaluation
+
     own = [row(0, 1.0, suite="base"), row(1, 1.0, suite="base", late=False)]
     evaluation = Evaluation(step=1, episodes=(*own, row(2, 0.0, suite="swap", task_id=5)))
     assert evaluation.score() == Rate(2, 2, 2, 2)

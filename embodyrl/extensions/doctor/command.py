@@ -10,11 +10,11 @@ from pathlib import Path
 from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import run_folders
 from embodyrl.config.settings import changed_settings
+from embodyrl.config.tree import read_plain_yaml
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
 from embodyrl.findings import Finding
-from embodyrl.monitor.history import read_history
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
@@ -75,7 +75,9 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
     text = [f"embodyrl {__version__} on {platform.platform()}", "", "```text", *lines, "```"]
     for run in run_folders(runs)[:1]:
         defaults = {name: key.default for name, key in all_keys().items() if not key.required}
-        settings = [f"{key}={value}" for key, value, _ in changed_settings(read_history(run).config, defaults)]
+        settings = [
+            f"{key}={value}" for key, value, _ in changed_settings(read_plain_yaml(run / "config.yaml"), defaults)
+        ]
         text += ["", f"Newest run, {run}:", "", "```text", *settings, "```"]
     return text
 

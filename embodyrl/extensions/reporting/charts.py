@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from embodyrl.config.settings import flat
-from embodyrl.monitor.history import History
+from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.intervals import wilson
 
 _WIDTH, _HEIGHT = 440, 226

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.cli.output import printable, show_result
-from embodyrl.cli.runs import find_run, is_running, latest_run
+from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.history import EVENTS_FILE, Evaluation, History, read_history
-from embodyrl.monitor.samples import sample_lines, samples_of
+from embodyrl.extensions.reporting.history import Evaluation, History, is_running, read_history, samples_of
+from embodyrl.monitor.history import EVENTS_FILE
+from embodyrl.monitor.samples import sample_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

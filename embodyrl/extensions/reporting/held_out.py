@@ -14,7 +14,7 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.cards import read_card
-from embodyrl.monitor.paired import other_worlds
+from embodyrl.extensions.reporting.history import other_worlds
 from embodyrl.plan.episodes import eval_episodes, first_states, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.roots import EvalConfig, TrainConfig

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from embodyrl.errors import ConfigError
-from embodyrl.monitor.history import EpisodeRow, History
+from embodyrl.extensions.reporting.history import History
+from embodyrl.monitor.history import EpisodeRow
 
 EMBED_BYTES = 48 * 2**20
 """Budget for recordings embedded in a page, so that the page opens quickly."""

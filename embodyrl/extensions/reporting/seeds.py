@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.config.settings import flat
-from embodyrl.monitor.history import History
+from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.intervals import Rate, student_t
 from embodyrl.monitor.paired import SIGNIFICANT
 

@@ -30,9 +30,10 @@ from embodyrl.cli.runs import describe_run
 from embodyrl.extensions.reporting import media
 from embodyrl.extensions.reporting.charts import Line, curve, differing, line_chart, stacked_bars, ticks
 from embodyrl.extensions.reporting.command import picture
+from embodyrl.extensions.reporting.history import Evaluation, History, read_history
 from embodyrl.extensions.reporting.page import _task_table, _tiles, _timeline, write_report
 from embodyrl.extensions.reporting.timing import time_tree
-from embodyrl.monitor.history import EpisodeRow, Evaluation, History, read_history
+from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.intervals import wilson
 from embodyrl.monitor.paired import pair
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from run_files import TASKS, write_evaluation, write_run
 
+from embodyrl.extensions.reporting.history import Evaluation, History, read_history
 from embodyrl.extensions.reporting.page import write_report
 from embodyrl.extensions.reporting.seeds import (
     SeedGroup,
@@ -23,7 +24,6 @@ from embodyrl.extensions.reporting.seeds import (
     seed_groups,
     stratified_bootstrap,
 )
-from embodyrl.monitor.history import Evaluation, History, read_history
 
 stats = pytest.importorskip("scipy.stats")
 

@@ -9,7 +9,10 @@ from rich.console import Console
 from text_runs import text_config
 
 from embodyrl.commands.train import train
-from embodyrl.monitor.history import EpisodeRow, read_history
+from embodyrl.extensions.reporting.command import picture
+from embodyrl.extensions.reporting.history import read_history
+from embodyrl.extensions.reporting.page import write_report
+from embodyrl.monitor.history import EpisodeRow
 from embodyrl.monitor.samples import pick_samples
 
 
@@ -42,12 +45,8 @@ def test_sample_rows_contain_turns_and_one_task(trained: Path) -> None:
         assert not any(c in text for _, text in row.conversation for c in "\x1e\x1f")
 
 
-@pytest.mark.needs("reporting")
 @pytest.mark.integration
 def test_samples_show_replies_before_and_after(trained: Path) -> None:
-    from embodyrl.extensions.reporting.command import picture
-    from embodyrl.extensions.reporting.page import write_report
-
     history = read_history(trained)
     samples = pick_samples(history.evaluations[0].episodes, history.evaluations[-1].episodes, 3)
     assert len(samples) == 3
