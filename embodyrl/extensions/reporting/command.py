@@ -71,7 +71,7 @@ def card(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
     """Serve the page to this machine; each request renders the current state of the run."""
-    from embodyrl.cli.loopback import Answer, Loopback
+    from embodyrl.extensions.pages.loopback import Answer, Loopback
 
     if args.json or not args.port.isdecimal():
         raise ConfigError("--watch serves a page; leave out --json, and give --port a number.")

@@ -14,10 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from embodyrl.cli.loopback import Answer, Loopback
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.pages.loopback import Answer, Loopback
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 import pytest
 
 import embodyrl
-from embodyrl.cli import loopback
-from embodyrl.cli.loopback import Answer, Loopback
+from embodyrl.extensions.pages import loopback
+from embodyrl.extensions.pages.loopback import Answer, Loopback
 
 CHECKPOINT = "assets/openvla_oft_tabletop"
 BODIES = [
