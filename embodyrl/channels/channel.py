@@ -1,21 +1,12 @@
-"""Message channels between two workers (payload stays in the arena), and authenticated proxies between hosts.
+"""Message channel between two processes; the payload stays in the arena."""
 
-A proxy gives hosts access to a server without authentication, such as a torch store, which listens on the loopback
-interface. A client must answer a challenge (HMAC-SHA256 of random bytes) before any of its data is forwarded.
-"""
-
-import hmac
 import os
 import pickle
-import secrets
 import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
 
 from embodyrl.errors import ChannelClosed, ChannelTimeout
@@ -114,81 +105,3 @@ class PipeChannel:
         """Close this end; idempotent."""
         self._end.close()
         self.connection.close()
-
-
-LOOPBACK = "127.0.0.1"
-_HANDSHAKE_S = 30.0
-_NONCE = 32
-
-
-def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
-    """Start a proxy at `host` that connects authenticated clients to a loopback port of this host."""
-    return _serve(socket.create_server((host, 0)), partial(_authenticate, port, secret))
-
-
-def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
-    """Start a loopback listener that forwards connections to an authenticated proxy."""
-    return _serve(socket.create_server((LOOPBACK, 0)), partial(_connect, host, port, secret))
-
-
-def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
-    # A new nonce for each connection prevents replay attacks.
-    nonce = secrets.token_bytes(_NONCE)
-    client.settimeout(_HANDSHAKE_S)
-    client.sendall(nonce)
-    if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
-        raise ConnectionError("wrong secret")
-    return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
-
-
-def _connect(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
-    proxy = socket.create_connection((host, port), _HANDSHAKE_S)
-    proxy.sendall(hmac.digest(secret, _receive(proxy), "sha256"))
-    return proxy
-
-
-def _receive(peer: socket.socket) -> bytes:
-    received = peer.recv(_NONCE, socket.MSG_WAITALL)
-    if len(received) < _NONCE:
-        raise ConnectionError("the other side closed the connection")
-    return received
-
-
-def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socket]) -> socket.socket:
-    def accept() -> None:
-        while True:
-            try:
-                peer, _ = listener.accept()
-            except OSError:  # listener closed
-                return
-            Thread(target=join, args=(peer,), daemon=True).start()
-
-    def join(near: socket.socket) -> None:
-        with near:
-            try:
-                far = dial(near)
-            except OSError:  # the peer is notified only by the end of the connection
-                return
-            with far:
-                back = Thread(target=_pump, args=(far, near), daemon=True)
-                back.start()
-                _pump(near, far)
-                back.join()
-
-    Thread(target=accept, daemon=True).start()
-    return listener
-
-
-def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy data until one side closes; there is no idle timeout."""
-    try:
-        source.settimeout(None)
-        while part := source.recv(1 << 16):
-            sink.sendall(part)
-        sink.shutdown(socket.SHUT_WR)
-    except OSError:  # one side closed the connection
-        for side in (source, sink):
-            try:
-                side.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # already closed

@@ -289,7 +289,7 @@ class RankInfo:
     """Host of the rendezvous store; empty: a single rank."""
     port: int = 0
     secret: bytes = field(default=b"", repr=False)
-    """Secret of the store's authenticated proxy (`channels/channel.py`); empty: the store is on this host."""
+    """Secret of the authenticated proxy (`extensions/sharded/rendezvous.py`); empty: the store is on this host."""
     timeout_s: float = 3600.0
     """Timeout of a collective."""
 

@@ -15,7 +15,7 @@ from types import FrameType
 
 from embodyrl.channels.messages import Request
 from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import ClusterSettings, Event, LauncherSettings, WorkerDied
+from embodyrl.cluster.protocol import LOOPBACK, ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.leftovers import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
@@ -93,7 +93,7 @@ class InlineLauncher:
     settings = LauncherSettings
     sections = {}
     in_process = True
-    host = "127.0.0.1"
+    host = LOOPBACK
     where = lost = ""
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from embodyrl.channels.channel import PipeChannel
-from embodyrl.cluster.protocol import ClusterSettings, Event, Handle, OpenRequests
+from embodyrl.cluster.protocol import LOOPBACK, ClusterSettings, Event, Handle, OpenRequests
 from embodyrl.errors import ChannelClosed, ChannelTimeout
 from embodyrl.leftovers import end_owned, owning
 
@@ -48,7 +48,7 @@ class LocalLauncher(OpenRequests[_Handle]):
     """Launcher of spawned processes; a death or a missed deadline becomes an event within milliseconds."""
 
     sections = {}
-    host = "127.0.0.1"
+    host = LOOPBACK
 
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         super().__init__(log_dir)

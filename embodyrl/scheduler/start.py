@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import secrets
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from embodyrl.channels.arena import Arena
-from embodyrl.channels.channel import LOOPBACK, open_proxy
 from embodyrl.channels.layout import bucket_layout
 from embodyrl.channels.messages import RankInfo
 from embodyrl.cluster import LAUNCHERS
@@ -25,48 +22,32 @@ from embodyrl.files import available_cores
 from embodyrl.plan.roots import RunConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.workers.env_worker import EnvWorkerInit
 from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Rendezvous of the actor ranks, for the lifetime of the driver."""
+    """Meeting point of the actor ranks, for the lifetime of the driver."""
 
     rank_info: RankInfo
     """Connection data of every rank."""
-    store: TCPStore | None = None
-    proxy: socket.socket | None = None
-    """Authenticated proxy for ranks on other hosts."""
 
     def close(self) -> None:
         """Stop listening; idempotent."""
-        if self.proxy is not None and self.proxy.fileno() != -1:
-            self.proxy.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
-            self.proxy.close()
+
+
+RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
+    "rendezvous", group="embodyrl.rendezvous", wants="a function of address and timeout to a Rendezvous", fits=takes(2)
+)
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Open a store on the loopback interface and, for ranks on other hosts, an authenticated proxy to it at `host`."""
-    if ranks == 1:
-        return Rendezvous(RankInfo())
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-    listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
-    port = listener.getsockname()[1]
-    # Do not wait for the ranks: they start later.
-    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    rank_info = RankInfo(host=host, port=port, timeout_s=timeout_s)
-    if host == LOOPBACK:
-        return Rendezvous(rank_info, store)
-    secret = secrets.token_bytes(32)
-    proxy = open_proxy(host, port, secret)
-    return Rendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
+    """Return the meeting point of the ranks, at an address of this host that they can reach."""
+    return Rendezvous(RankInfo()) if ranks == 1 else RENDEZVOUS.get("store")(host, timeout_s)
 
 
 def plan_hosts(

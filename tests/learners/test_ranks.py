@@ -42,6 +42,7 @@ def same(one, other, *, tolerance=1e-5):
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=tolerance, msg=lambda m, key=key: f"{key}: {m}")
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(1200)
 def test_two_ranks_match_one(tmp_path):
@@ -57,6 +58,7 @@ def test_two_ranks_match_one(tmp_path):
         torch.testing.assert_close(b[key], a[key], rtol=0, atol=1e-5)
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
@@ -69,6 +71,7 @@ def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
     same(tmp_path / "one" / "run", tmp_path / "two" / "run")
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_non_finite_loss_on_one_rank_stops_all(tmp_path):
@@ -93,6 +96,7 @@ def test_every_rank_keeps_the_token_budget_with_its_own_samples(world):
     assert all(len(rows) == 1 for parts in ranks for rows, counts in parts if not counts)
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.scheduler.start import rendezvous
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec
 
+pytestmark = pytest.mark.needs("sharded")
+
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
 """Of `mallopt`: from n bytes on the C library gives memory back, as it does with weights of usual sizes."""

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from embodyrl.channels.arena import Arena, RecordState, records_of
-from embodyrl.channels.channel import LOOPBACK
 from embodyrl.channels.layout import SEQUENCE, STATE
 from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
 from embodyrl.cluster.protocol import (
+    LOOPBACK,
     ClusterSettings,
     Event,
     Handle,

@@ -24,9 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from embodyrl.channels.channel import LOOPBACK, forward_to_proxy
 from embodyrl.channels.messages import RankInfo
+from embodyrl.cluster.protocol import LOOPBACK
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.sharded.rendezvous import forward_to_proxy
 from embodyrl.learners.precision import layers
 from embodyrl.learners.ranks import S
 from embodyrl.learners.settings import FsdpSettings

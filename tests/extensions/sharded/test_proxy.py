@@ -7,16 +7,14 @@ import pytest
 from processes import listening, wait_until
 from torch.distributed import TCPStore
 
-from embodyrl.channels.channel import forward_to_proxy
-from embodyrl.scheduler.start import rendezvous
+from embodyrl.extensions.sharded.rendezvous import forward_to_proxy, open_store
 
 
 def test_proxy_connects_clients_with_the_secret():
-    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    meeting = open_store("127.0.0.2", timeout_s=60)
     way = forward_to_proxy("127.0.0.2", meeting.rank_info.port, meeting.rank_info.secret)
     client = TCPStore(*way.getsockname(), is_master=False)
     client.set("key", b"x" * 100_000)
-    assert meeting.store is not None
     assert meeting.store.get("key") == b"x" * 100_000
     assert listening([os.getpid()]) == {"127.0.0.1", "127.0.0.2"}
     way.shutdown(socket.SHUT_RDWR)
@@ -27,7 +25,7 @@ def test_proxy_connects_clients_with_the_secret():
 
 @pytest.mark.parametrize("said", [b"\0" * 32, b"x" * 100_000, b"short"])
 def test_client_without_the_secret_is_disconnected(said: bytes):
-    meeting = rendezvous(2, "127.0.0.2", timeout_s=60)
+    meeting = open_store("127.0.0.2", timeout_s=60)
     with socket.create_connection(("127.0.0.2", meeting.rank_info.port), 10) as stranger:
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         try:

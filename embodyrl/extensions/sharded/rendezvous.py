@@ -1,0 +1,126 @@
+"""Rendezvous of the actor ranks: a torch store of the driver, and an authenticated proxy to it for other hosts.
+
+The store has no authentication, so it listens on the loopback interface. A client of the proxy must answer a challenge
+(HMAC-SHA256 of random bytes) before any of its data is forwarded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Thread
+
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from embodyrl.channels.messages import RankInfo
+from embodyrl.cluster.protocol import LOOPBACK
+from embodyrl.scheduler.start import Rendezvous
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRendezvous(Rendezvous):
+    """A store, and a proxy where ranks are on other hosts."""
+
+    store: TCPStore
+    proxy: socket.socket | None = None
+
+    def close(self) -> None:
+        """See `Rendezvous.close`."""
+        if self.proxy is not None and self.proxy.fileno() != -1:
+            self.proxy.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for clients
+            self.proxy.close()
+
+
+def open_store(host: str, timeout_s: float) -> StoreRendezvous:
+    """Open a store on the loopback interface and, for ranks on other hosts, an authenticated proxy to it at `host`."""
+    listener = socket.create_server((LOOPBACK, 0))  # a store's own socket would listen on all interfaces
+    port = listener.getsockname()[1]
+    # Do not wait for the ranks: they start later.
+    store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    rank_info = RankInfo(host=host, port=port, timeout_s=timeout_s)
+    if host == LOOPBACK:
+        return StoreRendezvous(rank_info, store)
+    secret = secrets.token_bytes(32)
+    proxy = open_proxy(host, port, secret)
+    return StoreRendezvous(replace(rank_info, port=proxy.getsockname()[1], secret=secret), store, proxy)
+
+
+_HANDSHAKE_S = 30.0
+_NONCE = 32
+
+
+def open_proxy(host: str, port: int, secret: bytes) -> socket.socket:
+    """Start a proxy at `host` that connects authenticated clients to a loopback port of this host."""
+    return _serve(socket.create_server((host, 0)), partial(_authenticate, port, secret))
+
+
+def forward_to_proxy(host: str, port: int, secret: bytes) -> socket.socket:
+    """Start a loopback listener that forwards connections to an authenticated proxy."""
+    return _serve(socket.create_server((LOOPBACK, 0)), partial(_connect, host, port, secret))
+
+
+def _authenticate(port: int, secret: bytes, client: socket.socket) -> socket.socket:
+    # A new nonce for each connection prevents replay attacks.
+    nonce = secrets.token_bytes(_NONCE)
+    client.settimeout(_HANDSHAKE_S)
+    client.sendall(nonce)
+    if not hmac.compare_digest(_receive(client), hmac.digest(secret, nonce, "sha256")):
+        raise ConnectionError("wrong secret")
+    return socket.create_connection((LOOPBACK, port), _HANDSHAKE_S)
+
+
+def _connect(host: str, port: int, secret: bytes, _: socket.socket) -> socket.socket:
+    proxy = socket.create_connection((host, port), _HANDSHAKE_S)
+    proxy.sendall(hmac.digest(secret, _receive(proxy), "sha256"))
+    return proxy
+
+
+def _receive(peer: socket.socket) -> bytes:
+    received = peer.recv(_NONCE, socket.MSG_WAITALL)
+    if len(received) < _NONCE:
+        raise ConnectionError("the other side closed the connection")
+    return received
+
+
+def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socket]) -> socket.socket:
+    def accept() -> None:
+        while True:
+            try:
+                peer, _ = listener.accept()
+            except OSError:  # listener closed
+                return
+            Thread(target=join, args=(peer,), daemon=True).start()
+
+    def join(near: socket.socket) -> None:
+        with near:
+            try:
+                far = dial(near)
+            except OSError:  # the peer is notified only by the end of the connection
+                return
+            with far:
+                back = Thread(target=_pump, args=(far, near), daemon=True)
+                back.start()
+                _pump(near, far)
+                back.join()
+
+    Thread(target=accept, daemon=True).start()
+    return listener
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    """Copy data until one side closes; there is no idle timeout."""
+    try:
+        source.settimeout(None)
+        while part := source.recv(1 << 16):
+            sink.sendall(part)
+        sink.shutdown(socket.SHUT_WR)
+    except OSError:  # one side closed the connection
+        for side in (source, sink):
+            try:
+                side.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # already closed
