@@ -225,9 +225,9 @@ def _account(result: Migration, own: Mapping[str, Any], kind: Mapping[str, Any],
 
 
 def _is_off(table: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether this value asks for nothing that is not done anyway."""
-    plain = [values for pattern, values in table.get("harmless", {}).items() if fits(key, [pattern])]
-    return value in OFF or any(value in values or "*" in values for values in plain)
+    """Return whether the value has no effect: one of the key's own in `harmless`, or of `OFF` if it has none."""
+    own = [values for pattern, values in table.get("harmless", {}).items() if fits(key, [pattern])]
+    return any(value in values or "*" in values for values in own or [OFF])
 
 
 def _apply(key: str, result: Migration, entry: Any, sizes: dict[str, float], *, is_default: bool) -> Verdict:

@@ -78,8 +78,42 @@ def test_every_source_key_has_a_migration_status(name: str) -> None:
 
 
 LIBERO_GRPO = "rlinf_libero_10_grpo.yaml"
-FILTERED = ["filtered groups"]
-"""Of recipes that leave groups out: there they count in the mean of the loss."""
+FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "rlinf_families.yaml").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rlinf_config_families_have_the_expected_outcome(family: str) -> None:
+    wanted = FAMILIES[family]
+    result, _, why, _ = migrated(wanted["base"], *wanted.get("overrides", ()))
+    found = list(dict.fromkeys(map(subject, why)))
+    assert (2 if why else 0) == wanted["exit"]
+    if "refused" in wanted:
+        assert found[0] == wanted["refused"]  # the lines that follow from a missing part are named too
+        return
+    assert found == wanted.get("reasons", [])
+    assert result.groups["algorithm"] == wanted["algorithm"]
+    assert {key: result.flat[key] for key in wanted["keys"]} == wanted["keys"]
+
+
+def test_every_rlinf_config_belongs_to_one_family() -> None:
+    names = [name for wanted in FAMILIES.values() for name in wanted["configs"]]
+    assert len(names) == len(set(names)) == 197
+
+
+def test_rlinf_policies_and_simulators_without_counterpart_are_refused() -> None:
+    # rlinf/envs/__init__.py: SupportedEnvType; rlinf/config.py: SupportedModel
+    simulators = "maniskill robotwin isaaclab metaworld behavior calvin robocasa realworld frankasim habitat"
+    for name in f"{simulators} opensora_wm wan_wm genesis embodichain roboverse d4rl polaris surprise".split():
+        assert subject(migrated(LIBERO_GRPO, f"+env.train.env_type={name}")[2][0]) == "environment", name
+    policies = "gr00t gr00t_n1d6 gr00t_n1d7 dexbotic_pi starvla abot_m0 mlp_policy cnn_policy"
+    for name in f"{policies} flow_policy surprise".split():
+        assert subject(migrated(LIBERO_GRPO, f"actor.model.model_type={name}")[2][0]) == "model", name
+    for name in ["decoupled_actor_critic", "embodied_sac", "embodied_dagger", "embodied_nft", "surprise"]:
+        assert subject(migrated(LIBERO_GRPO, f"algorithm.loss_type={name}")[2][0]) == "loss", name
+    for name in ["embodied_eval", "embodied_sft", "sft", "math", "reasoning", "surprise"]:
+        assert subject(migrated(LIBERO_GRPO, f"runner.task_type={name}")[2][0]) == "task", name
+
+
 PPO = (
     *(
         "algorithm.adv_type=gae",
@@ -89,42 +123,34 @@ PPO = (
     ),
     *("+algorithm.value_clip=0.2", "+algorithm.huber_delta=10", "+actor.optim.value_lr=1e-4"),
 )
-FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
-    "openvla_oft grpo": ((), []),
-    "openvla_oft grpo, nothing filtered": (("algorithm.filter_rewards=false",), []),
-    "ppo, slots that refill, tokens cut": (
-        (*PPO, "env.train.auto_reset=true", "algorithm.sampling_params.top_k=50"),
+CASES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "nothing filtered": (("algorithm.filter_rewards=false",), []),
+    "groups with one success filtered": (("algorithm.rewards_lower_bound=1",), ["filtered groups"]),
+    "groups with one failure filtered": (("algorithm.rewards_upper_bound=4",), ["filtered groups"]),
+    "uniform groups filtered, with an entropy bonus": (("algorithm.entropy_bonus=0.01",), ["filtered groups"]),
+    "uniform groups filtered, in a mean over all actions": (
+        ("env.train.ignore_terminations=true",),
+        ["filtered groups"],
+    ),
+    "chunks counted to their end": (("algorithm.reward_type=chunk_level",), ["actions after success"]),
+    "one action per chunk": (("algorithm.reward_type=chunk_level", "actor.model.num_action_chunks=1"), []),
+    "tokens cut": (("algorithm.sampling_params.top_k=50",), ["algorithm.sampling_params.top_k", "top k"]),
+    "tokens cut, layout 0.3": (("+rollout.sampling_params.top_k=50",), ["rollout.sampling_params.top_k", "top k"]),
+    "tokens cut, OpenVLA": (
+        ("actor.model.model_type=openvla", "actor.model.num_action_chunks=1", "algorithm.sampling_params.top_k=50"),
         ["algorithm.sampling_params.top_k", "top k"],
     ),
-    "openvla_oft grpo, tokens cut": (
-        ("algorithm.sampling_params.top_k=50",),
-        ["algorithm.sampling_params.top_k", "top k"],
+    "256 tokens": (("algorithm.sampling_params.top_k=256",), []),
+    "ppo, episodes that end at a time limit": (PPO, ["value aggregation", "value at time limit"]),
+    "ppo, slots that refill": (
+        (*PPO, "env.train.auto_reset=true", "actor.model.num_action_chunks=1"),
+        [],
     ),
-    "openvla_oft grpo, 256 tokens": (("algorithm.sampling_params.top_k=256",), []),
-    "ppo, episodes that end at a time limit": (PPO, ["value at time limit"]),
-    "ppo, slots that refill": ((*PPO, "env.train.auto_reset=true"), []),
+    "ppo, slots that refill, chunks": ((*PPO, "env.train.auto_reset=true"), ["actions after success"]),
     "ppo, values also after success": (
         (*PPO, "env.train.auto_reset=true", "+algorithm.bootstrap_type=always"),
-        ["value at time limit"],
+        ["actions after success", "value at time limit"],
     ),
-    "asynchronous": (("algorithm.loss_type=decoupled_actor_critic",), ["loss"]),
-    "sac": (("algorithm.loss_type=embodied_sac",), ["loss"]),
-    "dagger": (("algorithm.loss_type=embodied_dagger",), ["loss"]),
-    "gr00t": (("+actor.model.model_type=gr00t",), ["model"]),
-    "dexbotic": (("+actor.model.model_type=dexbotic_pi",), ["model"]),
-    "libero_130": (("+env.train.task_suite_name=libero_130",), ["environment"]),
-    "libero plus": (("+env.train.libero_variant=plus",), ["environment"]),
-    "maniskill": (("+env.train.env_type=maniskill",), ["environment"]),
-    "robotwin": (("+env.train.env_type=robotwin",), ["environment"]),
-    "calvin": (("+env.train.env_type=calvin",), ["environment"]),
-    "metaworld": (("+env.train.env_type=metaworld",), ["environment"]),
-    "world model": (("+env.train.env_type=wan_wm",), ["environment"]),
-    "real robot": (("+env.train.env_type=realworld",), ["environment"]),
-    "an unknown simulator": (("+env.train.env_type=surprise",), ["environment"]),
-    "evaluation": (("runner.only_eval=true",), ["task"]),
-    "another evaluation": (("runner.task_type=embodied_eval",), ["task"]),
-    "sft": (("runner.task_type=embodied_sft",), ["task"]),
-    "an unknown task": (("runner.task_type=surprise",), ["task"]),
     "an unknown engine": (("rollout.backend=surprise",), ["task"]),
     "an unknown trainer": (("actor.training_backend=surprise",), ["task"]),
     "greedy validation": (("+algorithm.sampling_params.temperature_eval=-1", "runner.val_check_interval=5"), []),
@@ -132,34 +158,28 @@ FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "an unknown key": (("+actor.surprise=1",), ["unknown keys"]),
     "groups that share no initial state": (("env.train.group_size=1",), ["states shared by"]),
     "one initial state": (("+env.train.specific_reset_id=3",), ["env.train.specific_reset_id", "initial states"]),
-    "a step penalty": (("+env.train.use_step_penalty=true",), ["env.train.use_step_penalty", "reward"]),
+    "the first initial state alone, in validation": (
+        ("+env.eval.specific_reset_id=0", "runner.val_check_interval=5"),
+        ["env.eval.specific_reset_id"],
+    ),
+    "the other implementation of OpenVLA-OFT": (("+actor.model.implement_version=official",), ["model"]),
+    "a step penalty": (
+        ("+env.train.use_step_penalty=true",),
+        ["env.train.use_step_penalty", "filtered groups", "reward"],
+    ),
     "a cosine over another length": (
         ("+actor.optim.lr_scheduler=cosine", "+actor.optim.total_training_steps=500"),
         ["schedule length"],
     ),
     "a cosine over the run": (("+actor.optim.lr_scheduler=cosine", "+actor.optim.total_training_steps=1000"), []),
 }
-"""Embodied recipes of RLinf by family: overrides of one recipe, and what ends with exit 2."""
+"""Overrides of one recipe of RLinf, and what ends with exit 2."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rlinf_config_families_give_the_expected_differences(family: str) -> None:
-    overrides, wanted = FAMILIES[family]
-    _, _, why, _ = migrated(LIBERO_GRPO, *overrides)
-    found = list(dict.fromkeys(map(subject, why)))
-    if wanted in (["loss"], ["environment"], ["model"], ["task"]):
-        assert found[:1] == wanted  # the lines that follow from a missing part are named too
-        return
-    assert set(found) == {*wanted, *([] if "algorithm.filter_rewards=false" in overrides else FILTERED)}
-
-
-NAMED: dict[str, list[Any]] = yaml.safe_load((DATA / "rlinf_configs.yaml").read_text())
-
-
-@pytest.mark.parametrize("family", sorted({family for family, _ in NAMED.values()}))
-def test_rlinf_configs_have_the_exit_code_of_their_family(family: str) -> None:
-    *_, why, _ = migrated(LIBERO_GRPO, *FAMILIES[family][0])
-    assert {code for name, (of, code) in NAMED.items() if of == family} == {2 if why else 0}
+@pytest.mark.parametrize("case", CASES)
+def test_rlinf_settings_without_counterpart_are_named(case: str) -> None:
+    overrides, wanted = CASES[case]
+    assert sorted(dict.fromkeys(map(subject, migrated(LIBERO_GRPO, *overrides)[2]))) == wanted
 
 
 def test_keys_unused_by_rlinf_do_not_change_the_result() -> None:
@@ -189,7 +209,7 @@ def test_sampling_keys_are_read_by_config_layout_version(
     layout: str, words: tuple[str, ...], temperature: float
 ) -> None:
     result, _, why, _ = migrated(LIBERO_GRPO, *words)
-    assert (result.layout, [subject(line) for line in why]) == (layout, FILTERED)
+    assert (result.layout, why) == (layout, [])
     assert result.flat["algorithm.sampling_params.temperature"] == temperature
 
 
