@@ -17,7 +17,7 @@ from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
 from embodyrl.plan.episodes import own_tasks
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import EnvSpec, Episode
+from embodyrl.types import ActionKind, EnvSpec, Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +81,10 @@ class EvalResult:
     """(episode id, path) of each recording that was kept."""
     wall_s: float
     env_steps: int
+    lengths: tuple[int, int]
+    """Fewest and most steps of an episode of the own suite."""
+    cut_off: float | None
+    """Share of replies that reached the token limit; None: no text."""
     solved_at_reset: tuple[int, ...] = ()
     """Numbers of the episodes whose goal held before the first action; they count as they ended."""
     suites: tuple[TaskResult, ...] = ()
@@ -126,6 +130,9 @@ class EvalResult:
             "eval/success_at_end": self.overall.success_at_end,
             "eval/return": self.overall.mean_return,
             "eval/episode_len": self.overall.mean_steps,
+            "eval/episode_len_min": float(self.lengths[0]),
+            "eval/episode_len_max": float(self.lengths[1]),
+            "eval/cut_off": self.cut_off,
             "eval/episodes": float(self.overall.episodes),
             "eval/effective_episodes": self.overall.effective_episodes,
             "eval/dropped_episodes": float(self.dropped),
@@ -260,6 +267,8 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         recordings=tuple((row.episode, row.video) for row in rows if row.video),
         wall_s=collection.tally.wall_s,
         env_steps=collection.tally.env_steps,
+        lengths=(min(row.steps for row in own), max(row.steps for row in own)),
+        cut_off=sum(row.truncated for row in own) / len(own) if env.action.kind is ActionKind.text else None,
         solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),
     )
 

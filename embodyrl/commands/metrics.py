@@ -7,10 +7,12 @@ import numpy as np
 from embodyrl.cluster.timeline import CLOCK_METRICS
 from embodyrl.monitor.intervals import Rate
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import EnvSpec, Episode
+from embodyrl.types import ActionKind, EnvSpec, Episode
 
-_CLOCK_DEPENDENT = CLOCK_METRICS | {"env/steps_per_s", "rollout/infer_batch_size"}
-"""Depend on the machine's speed; in deterministic mode they move below `time/`, where nothing is compared."""
+_CLOCK_DEPENDENT = CLOCK_METRICS | {
+    *("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
+}
+"""Depend on the machine; in deterministic mode they move below `time/`, where nothing is compared."""
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
@@ -60,7 +62,11 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
     metrics = {
         "train/return": sum(e.episode_return for e in wholes) / env.reward.factor / count,
         "train/episode_len": sum(e.length for e in wholes) / count,
+        "train/episode_len_min": float(min(e.length for e in wholes)),
+        "train/episode_len_max": float(max(e.length for e in wholes)),
     }
+    if env.action.kind is ActionKind.text:
+        metrics["train/cut_off"] = sum(e.truncated for e in episodes) / count
     if not env.reward.reports_success and not any(e.success_once for e in wholes):
         return metrics
     rate = Rate.of((e.spec.reset_id, e.success_once) for e in wholes)

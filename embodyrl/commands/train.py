@@ -28,13 +28,15 @@ from embodyrl.commands.session import OnStep, Session
 from embodyrl.config.trust import trust_words
 from embodyrl.config.words import write_word
 from embodyrl.errors import EmbodyError
+from embodyrl.monitor.collapse import CollapseCheck
+from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.episodes import weighs_tasks
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
-from embodyrl.types import PreparedBatch
+from embodyrl.types import ActionKind, PreparedBatch
 
 _NOTHING = PreparedBatch(
     records=np.zeros(0, np.int64),
@@ -107,6 +109,9 @@ class _Training:
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reasons: set[str] = set()
+        env = self.run_plan.env
+        paid = [n for n, w in zip(env.reward.components, env.reward.weights, strict=False) if w > 0]
+        self.collapse = CollapseCheck(rewards=paid, text=env.action.kind is ActionKind.text)
 
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
@@ -137,6 +142,8 @@ class _Training:
             if start is not None:
                 actors.load(start)
             workers.scheduler.publish(self.session.step)
+            for row in read_rows(self.session.folder.root / METRICS_FILE):
+                self.collapse.check(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
             self._loop(workers, actors)
             checkpoint = save()
@@ -222,6 +229,8 @@ class _Training:
                 self.monitor.log(
                     session.step, split_clock_metrics(metrics, deterministic=self.cfg.runner.deterministic)
                 )
+            for line in self.collapse.check(session.step, metrics):
+                self.monitor.text(line)
             session.tell(self.on_step, metrics)
             if not batch.has_signal:
                 self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")

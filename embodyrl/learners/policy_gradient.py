@@ -16,7 +16,7 @@ from embodyrl.channels.messages import ScoreRequest, UpdateRequest
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal, mean_metrics
 from embodyrl.policies.protocol import weights_changed
-from embodyrl.policies.tensors import on_device
+from embodyrl.policies.tensors import on_device, peak_memory
 from embodyrl.types import IntArray, Observation, PolicyScores, PreparedBatch
 
 _REFERENCE = "reference"
@@ -100,7 +100,7 @@ class PolicyGradientLearner(Learner):
                     weight.copy_(own[name])
             weights_changed(self._reference.module)
         self._ranks.reshard()
-        return result
+        return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
         """Save a reference that follows the policy, below a checkpoint's folder."""

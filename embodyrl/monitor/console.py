@@ -41,6 +41,7 @@ _FIELDS: tuple[tuple[str, str], ...] = (
     ("train/accuracy", "train acc {:.3f}"),
     ("train/success_once", "success {:.3f}"),
     ("train/return", "return {:.2f}"),
+    ("train/cut_off", "cut off {:.2f}"),
     ("actor/loss", "loss {:.4f}"),
     ("actor/kl", "kl {:.4f}"),
     ("actor/grad_norm", "gn {:.2f}"),

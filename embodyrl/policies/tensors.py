@@ -5,6 +5,8 @@ Sampling is deterministic on GPUs if requested.
 
 import os
 import random
+import resource
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,14 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def peak_memory() -> int:
+    """Return the largest number of bytes so far: memory of the GPU that torch has reserved, or resident memory."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def best_device() -> str:

@@ -17,7 +17,7 @@ from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers
-from embodyrl.types import Episode, IntArray, PreparedBatch
+from embodyrl.types import ActionKind, Episode, IntArray, PreparedBatch
 
 
 class StepRollouts:
@@ -110,6 +110,7 @@ class Actors:
         self._arena = workers.arena
         self._algorithm = algorithm
         self._part_weights = run_plan.env.reward.weights
+        self._writes = run_plan.env.action.kind is ActionKind.text
         # A process that acts and trains runs inference between the micro-batches of an update.
         self._in_parts = algorithm.settings.max_staleness > 0 and not run_plan.is_disaggregated
 
@@ -142,8 +143,21 @@ class Actors:
             open=tuple((e.spec.episode_id, e.whole.spec.noise_seed) for e in pieces if e.cut),
             in_parts=self._in_parts,
         )
+        tokens = self._tokens(batch) if self._writes else {}
         done = self._loop.call(request)
-        return done.metrics | {"seconds": done.seconds}
+        if tokens:
+            tokens["tokens_per_s"] = tokens.pop("tokens") / done.seconds
+        return done.metrics | tokens | {"seconds": done.seconds}
+
+    def _tokens(self, batch: PreparedBatch) -> dict[str, float]:
+        """Return the tokens of a batch and the length of its prompts, both with the chat template."""
+        cost, replies = self._arena[Record.cost][batch.records], self._arena[Record.valid][batch.records].sum(1)
+        prompts = cost - replies
+        return {
+            "tokens": float(cost.sum()),
+            "prompt_len": float(prompts.mean()),
+            "prompt_len_max": float(prompts.max()),
+        }
 
     def save(self, folder: Path) -> None:
         """Write policy, training state and the algorithm's state below `folder`."""

@@ -88,6 +88,8 @@ def test_per_task_and_overall_results_match_hand_computed_values():
             "eval/success_at_end": 0.5,
             "eval/return": 1.0,
             "eval/episode_len": 5.0,
+            "eval/episode_len_min": 2.0,
+            "eval/episode_len_max": 8.0,
             "eval/episodes": 6,
             "eval/dropped_episodes": 2,
             "eval/solved_at_reset": 0,

@@ -164,6 +164,8 @@ def test_step_metrics_match_hand_computed_values():
             "train/groups_refilled": 2,
             "train/return": 2 / 3,
             "train/episode_len": 10 / 3,
+            "train/episode_len_min": 2,
+            "train/episode_len_max": 6,
             "train/success_once": 2 / 3,
             "train/success_at_end": 2 / 3,
             "train/effective_episodes": 3,

@@ -26,6 +26,7 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("return (eval)", "eval/return", "{:.3g}"),
     ("success", "train/success_once", "{:.3f}"),
     ("return", "train/return", "{:.3g}"),
+    ("cut off", "train/cut_off", "{:.3f}"),
     ("token accuracy", "eval/token_accuracy", "{:.3f}"),
     ("accuracy", "eval/accuracy", "{:.3f}"),
     ("action error", "eval/action_error", "{:.4g}"),
@@ -35,6 +36,12 @@ _LEARNING: tuple[tuple[str, str, str], ...] = (
     ("clip fraction", "actor/clip_fraction", "{:.3f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("gradient norm", "actor/grad_norm", "{:.3f}"),
+)
+_PROGRESS: tuple[tuple[str, str, str], ...] = (
+    ("slots busy", "rollout/slot_occupancy", "{:.2g}"),
+    ("staleness", "rollout/staleness_mean", "{:.2g}"),
+    ("tokens/s, update", "actor/tokens_per_s", "{:,.0f}"),
+    ("memory", "actor/memory_gib", "{:.1f} GiB"),
 )
 
 
@@ -130,9 +137,9 @@ class Dashboard:
             "restarts": f"{last.get('env/restarts', 0):.0f}",
             "dropped": f"{sums['env/dropped_episodes']:.0f}",
         }
-        for name, metric in (("slots busy", "rollout/slot_occupancy"), ("staleness", "rollout/staleness_mean")):
+        for name, metric, form in _PROGRESS:
             if metric in last:
-                rows[name] = f"{last[metric]:.2g}"
+                rows[name] = form.format(last[metric])
         table = _pairs(2)
         for row in rows.items():
             table.add_row(*row)

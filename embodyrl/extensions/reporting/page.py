@@ -34,7 +34,9 @@ from embodyrl.version import __version__
 _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("success", ("eval/success_once", "train/success_once")),
     ("return", ("eval/return", "train/return")),
-    ("episode length", ("eval/episode_len", "train/episode_len")),
+    ("episode length", ("eval/episode_len", "train/episode_len", "train/episode_len_min", "train/episode_len_max")),
+    ("share of replies cut off", ("eval/cut_off", "train/cut_off")),
+    ("prompt length", ("actor/prompt_len",)),
     ("token accuracy", ("eval/token_accuracy", "train/token_accuracy")),
     ("accuracy", ("eval/accuracy", "train/accuracy")),
     ("action error", ("eval/action_error", "train/action_error")),
@@ -45,6 +47,8 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("clip fraction", ("actor/clip_fraction",)),
     ("gradient norm", ("actor/grad_norm",)),
     ("env steps per second", ("env/steps_per_s",)),
+    ("tokens per second of the update", ("actor/tokens_per_s",)),
+    ("peak memory of a policy process in GiB", ("actor/memory_gib",)),
     ("seconds per step", ("time/step",)),
 )
 """Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
@@ -238,7 +242,9 @@ def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, floa
 
 def _legend(metric: str) -> str:
     """Return the label of a curve in a chart with several curves."""
-    return metric.split("/")[1] if _SUITE_METRIC.fullmatch(metric) else metric.split("/")[0]
+    kind, _, name = metric.partition("/")
+    end = name.rpartition("_")[2]
+    return name if _SUITE_METRIC.fullmatch(metric) else f"{kind}, {end}" if end in ("min", "max") else kind
 
 
 def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:

@@ -39,6 +39,12 @@ def test_cut_off_replies_count_as_truncated(tmp_path: Path):
         choice = (f"algorithm.truncated_episodes={way}", f"runner.experiment_name={way}")
         (row,) = rows(train(text_config(tmp_path, *words, *choice)).run)
         taken[way] = row["actor/optimizer_steps"]
+        if way == "train":
+            assert row["train/cut_off"] > 0.5
+            assert row["train/episode_len_min"] == row["train/episode_len_max"] == row["train/episode_len"] == 1
+            assert row["actor/prompt_len"] == row["actor/prompt_len_max"] == len("cab=") + 1  # with the first token
+            assert row["actor/tokens_per_s"] == pytest.approx(8 * 6 / row["time/update"])
+            assert 0.05 < row["actor/memory_gib"] < 100
     # A random model seldom begins with the end.
     assert taken == {"train": 1, "mask": 0}
 

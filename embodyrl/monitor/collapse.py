@@ -1,0 +1,92 @@
+"""Warnings about entropy collapse and reward hacking, from the metrics of the training steps."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+WINDOW = 5
+"""Number of steps whose means are compared: the first ones and the last ones of a run."""
+_ENTROPY_LEFT = 0.1
+"""Share of the first entropy below which a policy has collapsed."""
+_SOLVED = 0.9
+"""Success rate above which a low entropy is no problem."""
+_RISE = 0.05
+"""Rise of the return, at least, in addition to a tenth of its first value."""
+_PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
+"""Share of a reward, and of the reply length, that is left after a collapse; share of replies that are cut off."""
+_PART_AT_FIRST = 0.1
+"""Mean of a reward that can collapse, at least."""
+
+
+class CollapseCheck:
+    """Compares the last steps with the first ones; each warning appears once per run."""
+
+    def __init__(self, *, rewards: Sequence[str], text: bool) -> None:
+        """Store what to compare.
+
+        Args:
+            rewards: names of the reward components with a positive weight.
+            text: episodes are replies, so that their lengths and the entropy of their tokens are compared.
+        """
+        self._parts = [f"train/reward_{name}" for name in rewards]
+        self._text = text
+        self._first: list[Mapping[str, float | None]] = []
+        self._last: deque[Mapping[str, float | None]] = deque(maxlen=WINDOW)
+        self._given: set[str] = set()
+
+    def check(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
+        """Add the metrics of a step and return new warnings, one line each."""
+        if "train/return" not in metrics:
+            return []
+        if len(self._first) < WINDOW:
+            self._first.append(metrics)
+            return []
+        self._last.append(metrics)
+        if len(self._last) < WINDOW:
+            return []
+        found = {line.partition(":")[0]: line for line in self._warnings()}
+        new = [f"warning: step {step}: {line}" for kind, line in found.items() if kind not in self._given]
+        self._given |= found.keys()
+        return new
+
+    def _ends(self, name: str) -> tuple[float, float] | None:
+        """Return the mean of a metric over the first and the last steps."""
+        means = []
+        for rows in (self._first, self._last):
+            values = [value for row in rows if (value := row.get(name)) is not None]
+            if not values:
+                return None
+            means.append(sum(values) / len(values))
+        return means[0], means[1]
+
+    def _warnings(self) -> Iterator[str]:
+        success = self._ends("train/success_once")
+        entropy = self._ends("actor/entropy") if self._text else None
+        unsolved = success is None or success[1] < _SOLVED
+        if entropy and unsolved and entropy[0] > 0 and entropy[1] < _ENTROPY_LEFT * entropy[0]:
+            yield (
+                f"entropy collapse: {entropy[0]:.3g} nats in the first steps, {entropy[1]:.3g} in the last ones. Lower "
+                "actor.optim.lr, or set algorithm.entropy_bonus or algorithm.kl_beta."
+            )
+        earned = self._ends("train/return")
+        if earned is None or earned[1] - earned[0] < _RISE + 0.1 * abs(earned[0]):
+            return
+        rise = f"the return rises from {earned[0]:.3g} to {earned[1]:.3g}"
+        for name in self._parts:
+            part = self._ends(name)
+            if part and part[0] > _PART_AT_FIRST and part[1] < _PART_LEFT * part[0]:
+                yield (
+                    f"possible reward hacking, {name.removeprefix('train/reward_')}: {rise}, but this reward falls "
+                    f"from {part[0]:.3g} to {part[1]:.3g}. Read the replies: `embodyrl report`."
+                )
+        length, cut_off = self._ends("train/episode_len"), self._ends("train/cut_off")
+        if self._text and length and length[1] < _LENGTH_LEFT * length[0]:
+            yield (
+                f"possible reward hacking, length: {rise}, but the mean length of replies falls from {length[0]:.3g} "
+                f"to {length[1]:.3g} tokens. Read the replies: `embodyrl report`."
+            )
+        if cut_off and cut_off[1] > max(_CUT_OFF, 2 * cut_off[0]):
+            yield (
+                f"possible reward hacking, cut off: {rise}, but {cut_off[1]:.0%} of the replies reach "
+                f"algorithm.sampling_params.max_new_tokens, {cut_off[0]:.0%} at first. Read the replies: "
+                "`embodyrl report`."
+            )
