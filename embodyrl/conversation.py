@@ -64,7 +64,7 @@ def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]
         front = replace(first, content=PICTURE * len(sizes) + first.content)
         messages, named = [front if m is first else m for m in messages], len(sizes)
     if named != len(sizes):
-        raise ValueError(f"{len(sizes)} images, but {named} times {PICTURE} in the messages")
+        raise ValueError(f"{len(sizes)} images, but the messages contain {PICTURE} {named} times")
     left = iter(sizes)
     marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(_MARK, *next(left)), m.content) for m in messages)
     return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))

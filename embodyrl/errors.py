@@ -115,4 +115,4 @@ class StoppedAtOnce(KeyboardInterrupt):
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum
-        super().__init__(f"stopped at once by a second signal, {signal.Signals(signum).name}; what was saved is whole")
+        super().__init__(f"stopped by a second signal, {signal.Signals(signum).name}; saved files are complete")

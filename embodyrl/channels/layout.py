@@ -188,7 +188,7 @@ def encode_instruction(text: str, width: int) -> ByteArray:
     """
     raw = text.encode("utf-8", errors="replace")
     if len(raw) > width:
-        raise ValueError(f"instruction of {len(raw)} bytes does not fit into {width}: {text[:60]!r}.")
+        raise ValueError(f"The instruction {text[:60]!r} has {len(raw)} bytes, but the limit is {width}.")
     return np.frombuffer(raw.ljust(width, b"\0"), dtype=np.uint8)
 
 

@@ -64,10 +64,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` shows what exists.")
+        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists all.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{folder}: {MANIFEST_NAME} is missing: the checkpoint is incomplete or not from embodyrl; use another one."
+            f"{folder}: {MANIFEST_NAME} is missing: the checkpoint is incomplete or not from embodyrl; use another."
         )
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         path = folder / name
         if name not in found:
-            raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
+            raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
         size = path.stat().st_size
         if size != entry.size:
             raise CheckpointError(
@@ -143,7 +143,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     if surplus := sorted(found.keys() - manifest.files.keys()):
         raise CheckpointError(
             f"{folder / surplus[0]} is not listed in {MANIFEST_NAME} ({len(surplus)} such files); "
-            "delete it or move it out."
+            "delete or move the file."
         )
     for name, entry in manifest.files.items():
         if describe(folder / name).sha256 != entry.sha256:
@@ -197,7 +197,7 @@ class CheckpointStore:
         for step in {*self.folders()} - {*self.steps()}:
             aside = self.path(step).with_name(f"damaged-{time.strftime('%Y%m%d-%H%M%S')}-{self.path(step).name}")
             os.replace(self.path(step), aside)
-            said.append(f"{self.path(step)} is damaged ({MANIFEST_NAME} is missing); it is now {aside.name}")
+            said.append(f"{self.path(step)} is damaged ({MANIFEST_NAME} is missing) and was renamed to {aside.name}")
         return said
 
     def latest(self) -> Path | None:

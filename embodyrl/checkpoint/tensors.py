@@ -48,7 +48,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: missing, truncated or malformed; names the file.
     """
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -80,7 +80,7 @@ def load_state(folder: Path, name: str) -> Any:
     """
     path = folder / f"{name}.json"
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is incomplete, use another one.")
+        raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
     tensors = load_tensors(folder / f"{name}.safetensors")
     try:
         return _decode(json.loads(path.read_text(encoding="utf-8")), tensors)

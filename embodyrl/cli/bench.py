@@ -16,11 +16,11 @@ def bench(args: argparse.Namespace) -> NoReturn:
     folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
     found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
     if not found:
-        raise ConfigError(f"no benchmarks in {folder}: a source checkout has them, the installed package does not.")
+        raise ConfigError(f"no benchmarks in {folder}. The installed package contains none; use a source checkout.")
     if not args.words or args.words[0] not in found:
         hint = closest(args.words[0], found) if args.words else ""
         raise ConfigError(
-            f"embodyrl bench takes a name.{hint} One of: {', '.join(found)}. --json OUT writes the results."
+            f"embodyrl bench takes a benchmark.{hint} One of: {', '.join(found)}. --json OUT writes the results."
         )
     sys.stdout.flush()
     # In place of this process, so that a signal to it is one to the benchmark.

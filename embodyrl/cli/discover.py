@@ -21,7 +21,7 @@ def list_things(args: argparse.Namespace) -> int:
     kinds = [*groups, "extensions", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
     if what not in kinds:
-        said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "list what?"
+        said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "the kind to list is missing."
         raise ConfigError(f"{said} One of: {', '.join(kinds)}.")
     if what == "runs":
         from embodyrl.plan.config import load_config
@@ -90,7 +90,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"nothing to show for '{group}'.{hint} One of: {', '.join(ROOTS)}, {tops}, or a key.")
+        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(ROOTS)}, {tops}, or a key.")
     rows, lines = [], []
     for name in names:
         key = keys[name]

@@ -90,9 +90,7 @@ def _run(arguments: list[str]) -> int:
         return error.exit_code
     except Exception as error:
         reason = str(error).partition("\n")[0].rstrip(".")
-        _report(
-            [f"unexpected {type(error).__name__}: {reason}. Run it again with --traceback and report it."], arguments
-        )
+        _report([f"unexpected {type(error).__name__}: {reason}. Report the output with --traceback."], arguments)
         return 1
     return code
 

@@ -87,13 +87,13 @@ def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None
         return cfg, {} if isinstance(cfg, TrainConfig) and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(words)[1] or folders:
-            raise ConfigError("--resume continues with the settings of that evaluation; remove the other keys.")
+            raise ConfigError("--resume uses the settings of the evaluation; remove all other keys.")
         found = _resumed(args)
         if (found / "checkpoints").is_dir():
             run, weights = map(shlex.quote, (str(found), write_word("ckpt", str(found))))
             raise ConfigError(
                 f"{found} is a training run. Resume it: embodyrl train --resume {run}. "
-                f"Evaluate what it learned: embodyrl eval {weights}."
+                f"Evaluate its checkpoint: embodyrl eval {weights}."
             )
         return load_saved_config(found, words, command="eval"), {"resume": found}
     return compose_with_ckpt(args), {}
@@ -131,10 +131,10 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     words = [w for w in args.words if not w.startswith(marker)]
     if resume is not None and resume != "auto":
         if args.config_dir:
-            raise ConfigError("--config-dir has no effect with --resume: the run brings its own config; leave it out.")
+            raise ConfigError("--config-dir has no effect with --resume, which uses the run's saved config; remove it.")
         if any(w.startswith("ckpt=") for w in words):
             raise ConfigError(
-                "ckpt cannot be combined with --resume: a resumed run has its own weights; remove one of them."
+                "ckpt cannot be combined with --resume: a resumed run has its own weights; remove one of the two."
             )
         found = resolve_run(resume)
         return load_saved_config(found, words, command=args.command), found if found.is_dir() else found.parent
@@ -144,7 +144,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     if resume is None and cfg.runner.resume_dir is None:
         return cfg, None
     if cfg.runner.experiment_name is None:
-        raise ConfigError("resuming `auto` looks for a run by name: set runner.experiment_name=NAME, or name the run.")
+        raise ConfigError("--resume auto needs the name of an experiment: set runner.experiment_name=NAME.")
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 

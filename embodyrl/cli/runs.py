@@ -56,7 +56,7 @@ def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
     for folder in run_folders(Path("runs")):
         if trained is None or (folder / "checkpoints").is_dir() == trained:
             return folder
-    raise ConfigError(f"{wanted_by}: there is no such run in ./runs yet; name one, or start one: embodyrl train.")
+    raise ConfigError(f"{wanted_by}: no such run in ./runs; pass the folder of a run, or start a run: embodyrl train.")
 
 
 def find_run(word: str) -> Path:
@@ -69,5 +69,5 @@ def find_run(word: str) -> Path:
         if (path / "config.yaml").is_file():
             return path
     known = [path.name for path in run_folders(Path("runs"))]
-    hint = closest(Path(word).name, known) or " `embodyrl list runs` shows those in ./runs."
-    raise ConfigError(f"'{word}' is not a run: it has no config.yaml.{hint}")
+    hint = closest(Path(word).name, known) or " `embodyrl list runs` shows the runs in ./runs."
+    raise ConfigError(f"'{word}' is not a run: config.yaml is missing.{hint}")

@@ -196,11 +196,11 @@ def parse_placement(
                 )
             found[name] = nodes
     if missing := [name for name in COMPONENTS if name not in found]:
-        raise ConfigError(f"cluster.component_placement does not place {', '.join(missing)}; add it.")
+        raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
     if found["rollout"] != found["actor"] and not separate:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
-            "same nodes; write the same for both, or use rollout.mode=disaggregated."
+            "same nodes; use equal nodes for both, or rollout.mode=disaggregated."
         )
     return found
 
@@ -231,12 +231,12 @@ def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]
             nodes.append(hosts[part])
         elif _HOST.fullmatch(part):
             raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': no node of the run is named '{part}'; there are "
+                f"cluster.component_placement.{names}='{text}': no node of the run is named '{part}'; the nodes are "
                 f"{', '.join(hosts)}."
             )
         else:
             raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': must be all, or node numbers such as 0-3,5, or hosts."
+                f"cluster.component_placement.{names}='{text}': must be all, node numbers such as 0-3,5, or host names."
             )
     if not nodes or max(nodes) >= num_nodes:
         raise ConfigError(

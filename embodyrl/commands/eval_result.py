@@ -119,8 +119,8 @@ class EvalResult:
         """Warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
-            f"INCOMPLETE: {self.dropped} of {planned} episodes killed their simulator repeatedly and are not "
-            "counted; long and failing ones do so more often, so success may read too high"
+            f"INCOMPLETE: {self.dropped} of {planned} episodes crashed their simulator repeatedly and are not "
+            "counted; long and failed episodes crash more often, so the success rate may be too high"
         )
 
     def metrics(self) -> dict[str, float]:
@@ -166,7 +166,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
     if result.solved_at_reset:
         count, total = len(result.solved_at_reset), sum(row.episodes for row in result.tasks)
         numbers = ", ".join(map(str, result.solved_at_reset[:20])) + (", ..." if count > 20 else "")
-        say(f"  warning  {count} of {total} episodes begin with their goal already reached: {numbers}")
+        say(f"  warning  {count} of {total} episodes start with the goal already reached: {numbers}")
     for one in result.paired:
         say(f"  {one.line((str(result.baseline), 'this one'))}")
     if result.protocol is not None:

@@ -132,7 +132,7 @@ def run_evaluation(
         collection = workers.scheduler.collect(rollout)
     _complain(cfg, collection, monitor.text)
     if not rows:
-        raise EmbodyError("No episode of the evaluation finished; the cause is in the logs of the env workers.")
+        raise EmbodyError("No episode of the evaluation finished. See the logs of the env workers for the cause.")
     result = summarise(rows, collection, run_plan.env, folder)
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):

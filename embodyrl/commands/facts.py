@@ -78,7 +78,7 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
     if (asked := count_asked(cfg, env)) > plan.num_episodes:
-        text += f"; {asked} were requested, the others would be exact copies"
+        text += f"; {asked} episodes were requested, but the others would be exact copies"
     return [("evaluation", text), *(line for banner in BANNER.every() for line in banner(run_plan))]
 
 
@@ -137,7 +137,7 @@ def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int
         kept = f"; {held - 1} are kept while one more is written" if held > 1 else ""
         raise ConfigError(
             f"A checkpoint needs {_bytes(checkpoint)}{kept}, and {_bytes(free)} are free in "
-            f"{cfg.runner.output_dir}. Fix: free some, checkpoint.keep=1, or another runner.output_dir."
+            f"{cfg.runner.output_dir}. Fix: free disk space, checkpoint.keep=1, or another runner.output_dir."
         )
 
 

@@ -143,7 +143,7 @@ def _new_root(cfg: RunConfig, command: str) -> Path:
     if cfg.runner.on_existing == OnExisting.rename:
         return _free_name(root)
     raise ConfigError(
-        f"Run {root} exists. Continue it with runner.on_existing=resume, keep both with runner.on_existing=rename, "
+        f"Run {root} exists. Resume it with runner.on_existing=resume, keep both runs with runner.on_existing=rename, "
         "or choose another runner.experiment_name."
     )
 
@@ -192,7 +192,7 @@ def _take(lock: Path, folder: Path) -> int:
         except BlockingIOError:
             holder = os.pread(handle, 256, 0).decode("utf-8", errors="replace") or "another process"
             os.close(handle)
-            raise EmbodyError(f"{folder} is in use by {holder}; stop that one first.") from None
+            raise EmbodyError(f"{folder} is in use by {holder}; stop that process first.") from None
         if lock.exists() and os.path.samestat(os.fstat(handle), lock.stat()):
             break
         os.close(handle)  # its last holder removed the file in the moment before we took it

@@ -116,7 +116,7 @@ class _Training:
     def run(self) -> TrainResult:
         session, folder = self.session, self.session.folder
         start = session.find_start()
-        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 turns it on)"
+        validation = "" if self._validates else " · no validation (runner.val_check_interval=10 enables it)"
         where = [("output", f"{folder.root}{validation}"), folder.following]
         held_out = evaluation_facts(self.run_plan) if self._validates else []
         lines = [*facts(self.run_plan), *weight_facts(self.cfg, self.weights), *held_out, *where]
@@ -233,7 +233,7 @@ class _Training:
                 self.monitor.text(line)
             session.tell(self.on_step, metrics)
             if not batch.has_signal:
-                self.monitor.text(f"step {session.step}: no group has a signal, the weights stay as they are")
+                self.monitor.text(f"step {session.step}: no group has a learning signal; the weights are unchanged")
             session.save_if_due(lambda: self._save(workers, actors))
 
     def _check_rewards(self, rollout: RolloutResult, workers: Workers, actors: Actors) -> None:

@@ -141,14 +141,14 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     """
     try:
         if (size := file.stat().st_size) > _YAML_LIMIT:
-            raise ConfigError(f"{file}: {size} bytes; a config has fewer than {_YAML_LIMIT}.")
+            raise ConfigError(f"{file}: {size} bytes; the limit of a config is {_YAML_LIMIT}.")
         text = file.read_text(encoding="utf-8")
         depth = 0
         # On the events, before any object is made: deep nesting, aliases and tags are refused without their cost.
         for event in yaml.parse(text, Loader=_Loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > _YAML_DEPTH:
-                raise ConfigError(f"{file}: more than {_YAML_DEPTH} levels; it is not a saved config.")
+                raise ConfigError(f"{file}: more than {_YAML_DEPTH} nested levels; not a saved config.")
             if isinstance(event, yaml.AliasEvent):
                 raise ConfigError(
                     f"{file}:{event.start_mark.line + 1}: YAML aliases are refused (they can grow without bound)."
@@ -161,5 +161,5 @@ def read_plain_yaml(file: Path) -> dict[Any, Any]:
     except (OSError, yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: broken YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: expected `key: value` lines at the top; it is not a saved config.")
+        raise ConfigError(f"{file}: expected `key: value` lines at the top; not a saved config.")
     return raw

@@ -36,8 +36,8 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
     if typed.get("trust") is True:
         return []
     return [
-        f"{file}: {key}: {text} would run code or call a server, and was not typed. If you trust the author of this "
-        f"run, add {TRUST}; to allow only this, type {key}={spell(value)} yourself."
+        f"{file}: {key}: {text} runs code or calls a server and is not on the command line. If you trust the "
+        f"author of this run, add {TRUST}; to allow only this value, add {key}={spell(value)}."
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))

@@ -135,7 +135,7 @@ def _refuse_option(command: str, group: str, option: object, text: str, config_d
     if (option is None and nullable) or (isinstance(option, str) and option in known):
         own = [file for folder in config_dirs if (file := folder.resolve() / group / f"{option}.yaml").is_file()]
         if own and known[str(option)] != own[0]:
-            return f"{short(text)}: {group} '{option}' ships, so {own[0]} would not be read; give it another name."
+            return f"{short(text)}: {group} '{option}' is built in, so {own[0]} would be ignored; rename the file."
         return None
     if not isinstance(option, str):
         return f"{short(text)}: {group} takes the name of one option: {', '.join(known)}."

@@ -98,7 +98,7 @@ def check_egl(frame: Frame) -> Renderer:
     if frame.problem:
         return Renderer("osmesa", f"EGL does not render on the GPU: {frame.problem}", fix)
     if any(name in frame.driver for name in _SOFTWARE):
-        return Renderer("osmesa", f"EGL finds no GPU, {frame.driver} answers", fix)
+        return Renderer("osmesa", f"EGL finds no GPU and selects {frame.driver}", fix)
     return Renderer("egl", "a GPU renders")
 
 

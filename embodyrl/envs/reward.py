@@ -153,7 +153,7 @@ class StepReward:
             value = self._function(step)
             # The parts are columns of metrics and records, which are allocated before the first step.
             if isinstance(value, Mapping) and {*value} != {*self._names}:
-                raise ValueError(f"its parts are {', '.join(value)}; its `components` are {', '.join(self._names)}")
+                raise ValueError(f"it returned the components {', '.join(value)}, not {', '.join(self._names)}")
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"it returned {value!r:.80}, not {len(self._names)} finite number(s)")
@@ -175,7 +175,7 @@ def reward_problems(cfg: StepRewardSettings) -> list[str]:
     known = StepReward(cfg).components[:-1]
     wrong = [name for name in cfg.weights if name not in known]
     return (
-        [f"reward.weights: {', '.join(wrong)}: not a part of the reward. Its parts are: {', '.join(known)}."]
+        [f"reward.weights: {', '.join(wrong)}: unknown component of the reward. Known: {', '.join(known)}."]
         if wrong
         else []
     )

@@ -62,7 +62,7 @@ class BackgroundMonitor(Monitor):
             self._hand_on(None)
         self._thread.join(self._close_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"its last calls did not end within {self._close_s:g} s; they are lost")
+            raise TimeoutError(f"its last calls did not finish within {self._close_s:g} s and are lost")
         if self._failure is not None:
             raise self._failure
 
@@ -145,7 +145,7 @@ class Fanout(Monitor):
                 self.close()
                 raise ConfigError(
                     f"runner.logger.backends: '{name}' cannot start in {run_dir}: {_one_line(error)} "
-                    f"Fix this, or leave '{name}' out of the list."
+                    f"Fix the problem, or remove '{name}' from the list."
                 ) from error
             opened[name] = monitor
 

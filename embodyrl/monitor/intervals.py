@@ -21,7 +21,7 @@ def wilson(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     [0.4902, 0.9433]
     """
     if not 0 <= successes <= n:
-        raise ValueError(f"{successes} successes of {n} trials: successes must be between 0 and the trials.")
+        raise ValueError(f"{successes} successes of {n} trials: the count must be between 0 and the number of trials.")
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, z * z

@@ -48,7 +48,7 @@ def check_components(cfg: Root) -> None:
             "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
     if isinstance(cfg, ServeConfig) and cfg.reads_rows:
-        raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` answers with actions, not with words.")
+        raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves actions, not text.")
     if isinstance(cfg, CollectConfig) and cfg.collect.out is None:
         problems.append("collect.out is not set. Name the folder for the demonstrations, for example demos/a.")
     if isinstance(cfg, SftConfig) and cfg.data.path is None:
@@ -81,7 +81,7 @@ def key_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
         if name in _INERT:
             log.warning("warning: %s has no effect: model '%s' chooses actions, not text.", name, policy.name)
     return [
-        f"{name}: is for text; model '{policy.name}' chooses actions. Leave it out."
+        f"{name}: for text policies only; model '{policy.name}' outputs actions. Remove the key."
         for name in _TEXT_ONLY
         if name in cfg.changed
     ]

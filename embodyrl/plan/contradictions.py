@@ -37,10 +37,10 @@ def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deter
     if lag and deterministic:
         yield (
             f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "
-            "runner.deterministic=true cannot hold. Unset one of them."
+            "runner.deterministic=true is impossible. Unset one of the two keys."
         )
     if lag and (fsdp.size > 1 or fsdp.cpu_offload) and mode is RolloutMode.collocated:
         yield (
-            f"algorithm.max_staleness={lag} acts while it trains, which takes one actor rank with its weights in "
-            "place. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
+            f"algorithm.max_staleness={lag} samples actions during updates, which needs one actor rank without "
+            "offloading. Use rollout.mode=disaggregated, or actor.fsdp.size=1 and actor.fsdp.cpu_offload=false."
         )

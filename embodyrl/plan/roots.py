@@ -199,7 +199,7 @@ class TrainConfig(EvalConfig):
         yield from staleness_problems(lag, self.actor.fsdp, self.rollout.mode, deterministic=certain)
         yield from _ranks(self)
         if self.algorithm.curriculum and lag:
-            yield "algorithm.curriculum: steps are planned before the last one is seen; set algorithm.max_staleness=0."
+            yield "algorithm.curriculum needs the outcomes of the previous step; set algorithm.max_staleness=0."
         if self.critic.path is not None and (certain or self.actor.fsdp.size > 1):
             yield (
                 "critic.path: a separate critic works with one actor rank and without runner.deterministic=true. Set "
@@ -207,8 +207,8 @@ class TrainConfig(EvalConfig):
             )
         if self.runner.resume_dir is not None and self.ckpt is not None:
             yield (
-                f"ckpt={self.ckpt} and runner.resume_dir={self.runner.resume_dir}: a resumed run has weights of its "
-                "own. Use one of them."
+                f"ckpt={self.ckpt} and runner.resume_dir={self.runner.resume_dir}: a resumed run loads its own "
+                "weights. Use one of the two keys."
             )
 
 

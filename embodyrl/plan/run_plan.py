@@ -191,8 +191,8 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     seen = policy.inputs.num_images or env.action.kind is ActionKind.text
     if env.cameras.needed and not seen and not policy.untrainable:
         problems.append(
-            f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so it "
-            "could only guess. Choose a model with image input, for example model=openvla_oft_tiny."
+            f"model '{policy.name}' reads no image, and the state of env '{env.name}' omits the scene, so the "
+            "policy cannot observe it. Choose a model with image input, for example model=openvla_oft_tiny."
         )
     if policy.untrainable:
         problems.append(
@@ -219,7 +219,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     following = cfg.algorithm.reference_interval is not None
     if following and (sharded or cfg.algorithm.reference_path):
         problems.append(
-            "algorithm.reference_interval: the policy's weights replace those of a reference of its own kind in one "
+            "algorithm.reference_interval: the reference must be a copy of the policy in the same "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
         )
     if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
@@ -241,7 +241,7 @@ def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> li
         return [few] if given not in (0, wanted) else []
     given = {"algorithm.curriculum": cfg.algorithm.curriculum, "env.train.task_weights": split.task_weights}
     return [
-        f"{key} selects initial states, but the slots change theirs freely; set "
+        f"{key} selects initial states, but slots choose initial states freely; set "
         "env.train.use_fixed_reset_state_ids=true and env.train.continue_episodes=false, or leave it out."
         for key, value in given.items()
         if value

@@ -137,7 +137,7 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
     """
     own = [setting for setting in saved if setting.key.startswith("env.")]
     if not own and not (run / ENVIRONMENT_FILE).is_file():
-        problems.append(f"{run} was trained on data that name no environment; set it with env=...")
+        problems.append(f"{run} was trained on data without a known environment; set env=...")
         return []
     played = own or read_saved(run / ENVIRONMENT_FILE)
     alike = {f"env.train.{key}": f"env.eval.{key}" for key in ("max_episode_steps", "task_ids")}

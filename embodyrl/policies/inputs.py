@@ -59,8 +59,8 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     if renamed is None and seen != cameras:
         problems.append(
             f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "
-            f"[{','.join(cameras)}]. Set env.init_params.camera_names=[{','.join(seen)}], or, where other names mean "
-            f"the same views, model.cameras=[{','.join(cameras)}]."
+            f"[{','.join(cameras)}]. Set env.init_params.camera_names=[{','.join(seen)}], or, if only the names of the "
+            f"views differ, model.cameras=[{','.join(cameras)}]."
         )
     now = _inputs_of(policy, env)["image_rotation_deg"]
     if cameras and turned != now:

@@ -299,7 +299,7 @@ def test_newest_run_of_an_experiment_is_found(tmp_path: Path, capsys: pytest.Cap
         ("errors.EmbodyError('first')", 1, "embodyrl: error: first"),
         ("errors.EmbodyError('first\\n  File x')", 1, "embodyrl: error: first\n  File x"),
         ("errors.ConfigError(['a', 'b'])", 2, "embodyrl: error: a\nembodyrl: error: b"),
-        ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Run it again with --traceback"),
+        ("RuntimeError('bug')", 1, "embodyrl: error: unexpected RuntimeError: bug. Report the output with --traceback"),
     ],
 )
 def test_each_error_class_has_its_exit_code_and_no_traceback(tmp_path: Path, raised: str, code: int, said: str) -> None:
@@ -327,7 +327,7 @@ def test_commands_without_a_run_use_the_newest(
     monkeypatch.chdir(tmp_path)
     for words in (["report"], ["view"], ["train", "--resume"], ["train", "--resume", "runner.max_steps=3"]):
         assert main(words) == 2
-        assert "there is no such run in ./runs yet" in capsys.readouterr().err
+        assert "no such run in ./runs" in capsys.readouterr().err
     write_run(tmp_path / "runs" / "new")
     assert main(["view"]) == 0
     assert "new" in capsys.readouterr().out

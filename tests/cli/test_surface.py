@@ -202,7 +202,7 @@ def test_python_api_validates_like_the_commands() -> None:
 def test_view_shows_training_and_evaluation_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "runs" / "a")
     assert main(["view", str(run)]) == 0
-    assert "Where the time goes" in capsys.readouterr().out
+    assert "Time per phase" in capsys.readouterr().out
     (run / "metrics.jsonl").unlink()
     assert main(["view", str(run)]) == 0
     assert "all tasks" in capsys.readouterr().out

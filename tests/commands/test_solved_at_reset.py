@@ -49,9 +49,7 @@ def test_evaluation_lists_episodes_solved_at_reset(tmp_path: Path, env_id: str) 
     assert json.loads((result.folder / "eval.json").read_text())["solved_at_reset"] == expected
     lines: list[str] = []
     print_table(result, lines.append)
-    assert any(
-        f"{len(expected)} of {EPISODES} episodes begin with their goal already reached" in line for line in lines
-    )
+    assert any(f"{len(expected)} of {EPISODES} episodes start with the goal already reached" in line for line in lines)
     assert card_of(result.folder.parents[1])["solved_at_reset"] == len(expected)
 
 

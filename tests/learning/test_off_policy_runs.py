@@ -122,7 +122,7 @@ def test_half_of_each_batch_can_be_demonstrations(tmp_path):
     played = json.loads(card.read_text())
     for key, value in (("expert_noise", 0.1), ("labels", "expert")):
         card.write_text(json.dumps(played | {"collected": played["collected"] | {key: value}}))
-        with pytest.raises(ConfigError, match="holds what the expert would have done"):
+        with pytest.raises(ConfigError, match="contains labels of the expert"):
             build_run_plan(load_config("train", words_of(tmp_path, *given)), training=True)
 
 

@@ -91,7 +91,7 @@ def test_closing_a_logger_times_out(tmp_path: Path, gate: threading.Event, caplo
     fanout.log(0, {})
     fanout.close()
     assert [r.getMessage() for r in caplog.records if "'hosted'" in r.getMessage()] != []
-    assert "they are lost" in caplog.text
+    assert "and are lost" in caplog.text
 
 
 def test_hanging_logger_start_ends_the_run(tmp_path: Path, gate: threading.Event):

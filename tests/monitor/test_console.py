@@ -114,7 +114,7 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo =
 def test_terminal_keeps_the_last_dashboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path)
     for part in (
-        "Where the time goes",
+        "Time per phase",
         "step 3/100",
         "rollout: 2 of 8 done",
         "env worker 1 [died]",
@@ -145,12 +145,12 @@ def test_evaluation_on_a_terminal_has_a_progress_bar(monkeypatch: pytest.MonkeyP
     assert "rollout: 2 of 8 done" in text
     assert "step 3 | 12.4 s" in text
     assert "env worker 1 [died]" in text
-    assert "Where the time goes" not in text
+    assert "Time per phase" not in text
 
 
 def test_no_color_disables_colours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     text = on_terminal(monkeypatch, tmp_path, NO_COLOR="1")
-    assert "Where the time goes" in text
+    assert "Time per phase" in text
     assert "\x1b[3" not in text
 
 

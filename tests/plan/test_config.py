@@ -150,7 +150,7 @@ def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
         ("env.train.total_num_envs=8 env.eval.total_num_envs=8 launcher.env_workers=9", "some workers would idle"),
         ("algorithm.max_staleness=1", ""),
         ("algorithm.max_staleness=1 runner.deterministic=true", "depend on timing"),
-        ("algorithm.max_staleness=1 actor.fsdp.cpu_offload=true", "which takes one actor rank"),
+        ("algorithm.max_staleness=1 actor.fsdp.cpu_offload=true", "which needs one actor rank"),
         ("algorithm.max_staleness=1 actor.fsdp.cpu_offload=true rollout.mode=disaggregated", ""),
         ("algorithm.max_staleness=1 algorithm.curriculum=0.5", "set algorithm.max_staleness=0"),
         ("algorithm=ppo critic.path=x actor.fsdp.size=2", "works with one actor rank"),

@@ -236,7 +236,7 @@ def test_config_dir_options_are_validated_strictly(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         load_config("train", [], config_dirs=[tmp_path / "nowhere"])
     (tmp_path / "env" / "gym.yaml").write_text("env_type: gym\nreward_coef: 5\n")
-    with pytest.raises(ConfigError, match=r"env=gym: env 'gym' ships, so .*env/gym.yaml would not be read"):
+    with pytest.raises(ConfigError, match=r"env=gym: env 'gym' is built in, so .*env/gym.yaml would be ignored"):
         load_config("train", ["env=gym"], config_dirs=[tmp_path])
 
 
@@ -336,7 +336,7 @@ def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
     assert load_config("train", ["env=tabletop"], base=base).env.env_type == "tabletop"
 
     save_config(load_config("sft", ["data.path=demos"]), base)
-    with pytest.raises(ConfigError, match="name no environment"):
+    with pytest.raises(ConfigError, match="without a known environment"):
         load_config("train", [], base=base)
     shown = load_config("collect", [*demos.split(), "collect.out=demos"])
     (tmp_path / ENVIRONMENT_FILE).write_text(dump_config(shown, only="env"))

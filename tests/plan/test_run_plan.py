@@ -33,7 +33,7 @@ def test_task_weights_are_refused_with_free_reset_ids(words):
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
     for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
-        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but the slots"):
+        with pytest.raises(ConfigError, match=rf"{words.partition('=')[0]} selects initial states, but slots"):
             run_plan(*ppo, free, training=True)
 
 

@@ -178,5 +178,5 @@ def _length(result: Any) -> int:
 
 def _shape(result: Any) -> str:
     if isinstance(result, (tuple, list)):
-        return f"{len(result)} things ({', '.join(type(part).__name__ for part in result)})"
+        return f"{len(result)} values ({', '.join(type(part).__name__ for part in result)})"
     return "nothing" if result is None else f"one {type(result).__name__}"

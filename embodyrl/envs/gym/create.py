@@ -78,7 +78,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
             f"env.id={env_id} is a vector environment of {env.num_envs} environments instead of {num_envs} "
-            "(num_envs). Fix: build num_envs environments of one kind; any slot plays any episode."
+            "(num_envs). Fix: build num_envs environments of one kind; every slot must support every episode."
         )
     return env, suites
 

@@ -27,7 +27,7 @@ def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> 
         name = spell(path)
         if is_text(leaf):
             if len({str(member(one, path)) for one in seen}) > 1:
-                yield f"'{name}' changes within an episode; a policy reads the text of the reset"
+                yield f"'{name}' changes within an episode; policies receive only the text of the reset"
             continue
         if not isinstance(leaf, spaces.Box):
             continue
@@ -47,7 +47,7 @@ def _outside(name: str, leaf: spaces.Box, first: np.ndarray) -> Iterator[str]:
     slack = 1e-6 * np.maximum(1.0, np.abs(first, dtype=np.float64))
     outside = first[(first < leaf.low - slack) | (first > leaf.high + slack)]
     if outside.size:
-        yield f"'{name}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: its bounds"
+        yield f"'{name}' begins with {outside.flat[0]:g}, outside of its space {leaf!s:.60}; fix: correct the bounds"
 
 
 def _rounded(name: str, values: Sequence[np.ndarray]) -> Iterator[str]:

@@ -55,7 +55,7 @@ class GymGoals:
         except Exception as error:
             raise EnvError(
                 f"env '{self._env_id}': {_REWARD} or {_TERMINATED} of other goals raised {line(error)}. "
-                "They get an empty info. Fix: compute the reward without info, or set algorithm.hindsight_goals=0."
+                "Both receive an empty info. Fix: compute the reward without info, or set algorithm.hindsight_goals=0."
             ) from error
         if not np.isfinite(reward).all():
             raise EnvError(f"env '{self._env_id}': {_REWARD} returned {reward!r:.80}, expected finite numbers.")

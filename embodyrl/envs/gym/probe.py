@@ -92,7 +92,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         except EmbodyError:
             raise
         except Exception as error:
-            raise EnvError(f"env.id={cfg.id}: its first reset and step ended with {line(error)}.") from error
+            raise EnvError(f"env.id={cfg.id}: its first reset or step failed: {line(error)}.") from error
         return Probe(
             observation_space=env.single_observation_space if vector else env.observation_space,
             action_space=env.single_action_space if vector else env.action_space,
@@ -178,13 +178,13 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
         moved = _rows(env, result[0])
         seen = reset_env(env_id, env, seed=[7, 8], options={"reset_mask": np.array([False, True])})[0]
         kept = _rows(env, seen)[0] == moved[0]
-        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted the first one as well"
+        problem = "" if kept else "reset with options={'reset_mask': [False, True]} restarted environment 0 as well"
     except Exception as error:
-        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) and step ended with {line(error)}"
+        problem = f"reset(seed=[...], options={{'reset_mask': ...}}) or step failed: {line(error)}"
     if problem:
         raise ConfigError(
             f"env.id={env_id} is a vector environment that resets all environments together, "
-            f"so its episodes cannot be fixed: {problem}. Fix: let reset accept a list of seeds and a reset mask, like "
+            f"so slots cannot restart alone: {problem}. Fix: let reset accept a list of seeds and a reset mask, like "
             "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
         )
     keys, info = success_key(cfg), result[4]

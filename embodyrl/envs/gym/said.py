@@ -49,8 +49,8 @@ def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Ite
     if reports:
         return
     if cfg.success_key is not None:
-        known = f"{closest(cfg.success_key, names)} Keys there: {', '.join(names) or 'none'}."
-        yield f"env.success_key={cfg.success_key} was in no info of the probed steps.{known}"
+        known = f"{closest(cfg.success_key, names)} Keys of info: {', '.join(names) or 'none'}."
+        yield f"env.success_key={cfg.success_key} is not in the info of the probed steps.{known}"
         return
     for name in names:
         if _LIKE_SUCCESS.search(name):

@@ -102,7 +102,7 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
         if camera not in found.cameras:
             raise ConfigError(
                 f"env.init_params.camera_names: env.id={name} has no camera '{camera}'."
-                f"{closest(camera, found.cameras)} It has: {', '.join(found.cameras)}."
+                f"{closest(camera, found.cameras)} Cameras: {', '.join(found.cameras)}."
             )
     height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
     poses = found.control_mode == EE_DELTA_POSE

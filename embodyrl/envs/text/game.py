@@ -216,7 +216,7 @@ class GameEnv:
         action = named[-1] if game.commands else self._names.index(named[-1])
         seen, earned, terminated, truncated, info = game.env.step(action)
         if not np.isfinite(earned):
-            raise EnvError(f"env '{self.spec.name}': the game returned reward {earned}.")
+            raise EnvError(f"env '{self.spec.name}': the game returned reward {earned}, expected a finite number.")
         game.seen = self._tell(game, seen, info)
         success = bool(info.get("is_success", terminated and earned > 0))
         return float(earned), bool(terminated), bool(truncated), success
@@ -277,7 +277,7 @@ def make_game(cfg: GameSettings) -> Any:
     except (gymnasium.error.Error, TypeError, ValueError) as error:
         raise ConfigError(
             f"env.id={cfg.id} with env.kwargs={cfg.kwargs} cannot be built: {one_line(error).rstrip('.')}. An "
-            "environment without an image in characters (render_mode=ansi) needs env.words."
+            "environment without render_mode=ansi needs env.words."
         ) from error
 
 

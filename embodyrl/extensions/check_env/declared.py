@@ -59,7 +59,7 @@ def spec(h: Harness) -> None:
     _tasks(h, spec)
     _numbers(h, spec)
     for doubt in spec.doubts:
-        h.prefer(False, "spec", "what it declares to be what it does", doubt)
+        h.prefer(False, "spec", "a declaration that matches the behaviour", doubt)
     if (grip := spec.action.gripper) is not None:
         inside = -spec.action.dim <= grip.index < spec.action.dim
         h.expect(inside, "spec.action.gripper.index", f"below {spec.action.dim}", grip.index)

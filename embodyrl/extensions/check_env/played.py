@@ -61,7 +61,7 @@ def observe(h: Harness) -> None:
     for camera, name in enumerate(h.spec.cameras.names):
         kept = int(untouched[camera].any(axis=-1).sum())
         rule = "every pixel written, in place (out.images[...] = ...)"
-        h.expect(not kept, f"observe: image of camera '{name}'", rule, f"{kept} pixels keep what was there before")
+        h.expect(not kept, f"observe: image of camera '{name}'", rule, f"{kept} pixels were not written")
     if not h.violations:
         h.expect_equal(seen_difference(dark, bright), "observe", "the same in two calls without a step")
 
@@ -92,7 +92,7 @@ def reset_ids_differ(h: Harness) -> None:
         ids = h.reset_ids(task)
         first, *others = (h.first_seen(h.start(reset_id)) for reset_id in ids)
         differ = not others or any(seen_difference(first, other) for other in others)
-        same = "equal observations: one start for all, so that only what follows can differ"
+        same = "equal first observations for all reset ids"
         h.prefer(differ, f"reset ids {ids} of task {task}", "different initial states", same)
 
 
@@ -340,6 +340,6 @@ def goals(h: Harness) -> None:
         judge.close()
     earned = np.concatenate([result.reward[0] for result in trace.results])
     for step in np.flatnonzero(~np.isclose(said, earned, rtol=1e-3, atol=1e-5))[:1].tolist():
-        expected = f"{earned[step]:g}, as step {step + 1} earned (or no algorithm.hindsight_goals)"
+        expected = f"{earned[step]:g}, the reward of step {step + 1} (or no algorithm.hindsight_goals)"
         h.prefer(False, "reward of the same goal", expected, f"{said[step]:g}")
     h.note = f"{len(earned)} rewards compared"

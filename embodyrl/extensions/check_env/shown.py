@@ -16,7 +16,7 @@ CLOSE_SECONDS = 1.0
 @check("step")
 def image_range(h: Harness) -> None:
     """Check that pixels use the range 0..255."""
-    found = f"nothing above {h.brightest}; floats in 0..1 that were cut to integers?"
+    found = f"no value above {h.brightest}; floats in 0..1 truncated to integers?"
     h.expect(not h.spec.cameras.names or h.brightest > 1, "observe: images", "uint8 in 0..255", found)
 
 

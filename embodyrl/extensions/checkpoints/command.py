@@ -22,7 +22,7 @@ def ckpt(args: argparse.Namespace) -> int:
     args.trust, args.words = split_trust(args.words)
     verb = args.words[0] if args.words else ""
     if verb not in verbs:
-        what = f"'{verb}' is none of them.{closest(verb, verbs)}" if verb else "which one?"
+        what = f"unknown action '{verb}'.{closest(verb, verbs)}" if verb else "the action is missing."
         raise ConfigError(f"embodyrl ckpt {{{' | '.join(verbs)}}}: {what}")
     if len(args.words) != 1 + len(wants[verb].split()):
         raise ConfigError(f"embodyrl ckpt {verb} takes: {wants[verb]}.")
@@ -90,7 +90,7 @@ def _prune(args: argparse.Namespace) -> int:
     best = store.best()
     with locked(store.root.parent):
         gone = store.prune(int(args.keep), [] if best is None else [best])
-    kept = f"the best one (step {best})" if best is not None else "no best one is known"
+    kept = f"the best one (step {best})" if best is not None else "no best one is recorded"
     text = (
         f"deleted {len(gone)} checkpoints: {', '.join(map(str, gone)) or 'none'}; kept the newest {args.keep}, {kept}"
     )
@@ -105,7 +105,7 @@ def _target(word: str) -> tuple[CheckpointStore, list[int]]:
     if path.parent.name == "checkpoints" and step.isdecimal():
         store = CheckpointStore(path.parent)
         if not path.is_dir():
-            raise CheckpointError(f"{path}: no such checkpoint; there are {store.steps() or 'none'}.")
+            raise CheckpointError(f"{path}: no such checkpoint; complete steps: {store.steps() or 'none'}.")
         return store, [int(step)]
     store = CheckpointStore(find_run(word) / "checkpoints")
     if not store.folders():

@@ -231,7 +231,7 @@ def _upload(folder: Path, repo: str, kind: str, private: bool, card: str = "", t
     from huggingface_hub.errors import HfHubHTTPError
 
     api = HfApi()
-    with hub_errors(f"nothing was pushed to {repo}:", "Start the same command again; what arrived is not sent twice."):
+    with hub_errors(f"nothing was pushed to {repo}:", "Run the same command again; uploaded files are skipped."):
         api.create_repo(repo, repo_type=kind, private=private, exist_ok=True)
         if card and not (folder / "README.md").exists():
             api.upload_file(path_or_fileobj=card.encode(), path_in_repo="README.md", repo_id=repo, repo_type=kind)

@@ -121,7 +121,7 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
         ) from error
     if reading.describes:
         raise ConfigError(
-            f"{', '.join(reading.describes)}: {root} was written by `embodyrl collect` and describes itself; "
+            f"{', '.join(reading.describes)}: {root} was written by `embodyrl collect` and contains its description; "
             "remove these keys."
         )
     return card
@@ -137,7 +137,7 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
             if str(version).startswith(("v1.", "v2."))
             else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
         )
-        raise ConfigError(f"data.path={root} has LeRobot's layout {version}; {CODEBASE_VERSION} is read. {cure}")
+        raise ConfigError(f"data.path={root} has LeRobot's layout {version}, not {CODEBASE_VERSION}. {cure}")
     features: dict[str, dict[str, Any]] = info["features"]
     columns = _camera_columns(root, features, reading)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}

@@ -113,7 +113,7 @@ def _episodes(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
         return
     wrong = np.flatnonzero(found.counters["index"] != np.arange(total))
     if len(wrong):
-        yield f"data: index does not count up: row {wrong[0]} is missing or there twice."
+        yield f"data: index is not consecutive: row {wrong[0]} is missing or duplicated."
         return
     names = dict(enumerate(_task_names(rows))) if ours else read_tasks(root)
     for row in rows:
@@ -128,7 +128,7 @@ def _table_problems(rows: _Episodes) -> Iterator[str]:
             return
         start = row["dataset_to_index"]
         if start - row["dataset_from_index"] != row["length"] or row["length"] < 1:
-            yield f"meta/episodes: episode {number} has length {row['length']}, but its indices differ from that."
+            yield f"meta/episodes: episode {number} has length {row['length']}, which does not match its indices."
 
 
 def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
             yield f"{paths[0]}: columns differ from those of meta/info.json."
         named.update(paths)
     there = {p.relative_to(root).as_posix() for top in ("data", "videos") for p in (root / top).rglob("file-*")}
-    yield from (f"{path}: no episode names this file." for path in sorted(there - named))
+    yield from (f"{path}: no episode refers to this file." for path in sorted(there - named))
 
 
 def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int, str], *, exact: bool) -> Iterator[str]:
@@ -153,13 +153,13 @@ def _row_problems(found: Rows, row: dict[str, Any], card: Card, names: dict[int,
     if len(others):
         yield (
             f"episode {number}: its row {others[0]} has episode_index {own['episode_index'][others[0]]}; the rows and "
-            "the table of episodes do not belong together."
+            "the table of episodes do not match."
         )
         return
     steps = np.arange(row["length"])
     # Trimmed episodes of other programs may begin at another frame.
     if (own["frame_index"] - (0 if exact else own["frame_index"][0]) != steps).any():
-        yield f"episode {number}: frame_index does not count up."
+        yield f"episode {number}: frame_index is not consecutive."
     if exact and not (np.abs(own["timestamp"] - steps / card.fps) <= _TOLERANCE_S).all():
         yield f"episode {number}: time stamps are not frame_index / fps."
     gaps = np.diff(own["timestamp"].astype(np.float64))

@@ -97,7 +97,7 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
         raise ConfigError(
             f"env '{base.env.name}': its expert follows a plan, so it cannot label the actions of another "
             "policy. Collect its own episodes: embodyrl collect model=scripted (model.expert_noise "
-            "shows how it recovers), and embodyrl sft with data.more."
+            "adds recoveries), and use data.more with embodyrl sft."
         )
     if isinstance(cfg, DaggerConfig):
         _check_demonstrations(cfg, base.env)
@@ -190,7 +190,7 @@ class _Collecting:
                 task = row["embodyrl/task_id"]
                 self.kept[task] += 1
                 self.next_trial[task] = max(self.next_trial[task], row["embodyrl/trial"] + 1)
-            continued = f", {len(writer.episodes)} are there" if writer.episodes else ""
+            continued = f", {len(writer.episodes)} already collected" if writer.episodes else ""
             demos = f"{self.cfg.collect.episodes} episodes of {len(self.quota)} tasks to {out}{continued}"
             announce(
                 self.monitor,

@@ -51,7 +51,7 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
                 collect(acting)
                 sft(learned, overrides=overrides, resume=run if run.exists() else None)
             except Interrupted as error:
-                error.args = (f"{error}; or with all rounds: the same embodyrl dagger again",)
+                error.args = (f"{error}; to continue all rounds, run the same command again",)
                 raise
     return DaggerResult(run=runs[-1], data=tuple(data))
 

@@ -221,8 +221,8 @@ def write_file(path: Path, content: bytes) -> None:
         write_atomically(path, content)
     except OSError as error:
         raise EmbodyError(
-            f"Cannot write {path}: {error.strerror}. What was written before is intact; free some space or choose "
-            "another folder, and start the same command again."
+            f"Cannot write {path}: {error.strerror}. Earlier data is intact; free disk space or choose "
+            "another folder, and run the same command again."
         ) from error
 
 

@@ -81,7 +81,7 @@ class LearnedReward:
         if (shape["state_dim"], images) != (len(seen.state), mine) or "value_head.0.weight" not in weights:
             raise CheckpointError(
                 f"reward.path={self._folder}: trained on a state of {shape['state_dim']} and images {images}, but "
-                f"this environment has {len(seen.state)} and {mine}, or it has no value head. Train it with "
+                f"this environment has {len(seen.state)} and {mine}, or the network has no value head. Train it with "
                 "`embodyrl sft objective.name=success` on episodes of this environment with these cameras."
             )
         self._weights = weights

@@ -112,11 +112,11 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     ours = layout.is_ours(root)
     if problems := check_layout(root, reading):
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        cure = "Collect it again, or continue its collection." if ours else "Fetch the data set again."
+        cure = "Collect the data set again, or resume its collection." if ours else "Fetch the data set again."
         raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
     episodes = read_episodes(root)
     if not episodes:
-        raise EmbodyError(f"{root} holds no episodes. Continue its collection.")
+        raise EmbodyError(f"{root} contains no episodes. Resume its collection.")
     rows, env = find_rows(root, episodes), card.env
     action, state = read_vectors(rows, reading.action, env.action.dim), read_vectors(rows, reading.state, env.state_dim)
     numbers = {reading.action: action, reading.state: state}
@@ -126,7 +126,7 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     _check_gripper(root, card, action)
     kept = [e for e in episodes if e["episode_index"] not in skipped]
     if not kept:
-        raise EmbodyError(f"{root}: no episode is left, every one has a non-finite number.")
+        raise EmbodyError(f"{root}: every episode contains a non-finite number.")
     keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
     images = _read_frames(root, card, reading, rows, kept, keep)
     names = read_tasks(root)
@@ -257,8 +257,8 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
             file = (root / path).resolve()
             if not file.is_relative_to(root.resolve()) or not file.is_file():
                 raise EmbodyError(
-                    f"{root}: '{name}' names the image {path}, which is not a file in the data set. Write the "
-                    "images into the data files, or put them there."
+                    f"{root}: '{name}' refers to the image {path}, which is not a file in the data set. Write the "
+                    "images into the data files, or copy them there."
                 )
             content = file.read_bytes()
         if not isinstance(content, bytes):

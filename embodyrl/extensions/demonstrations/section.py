@@ -29,7 +29,7 @@ def _problems(cfg: Any) -> Iterator[str]:
     wanted = PairSettings if objective.of_pairs else DemonstrationSettings
     if not isinstance(cfg.data, wanted) and cfg.data.path:
         kind = "rows of text with two answers" if objective.of_pairs else "episodes that `collect` wrote"
-        yield f"objective.name={objective.name} learns from {kind}; data.path={cfg.data.path} holds others."
+        yield f"objective.name={objective.name} needs {kind}; data.path={cfg.data.path} contains other data."
 
 
 def _derive(cfg: Any) -> Mapping[str, Any]:

@@ -90,7 +90,7 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
         )
     if material.policy.steering:
         key = material.policy.steering.key
-        raise ConfigError(f"{key} trains no weights that demonstrations could train; leave it out.")
+        raise ConfigError(f"{key} leaves no weights that SFT could train; remove it.")
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
@@ -128,7 +128,7 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
         raise ConfigError(
-            f"objective.name=dpo: data.path={cfg.data.path} has no better and worse episode of one initial state. "
+            f"objective.name=dpo: data.path={cfg.data.path} has no better and worse episode of the same initial state. "
             "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
         )

@@ -180,8 +180,8 @@ class DatasetWriter:
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
         if self.card.env.cameras.names and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
             raise EmbodyError(
-                f"{self.root} was collected by an older version, whose statistics of images cannot be continued. "
-                "Choose another collect.out; `embodyrl sft data.more` learns from both."
+                f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
+                "Choose another collect.out; `embodyrl sft data.more` trains on both."
             )
         return vectors, _summed(self._episodes, {})
 

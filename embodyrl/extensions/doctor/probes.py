@@ -136,7 +136,7 @@ def probe_driver() -> Finding:
     driver = max((gpu.driver for gpu in query_gpus()), default=0)
     if not driver:
         if visible_gpus():
-            return Finding("driver", "warn", "nvidia-smi does not answer", "install the NVIDIA driver's utilities")
+            return Finding("driver", "warn", "nvidia-smi does not respond", "install the NVIDIA driver's utilities")
         return Finding("driver", "ok", "no NVIDIA driver")
     if installed_version("vllm") and driver < _VLLM_DRIVER:
         text = f"{driver}, but vLLM's wheels need CUDA 13"

@@ -29,20 +29,20 @@ def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' needs a policy whose sampled actions carry gradients, model "
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
-            "model.likelihood=dsrl or residual; for others algorithm=ppo."
+            "model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
         )
     if cfg.algorithm.imitates and policy.steering:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, {policy.steering.key} freezes it. Leave out "
+            f"adv_type '{cfg.algorithm.adv_type}' trains the whole model, but {policy.steering.key} freezes it. Remove "
             "model.likelihood, or use algorithm=sac."
         )
     rules = cfg.algorithm if isinstance(cfg.algorithm, ReplaySettings) else None
     folders = cfg.algorithm.demonstrations if isinstance(cfg.algorithm, BufferSettings) else []
     if rules and folders and policy.steering and not policy.steering.corrects:
-        problems.append(f"algorithm.demonstrations hold actions, {policy.steering.key} chooses noise; leave them out.")
+        problems.append(f"algorithm.demonstrations has actions, {policy.steering.key} chooses noise; remove the key.")
         folders = []
     problems += _hindsight_problems(cfg, env, policy) if rules and rules.hindsight_goals else []
     for key, reason in _unread(policy) if rules else ():
@@ -63,11 +63,11 @@ def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
 def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
     """Yield the reasons why frames, or transitions, of a data set do not fit this environment."""
     if env.action.kind is ActionKind.text:
-        yield "algorithm.demonstrations hold actions of robots, no replies; `embodyrl sft` imitates replies."
+        yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
         return
     if not resolve_asset(folder).is_dir():
         out = shlex.quote(write_word("collect.out", folder))
-        yield f"algorithm.demonstrations: {folder} is not a folder; `embodyrl collect {out}` fills it."
+        yield f"algorithm.demonstrations: {folder} is not a folder; create one with `embodyrl collect {out}`."
         return
     card = read_card(resolve_asset(folder))
     shown = card.env
@@ -77,15 +77,15 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
         *(env.action.dim, env.state_dim, env.cameras.names, env.cameras.size),
     ):
         yield (
-            f"algorithm.demonstrations: {folder} shows env '{shown.name}': {shown.action.dim} numbers an action, "
+            f"algorithm.demonstrations: {folder} is of env '{shown.name}': {shown.action.dim} numbers per action, "
             f"{shown.state_dim} of state, cameras {list(shown.cameras.names)} of {shown.cameras.size}; this "
-            f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect them "
+            f"run has {env.action.dim}, {env.state_dim}, {list(env.cameras.names)} of {env.cameras.size}. Collect data "
             "with the settings of this run."
         )
     elif not {*shown.tasks} & {*env.tasks}:
         yield (
-            f"algorithm.demonstrations: {folder} shows env '{shown.name}' with none of the tasks of env '{env.name}'. "
-            f"Collect some of these, or imitate those with `embodyrl sft`."
+            f"algorithm.demonstrations: {folder} is of env '{shown.name}' with none of the tasks of env '{env.name}'. "
+            f"Collect demonstrations of these tasks, or train on that folder with `embodyrl sft`."
         )
 
 
@@ -93,14 +93,14 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
     """Yield the reasons why rewards and next states of a data set are not results of its actions."""
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
         yield (
-            f"algorithm.demonstrations: {folder} holds what the expert would have done, not the actions that led "
+            f"algorithm.demonstrations: {folder} contains labels of the expert, not the executed actions that led "
             "to its rewards and next states. Collect with model.expert_noise=0 and collect.labels=executed, or "
-            "imitate these with `embodyrl sft`."
+            "train on them with `embodyrl sft`."
         )
     if not is_ours(resolve_asset(folder)):
         yield (
             f"algorithm.demonstrations: {folder} was written by another program, so its rewards are not those of "
-            f"env '{env.name}'. Collect some with `embodyrl collect`, or imitate these with `embodyrl sft`."
+            f"env '{env.name}'. Collect data with `embodyrl collect`, or train on this folder with `embodyrl sft`."
         )
     theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
     if theirs != own:
@@ -114,8 +114,8 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
     if differs:
         yield (
             f"algorithm.demonstrations: {folder} was collected with "
-            f"{', '.join(f'{key}={saved[key]}, this run has {mine.get(key)}' for key in differs)}: critics would learn "
-            "from both as if they were one reward. Collect with the same."
+            f"{', '.join(f'{key}={saved[key]}, this run has {mine.get(key)}' for key in differs)}: critics would mix "
+            "two rewards. Collect with the same settings."
         )
 
 
@@ -126,17 +126,17 @@ def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> I
         yield (
             f"{key}: env '{env.name}' has no goals to relabel. Hindsight needs observations with achieved_goal and "
             "desired_goal (boxes of one shape) and a method compute_reward(achieved, desired, info) that gives, for an "
-            "empty info, the rewards of its steps; wrappers keep the observation a dictionary, and vector environments "
-            "have no such method. Fix: such an environment, or leave it out."
+            "empty info, its steps' rewards. Wrappers must keep the observation a dictionary; vector environments "
+            "are not supported. Fix: use such an environment, or remove the key."
         )
     if policy.steering or not policy.inputs.state:
-        yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not learn from; use model=mlp."
+        yield f"{key}: the goal is a part of the state, which model '{policy.name}' does not read; use model=mlp."
     if policy.num_action_chunks > 1:
         yield (
             f"{key} needs single actions, but model.num_action_chunks={policy.num_action_chunks}; set "
             "model.num_action_chunks=1 (algorithm.n_step adds up rewards)."
         )
     if isinstance(cfg.env, RewardSettings) and cfg.env.use_rel_reward:
-        yield f"{key}: compute_reward gives rewards and not their changes; set env.use_rel_reward=false."
+        yield f"{key}: compute_reward returns rewards, not reward differences; set env.use_rel_reward=false."
     if changed_reward(cfg):
-        yield f"{key}: reward.path computes the reward for the original goal only; leave out one of the two keys."
+        yield f"{key}: reward.path computes the reward for the original goal only; remove one of the two keys."

@@ -45,7 +45,7 @@ class SacLearner(Learner):
         assert context.algorithm is not None
         trainer, rules, seed = context.trainer, context.algorithm.settings, context.seed
         assert isinstance(rules, ReplaySettings)
-        assert isinstance(trainer.policy, SoftActor), "the plan lets no other policy pass"
+        assert isinstance(trainer.policy, SoftActor), "checked by the run plan"
         self._trainer, self._policy, self._arena = trainer, trainer.policy, context.arena
         self._rules, self._seed = rules, seed
         self._batch_size, self._optim = context.actor.global_batch_size, context.actor.optim
@@ -157,7 +157,7 @@ class SacLearner(Learner):
                 # This gradient goes through the critics after their step, so nothing can be checked before.
                 self._trainer.refuse(
                     f"gradient norm {grad_norm}",
-                    kept="the policy was not touched, but critics and temperature have taken their step",
+                    kept="the policy is unchanged, but critics and temperature were updated",
                 )
                 return {}
             numbers |= {"loss": policy_loss.item(), "grad_norm": grad_norm}
@@ -297,7 +297,7 @@ class SacLearner(Learner):
                     part.load_state_dict(state[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} was written with other critics ({error}): a run resumes with its own algorithm.critics and "
+                f"{folder} was written with other critics ({error}): a resumed run needs equal algorithm.critics and "
                 "model. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         self._log_alpha.data.copy_(state["log_alpha"])

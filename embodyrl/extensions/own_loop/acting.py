@@ -90,8 +90,8 @@ class LoadedPolicy:
         if found is None or found[: shape[0]].shape != shape or found.dtype.kind not in kinds:
             given = f"only {', '.join(one)}" if found is None else f"{name} {found.shape} {found.dtype}"
             raise ConfigError(
-                f"{self!r} was given {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
-                "policy.make_env(), which has the cameras and sizes of the policy; or convert yours to the same form."
+                f"{self!r} received {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
+                "policy.make_env(), which has the cameras and sizes of the policy; or convert yours to this form."
             )
         return found
 
@@ -101,7 +101,7 @@ class LoadedPolicy:
         if "instruction" in one or len(texts) == 1:
             return str(one.get("instruction", *texts[:1]))
         raise ConfigError(
-            f"{self!r} needs an instruction, as it has several tasks. Fix: act(obs, instruction={texts[-1]!r})."
+            f"{self!r} needs an instruction, because it has several tasks. Fix: act(obs, instruction={texts[-1]!r})."
         )
 
     def decide(self, obs: Observation, *, noise: FloatArray | None = None) -> PolicyOutput:

@@ -51,7 +51,7 @@ class Loopback(ThreadingHTTPServer):
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"--port {port}: {error}. Fix: another --port, or 0 for any free one.") from error
+            raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
 
     @property
     def url(self) -> str:
@@ -60,7 +60,7 @@ class Loopback(ThreadingHTTPServer):
 
     def show(self, *, open_page: bool, name: str = "") -> None:
         """Print the address after `name`, open it in a browser if `open_page`, and serve until Ctrl-C."""
-        print(f"{name}{self.url}   (Ctrl-C ends)", flush=True)
+        print(f"{name}{self.url}   (Ctrl-C stops the server)", flush=True)
         try:
             if open_page:
                 webbrowser.open(self.url)

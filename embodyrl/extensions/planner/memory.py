@@ -330,8 +330,8 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
         gpu, needed = run_plan.gpus.free, fullest_gpu(run_plan, plan)
         if gpu and needed > gpu:
             raise ConfigError(
-                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and with all that shares its GPU "
-                f"{needed / GIB:.1f}; a GPU here has {gpu / GIB:.1f} GiB free. "
+                f"A policy process needs about {plan.policy / GIB:.1f} GiB, and all processes on its GPU together "
+                f"{needed / GIB:.1f}; the smallest GPU has {gpu / GIB:.1f} GiB free. "
                 f"Try {_smaller_on_gpu(run_plan, plan)}."
             )
     policies, workers = _fullest_host(run_plan, plan)

@@ -189,7 +189,7 @@ class RayLauncher(OpenRequests[_Handle]):
     def preview(cls, cluster: ClusterSettings | None) -> str:
         """See `Launcher.preview`."""
         if ray_nodes.starts_own():
-            return "this one, with a Ray cluster of the run alone (RAY_ADDRESS is not set)"
+            return "this host, with a local Ray cluster of the run (RAY_ADDRESS is not set)"
         launcher = cls(Path(), cluster)
         launcher.stop()
         return launcher.where
@@ -200,7 +200,7 @@ class RayLauncher(OpenRequests[_Handle]):
         if len(nodes) < count:
             raise WorkerError(
                 f"cluster.num_nodes={count}, but the Ray cluster at {ray_nodes.head()} has {len(nodes)} live nodes: "
-                f"{', '.join(map(str, nodes))}. Start the others with `ray start --address=HEAD:PORT`, or lower "
+                f"{', '.join(map(str, nodes))}. Start more nodes with `ray start --address=HEAD:PORT`, or lower "
                 "cluster.num_nodes."
             )
         return nodes[:count]
@@ -306,7 +306,7 @@ class RayLauncher(OpenRequests[_Handle]):
     def _reap_with_host(self, name: str, log: str = "") -> None:
         node = self._handles[name].node
         self._lost.add(node.id)
-        self._reap(name, f"is gone with its host {node}", log=log)
+        self._reap(name, f"was lost with its host {node}", log=log)
 
     def _take(self, name: str, reference: Any) -> None:
         handle = self._handles[name]
@@ -320,7 +320,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._reap_with_host(name, log=str(error))
             return
         except ray.exceptions.RayError as error:  # it died, or its answer is lost or does not come
-            how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its answer"
+            how = "died" if isinstance(error, ray.exceptions.RayActorError) else "lost its reply"
             self._reap(name, f"{how} on {handle.node}{self._last_output(handle)}", log=str(error))
             return
         # Only now: a worker that died has its request open still, and `_reap` drops it with everything else.

@@ -36,7 +36,7 @@ try:
     import ray.exceptions  # pyright: ignore[reportMissingImports]
     import ray.util.scheduling_strategies  # pyright: ignore[reportMissingImports]
 except ModuleNotFoundError as error:
-    raise ConfigError("launcher=ray: the package is not installed. pip install 'embodyrl[ray]'.") from error
+    raise ConfigError("launcher=ray: the package ray is not installed. Run pip install 'embodyrl[ray]'.") from error
 
 _HEAD_S = 15.0
 """Deadline for the head to list its nodes, seconds."""

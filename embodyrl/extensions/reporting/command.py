@@ -114,7 +114,7 @@ def picture(history: History) -> RenderableType:
 
     shown = history.evaluations[-1] if history.evaluations else history.unfinished
     if not (history.rows or shown):
-        return Text(f"{history.name}: no metrics yet; embodyrl view --follow shows it as it comes.")
+        return Text(f"{history.name}: no metrics yet; embodyrl view --follow waits for them.")
     if said := list(sample_lines(samples_of(history, _REPLIES))):
         return Group(_numbers(history, shown), Text("\n".join(["replies", *said])))
     return _numbers(history, shown)
@@ -128,7 +128,7 @@ def _numbers(history: History, shown: Evaluation | None) -> RenderableType:
 
     if shown is not None and not history.rows:
         known = any(e.success_once is not None for e in shown.episodes)
-        title = f"{history.name}{': unfinished, what has ended so far' * (shown is history.unfinished)}"
+        title = f"{history.name}{': unfinished, episodes so far' * (shown is history.unfinished)}"
         table = Table("task", f"{'success' if known else 'return'}, 95 % interval", title=title)
         for task in [*dict.fromkeys(e.task for e in shown.own), None]:
             table.add_row(printable(task or "all tasks"), str(shown.score(task)))

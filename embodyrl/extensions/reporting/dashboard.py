@@ -102,7 +102,7 @@ class Dashboard:
         gap, bar, spark = (2, 8, 10) if options.max_width >= _WIDE else (1, 0, 5 if options.max_width >= _NARROW else 8)
         panes = {
             "Progress": self._progress(),
-            "Where the time goes": self._time(bar),
+            "Time per phase": self._time(bar),
             "Learning": self._learning(spark),
         }
         parts: list[RenderableType] = [Group(Text(title, style="bold cyan"), table) for title, table in panes.items()]
@@ -111,7 +111,7 @@ class Dashboard:
             grid.add_row(*parts)
             parts = [grid]
         if tasks := self._tasks():
-            parts += [Rule(style="dim"), Text("Success per task, and so far", style="bold cyan"), tasks]
+            parts += [Rule(style="dim"), Text("Success per task, and history", style="bold cyan"), tasks]
         if self._events:
             parts += [Rule(style="dim"), *(Text(e[:_LONGEST], overflow="fold") for e in self._events)]
         yield Panel(
@@ -194,7 +194,7 @@ class Dashboard:
                 Text(sparkline(self._values[metric], 16), style="dim"),
             )
         if len(found) > _TASKS:
-            table.add_row(f"[dim]{len(found) - _TASKS} better ones[/]")
+            table.add_row(f"[dim]{len(found) - _TASKS} better tasks[/]")
         return table
 
 

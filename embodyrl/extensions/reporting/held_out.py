@@ -44,7 +44,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
         made = flat(read_plain_yaml(file))
         name = ckpt if file.name == EXPORTED_CONFIG else file.parent
         used = {f"{what} of {name}": len(states & ids) for what, ids in _used(made, cfg, env).items()}
-        yield _verdict(len(states), used) if used else f"unknown: {name} was about something else, or its data are gone"
+        yield _verdict(len(states), used) if used else f"unknown: {name} used another environment, or lost its data"
         start = made.get("model.path")
         if isinstance(made.get("ckpt"), str):
             ckpt = made["ckpt"]
@@ -52,7 +52,7 @@ def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iter
             ckpt = start
         else:
             return
-    yield f"unknown: what {ckpt} was trained on is not recorded"
+    yield f"unknown: the training data of {ckpt} is not recorded"
 
 
 def _record_of(path: Path) -> Path | None:

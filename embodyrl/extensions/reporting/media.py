@@ -91,8 +91,7 @@ def animate_changes(history: History, out: Path) -> None:
             chosen.setdefault(first.episode.task, (paths[0], paths[1]))
     if not chosen:
         raise ConfigError(
-            f"{history.name}: no episode was recorded before and after training, so there are no classes to show. "
-            "Fix: train with video=changed:6."
+            f"{history.name}: no episode was recorded both before and after training. Fix: train with video=changed:6."
         )
     last_step = history.evaluations[-1].step
     animate([*chosen.values()], out, labels=("before", f"after {last_step} steps"))

@@ -66,10 +66,10 @@ def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
         env = replace(env, cameras=replace(env.cameras, names=env.cameras.names[:seen]))
     problems = mismatches(env, spec)
     if spec.scripted:
-        problems.append(f"model '{spec.name}' reads the simulator's own state, which no client has; it is not served.")
+        problems.append(f"model '{spec.name}' cannot be served: it reads the simulator state of an environment.")
     if (named := cfg.serve.image_names) is not None and len(named) < spec.inputs.num_images:
         problems.append(
-            f"serve.image_names={named}: model '{spec.name}' reads {spec.inputs.num_images} images; name as many."
+            f"serve.image_names={named}: model '{spec.name}' reads {spec.inputs.num_images} images; list as many names."
         )
     if problems:
         raise ConfigError(problems)
@@ -91,7 +91,7 @@ def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tupl
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_facts(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
-        ("env", f"{env.name}: its actions and its gripper go out, upright images come in"),
+        ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]

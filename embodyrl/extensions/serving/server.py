@@ -95,7 +95,7 @@ _CLOSING_S = 5.0
 """Time for clients to disconnect when the server stops, seconds."""
 _FIRST_S = 300.0
 """Deadline for the first message of a client, seconds, if `serve.idle_timeout_s` is longer."""
-_UNFIT = "does not fit what the policy was built for"
+_UNFIT = "does not match the inputs of the policy"
 
 
 class PolicyServer:
@@ -142,8 +142,8 @@ class PolicyServer:
             )
         except OSError as error:
             raise EmbodyError(
-                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0 takes "
-                "any free one), or an address of this machine as serve.host."
+                f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0: "
+                "any free port), or an address of this machine as serve.host."
             ) from error
         ready(f"ws://{cfg.host}:{next(iter(server.sockets)).getsockname()[1]}")
         signum = await ended
@@ -158,7 +158,7 @@ class PolicyServer:
             return connection.respond(200, "OK\n")
         if self._open < self._cfg.max_clients:
             return None
-        self._say(f"a client was refused: {self._open} are connected (serve.max_clients)")
+        self._say(f"a client was refused: {self._open} clients are connected (serve.max_clients)")
         return connection.respond(503, f"{self._open} clients are connected (serve.max_clients)\n")
 
     async def _meet(self, socket: Any) -> None:
@@ -183,7 +183,7 @@ class PolicyServer:
                 if problem:
                     self._say(f"client {number}: answered with an error: {problem}")
         except closed as error:
-            ending = "left" if error.rcvd else f"is gone ({error})"
+            ending = "disconnected" if error.rcvd else f"was lost ({error})"
         except TimeoutError:
             ending = f"sent nothing for {client.limit_s:g} s (serve.idle_timeout_s)"
         self._say(f"client {number} {ending} after {answered} answers")
@@ -285,7 +285,7 @@ async def _unpacked(data: bytes | str) -> Any:
 def _envelope(said: Any) -> dict[str, Any]:
     wanted = {"type": str, "payload": dict, "seq": int}
     if not isinstance(said, dict) or any(not isinstance(said.get(key), kind) for key, kind in wanted.items()):
-        raise MessageError("a message is a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
+        raise MessageError("a message must be a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
     return said
 
 

@@ -245,7 +245,7 @@ def interface_to(host: str) -> str:
             if socket.inet_ntoa(reply[20:24]) == address or (name == "lo" and address.startswith("127.")):
                 return name
     raise EmbodyError(
-        f"No network interface of this host has the address {address}, its address on the route to {host}."
+        f"No network interface has {address}, this host's address on the route to {host}. Set GLOO_SOCKET_IFNAME."
     )
 
 

@@ -49,7 +49,7 @@ def new(args: argparse.Namespace) -> int:
     if taken:
         raise ConfigError(f"{', '.join(taken)} already exists and is unchanged; choose another name or remove it.")
     if chosen.group and name in tree.options(chosen.group):
-        raise ConfigError(f"{chosen.group}={name} ships with embodyrl already; choose another name.")
+        raise ConfigError(f"{chosen.group}={name} is already part of embodyrl; choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:
         raise ConfigError(f"a Python module '{name}' is installed already and would be hidden; choose another name.")
     for path, text in files.items():
@@ -75,7 +75,7 @@ def render(kind: str, name: str) -> dict[Path, str]:
         ConfigError: the name is not a lower-case Python name.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise ConfigError(f"'{name}' cannot be the name: use lower-case letters, digits and _, for example my_{kind}.")
+        raise ConfigError(f"'{name}' is not a valid name: use lower-case letters, digits and _, for example my_{kind}.")
     package = bool(KINDS[kind].entries)
     files: dict[Path, str] = {}
     for folder in (*([TEMPLATES / "package"] if package else []), TEMPLATES / kind):

@@ -168,8 +168,8 @@ def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatT
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
-            f"{file} is missing, so the rows' prompts cannot be measured. Fix: a language model, for example "
-            "model=causal_lm with the folder of one, or data.max_prompt_length=null."
+            f"{file} is missing, so prompt lengths are unknown. Fix: use a language model, for example "
+            "model=causal_lm model.path=FOLDER, or set data.max_prompt_length=null."
         )
     encoded = Tokenizer.from_file(str(file)).encode_batch(list(prompts), add_special_tokens=template is None)
     return [len(e.ids) for e in encoded]

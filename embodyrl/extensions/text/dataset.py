@@ -22,7 +22,7 @@ from embodyrl.registry import Registry, takes
 from embodyrl.types import IntArray
 
 SOURCES: Registry[Any] = Registry(
-    "data.path", group="embodyrl.text_tasks", wants="a function of yours that returns rows", fits=takes(0)
+    "data.path", group="embodyrl.text_tasks", wants="a function that returns rows", fits=takes(0)
 )
 """Functions that return rows: package.module:function, or the entry point of an installed package."""
 SUFFIXES = (".jsonl", ".parquet")
@@ -147,7 +147,7 @@ def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, cont
     if found:
         place, control = found[0]
         first = f"row {place + 1}, {control}"
-        yield f"{len(found)} rows contain control tokens of the model, which are left out (first: {first})"
+        yield f"{len(found)} rows contain control tokens of the model, which are removed (first: {first})"
 
 
 def holds_text(path: str) -> bool:
@@ -163,7 +163,7 @@ def _read(path: str, split: str | None, cfg: RowSettings) -> Sequence[Any]:
         try:
             return SOURCES.get(path)(**cfg.kwargs)
         except TypeError as error:
-            raise ConfigError(f"data.path={path} refuses data.kwargs={cfg.kwargs}: {error}.") from error
+            raise ConfigError(f"data.path={path} rejects data.kwargs={cfg.kwargs}: {error}.") from error
     found = resolve_asset(path) / (cfg.subset or "")
     files = sorted((f for f in found.rglob("*") if f.suffix in SUFFIXES), key=by_number) if found.is_dir() else [found]
     if not files or not files[0].is_file():
@@ -247,7 +247,7 @@ def _repeated(column: Any) -> int:
 def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow:
     if isinstance(raw, TextRow):
         if isinstance(cfg, PairSettings) and raw.rejected is None:
-            raise ConfigError(f"{where}: has no worse answer; give TextRow(..., rejected=...).")
+            raise ConfigError(f"{where}: the rejected answer is missing; set TextRow(..., rejected=...).")
         return _shown(raw, pictures_of(raw.pictures, folder, where, cfg.max_image_edge), where)
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{where}: expected an object with columns, found {str(raw)[:60]!r}.")
@@ -259,7 +259,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
             if key in raw:
                 raise ConfigError(f"{where}: column '{key}' is empty (null); fill it or leave the row out.")
             raise ConfigError(
-                f"{where}: no column '{key}'. It has {', '.join(map(str, raw))}; set data.{option} to one of them."
+                f"{where}: no column '{key}'. Columns: {', '.join(map(str, raw))}; set data.{option} to one of them."
             )
     reference = _answer(_column(raw, cfg.answer_key))
     if cfg.answer_pattern is not None:
@@ -285,7 +285,7 @@ def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}; use one per image, or none to put the images first.") from error
+        raise ConfigError(f"{where}: {error}; use one per image, or none to place the images first.") from error
     return replace(row, messages=messages, pictures=pictures)
 
 

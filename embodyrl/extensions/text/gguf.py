@@ -57,7 +57,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
         return None
     files = sorted(path.glob("**/*.gguf" if named.startswith(_PACKAGE) else "*.gguf"))
     if len(files) > 1:
-        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files; name one: {files[0]}.")
+        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files; select one: {files[0]}.")
     return files[0] if files else None
 
 
@@ -73,7 +73,7 @@ def converted(file: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise MissingDependencyError(f"{file} is a GGUF file; reading it needs the package: pip install gguf")
+        raise MissingDependencyError(f"{file} is a GGUF file; install its reader: pip install gguf")
     cache.mkdir(parents=True, exist_ok=True)
     sys.stderr.write(f"converting {file.name} once into {folder} ...\n")
     command = [sys.executable, "-c", f"from {__name__} import convert; convert({str(file)!r}, {str(folder)!r})"]

@@ -53,10 +53,10 @@ def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
         return []
     if policy.inputs.num_images:
-        return ["algorithm.reference_url: a server gets no images here; use algorithm.reference_path."]
+        return ["algorithm.reference_url: images are not sent to a server; use algorithm.reference_path."]
     if cfg.algorithm.sampling_params.temperature != 1.0:
         return [
-            "algorithm.reference_url: a server gives the probabilities of a reply at temperature 1; set "
+            "algorithm.reference_url: a server returns the log-probabilities of a reply at temperature 1; set "
             "algorithm.sampling_params.temperature=1, or use algorithm.reference_path."
         ]
     return []
@@ -68,23 +68,23 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
     problems = []
     if cfg.runner.deterministic:
         name = "the batches of a server change" if cfg.rollout.backend == "server" else "vLLM's batches change"
-        problems.append(f"runner.deterministic=true: {name} its rounding; use rollout.backend=hf.")
+        problems.append(f"runner.deterministic=true: {name} the rounding; use rollout.backend=hf.")
     if cfg.rollout.backend == "server":
         trains = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
         if trains and not cfg.model.adapted:
             problems.append(
-                "rollout.backend=server: a server does not take the weights of a whole model after each update, only "
+                "rollout.backend=server: a server cannot receive full weights after each update, only "
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
             )
         return problems
     if isinstance(cfg, TrainConfig) and cfg.rollout.vllm.enable_sleep_mode:
         if not visible_gpus():
             problems.append(
-                "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, and there is no GPU. Leave it out."
+                "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, but there is no GPU. Remove the key."
             )
         if cfg.algorithm.max_staleness:
             problems.append(
-                f"algorithm.max_staleness={cfg.algorithm.max_staleness}: vLLM writes while weights are trained, so it "
+                f"algorithm.max_staleness={cfg.algorithm.max_staleness}: vLLM generates during updates, so it "
                 "cannot sleep; set rollout.vllm.enable_sleep_mode=false."
             )
     if cfg.rollout.logprobs and cfg.algorithm.sampling_params.temperature != 1.0:
@@ -98,7 +98,7 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
             "rollout.backend=hf."
         )
     if cfg.model.adapted:
-        problems.append("rollout.backend=vllm takes whole weights; set model.is_lora=false or rollout.backend=hf.")
+        problems.append("rollout.backend=vllm needs full weights; set model.is_lora=false or rollout.backend=hf.")
     return problems
 
 

@@ -131,7 +131,7 @@ def _carry_out(
         except subprocess.TimeoutExpired:
             return [(False, None, "")] * len(tests)
         except ValueError:  # it was killed, by a program of the same user or for memory
-            return [(False, 1, "the sandbox died: " + done.stderr[-200:].strip())] * len(tests)
+            return [(False, 1, "the sandbox crashed: " + done.stderr[-200:].strip())] * len(tests)
         finally:
             os.close(ours)
             os.close(lifeline)
@@ -151,7 +151,7 @@ def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
 
 def confinement() -> tuple[bool, str]:
     """Return whether programs run in separate namespaces, and a description of the confinement."""
-    who = "as a user of its own" if os.getuid() == 0 else "as you"
+    who = "as a separate user" if os.getuid() == 0 else "as you"
     reached = [what for what, source in _REACHES.items() if run_python(source, seconds=SECONDS)[0]]
     beyond = f"reaching {', '.join(reached)}" if reached else "no network, files of its own only, no other process"
     if _bubblewrap():

@@ -73,7 +73,7 @@ class Link:
         """Read the next message; EOFError: the other end closed, or the line is too long."""
         line = self._in.readline(LONGEST)
         if not line.endswith(b"\n"):
-            raise EOFError("the other side ended, or sent too much")
+            raise EOFError("the other process exited or sent too much data")
         return json.loads(line)
 
     def _keep(self, value):

@@ -24,9 +24,9 @@ class ActFactory(LeRobotFactory):
         if problems := super().validate(cfg):
             return problems
         if cfg.temporal_ensemble and cfg.steers:
-            return [f"model.temporal_ensemble=true: model.likelihood={cfg.likelihood} steers no averages; unset one."]
+            return [f"model.temporal_ensemble=true: model.likelihood={cfg.likelihood} supports no averages; unset one."]
         if cfg.likelihood is Likelihood.dsrl and not read_config(self.folder(cfg), KIND, ActConfig)[0].use_vae:
-            return [f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so its latent means nothing; use residual."]
+            return [f"model.likelihood=dsrl: {cfg.path} has use_vae=false, so its latent has no effect; use residual."]
         return []
 
     def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:

@@ -70,7 +70,7 @@ class ActConfig(LeRobotConfig):
         if self.dim_model % self.n_heads or (self.cameras and self.dim_model % 4):
             return f"dim_model={self.dim_model} is not a multiple of n_heads={self.n_heads} (with images also of 4)"
         if self.replace_final_stride_with_dilation and self.vision_backbone in PLAIN:
-            return f"replace_final_stride_with_dilation with {self.vision_backbone}, which cannot be dilated"
+            return f"replace_final_stride_with_dilation with {self.vision_backbone}, which does not support dilation"
         if self.feedforward_activation == "glu":
-            return "feedforward_activation=glu, which halves a width that no layer expects"
+            return "feedforward_activation=glu is not supported"
         return super().wrong()

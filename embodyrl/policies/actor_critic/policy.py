@@ -210,7 +210,7 @@ class ActorCriticPolicy:
         A value head that only one side has is ignored: GRPO can start from PPO's weights, and vice versa.
         """
         self._shape.check(folder)
-        fix = "Use the environment and model settings of that run."
+        fix = "Use the environment and model settings of its training."
         fill_weights(self._net.state_dict(), folder / WEIGHTS_FILE, optional=(f"{VALUE_HEAD}.",), fix=fix)
 
     def features(self, obs: Observation) -> Tensor:

@@ -92,7 +92,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
         # Without torchvision the library's table of video processors is empty, even if none is used.
         raise MissingDependencyError(
             f"The processor in {folder} needs a package that is not installed: {one_line(error)}. Most that also take "
-            "videos (Qwen-VL, SmolVLM) need `pip install torchvision num2words`, torchvision from where torch is from."
+            "videos (Qwen-VL, SmolVLM) need `pip install torchvision num2words`, from the index of torch."
         ) from error
     model, info = loaded
     if wrong := sorted({*map(str, info["missing_keys"]), *map(str, info["mismatched_keys"])}):

@@ -151,7 +151,7 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
     first = min(present, default="none")
     raise CheckpointError(
         f"{where}: its {len(present)} weights (first name: '{first}') match no known layout. Known layouts: "
-        f"{', '.join(layout.name for layout in LAYOUTS)}. This is another model, or shards are missing."
+        f"{', '.join(layout.name for layout in LAYOUTS)}. The weights are of another model, or shards are missing."
     )
 
 
@@ -193,7 +193,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
             if layout.theirs(ours) != key:
                 raise CheckpointError(
                     f"{where}: '{key}' does not match the layout of the other weights ({layout.name}). The files are "
-                    f"from two checkpoints; use those of one."
+                    f"from two checkpoints; use the files of one."
                 )
             weights[ours] = tensor
     names = [layout.theirs(EMBEDDING)] if EMBEDDING in weights else []
@@ -206,7 +206,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
         if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
             raise CheckpointError(
                 f"{where}: '{layout.tied}' and '{names[0]}' are one matrix in this model, but differ in this "
-                f"checkpoint. It was trained with untied weights or merged from two checkpoints; use the original one."
+                f"checkpoint. It was trained with untied weights or merged from two checkpoints; use the original."
             )
     return weights, Source(layout=layout, embedding_names=tuple(names), aside=aside)
 

@@ -72,7 +72,7 @@ class FlowPrompts:
         bos = None if form.bos is None else self._tokenizer.token_to_id(form.bos)
         if form.bos is not None and bos is None:
             raise CheckpointError(
-                f"{tokenizer_file} has no token '{form.bos}', the start token of these prompts; it is from another "
+                f"{tokenizer_file} has no token '{form.bos}', the start token of prompts; use the tokenizer of this "
                 f"model."
             )
         self._head = () if bos is None else (bos,)

@@ -87,12 +87,12 @@ class LeRobotConfig(BaseModel):
     @property
     def horizon_length(self) -> int:
         """H: actions of a chunk."""
-        raise AssertionError("each policy has its own")
+        raise AssertionError("each policy overrides this method")
 
     @property
     def num_parameters(self) -> int:
         """All trained weights of the network."""
-        raise AssertionError("each policy has its own")
+        raise AssertionError("each policy overrides this method")
 
     @property
     def first_executed(self) -> int:
@@ -141,12 +141,12 @@ class LeRobotConfig(BaseModel):
         history = f" for each of {steps} steps" if steps > 1 else ""
         if env.state_dim != state:
             problems.append(
-                f"env '{env.name}' gives {env.state_dim} numbers of state, the checkpoint reads "
+                f"env '{env.name}' has a state of {env.state_dim} numbers, the checkpoint reads "
                 f"{self.state_dim + self.environment_dim}{history}{_cure(steps)}"
             )
         if cameras > len(env.cameras.names):
             problems.append(
-                f"env '{env.name}' shows {len(env.cameras.names)} cameras, the checkpoint reads {len(self.cameras)}"
+                f"env '{env.name}' has {len(env.cameras.names)} cameras, the checkpoint reads {len(self.cameras)}"
                 f"{history}{_cure(steps)}"
             )
         if self.cameras and env.cameras.size != self.image_size:

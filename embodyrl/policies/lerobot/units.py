@@ -66,7 +66,7 @@ class Units(nn.Module):
                 continue
             if missing := [key for key in PAIRS[mode] if key not in found]:
                 raise CheckpointError(
-                    f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization reads. Train the "
+                    f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
                     "policy on a data set with these statistics, or fetch its processor files again."
                 )
             pair = [found[key].float() for key in PAIRS[mode]]

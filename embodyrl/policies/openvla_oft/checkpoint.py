@@ -70,7 +70,7 @@ def find_component(folder: Path, name: str) -> Path | None:
     found = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep that of the "
+            f"{folder} holds {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep the file of the "
             f"weights' training step."
         )
     return found[0] if found else None
@@ -127,7 +127,7 @@ def weight_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} names ({len(names)} shards in all). The "
+            f"{folder} lacks {', '.join(missing)}, which {INDEX_FILE} lists ({len(names)} shards in all). The "
             f"download or copy is incomplete; download the missing files."
         )
     return [folder / name for name in names]
@@ -247,7 +247,7 @@ def _map_components(state: Mapping[str, Tensor], folder: Path, optional: set[str
         elif name not in optional:
             raise CheckpointError(
                 f"{folder} has neither {name}.safetensors nor {name}--<step>_checkpoint.pt, which this model needs. "
-                f"It was trained without it (see model.use_proprio, action_head, use_film), or is incomplete."
+                f"It was trained without this part (see model.use_proprio, action_head, use_film), or is incomplete."
             )
     return files
 

@@ -54,7 +54,7 @@ class Statistics:
             return next(iter(self.sets))
         raise CheckpointError(
             f"model.unnorm_key is not set and the environment has no data set name. Statistics in "
-            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to that of the checkpoint's training."
+            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the data set of its training."
         )
 
     def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
@@ -311,7 +311,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
     if name not in data:
         raise CheckpointError(
-            f"{where} has no field '{name}'.{closest(name, data)} It is not from an OpenVLA-OFT checkpoint, or "
+            f"{where} has no field '{name}'.{closest(name, data)} The file is no part of an OpenVLA-OFT checkpoint or "
             f"truncated; download it again."
         )
     return data[name]
@@ -337,7 +337,7 @@ def _read_vit(name: str, image_size: int, folder: Path) -> VitSpec:
     if name not in known:
         raise CheckpointError(
             f"{folder / CONFIG_FILE}: unknown vision tower '{name}'.{closest(name, known)} Known: {', '.join(known)}; "
-            f"others need their dimensions in {TINY_VIT_FILE} next to config.json."
+            f"other towers need their dimensions in {TINY_VIT_FILE} next to config.json."
         )
     spec = known[name]
     return VitSpec(

@@ -100,7 +100,7 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     weights = {f"{name}.weight" for name in names} | {name.removeprefix(prefix) for name in loaded.replaced}
     if strangers := sorted(name for name in weights if name not in known):
         raise CheckpointError(
-            f"{adapter} adapts '{strangers[0]}', which {base} does not have; it is from another model."
+            f"{adapter} adapts '{strangers[0]}', which {base} does not have; the adapter is from another model."
         )
     return lambda key, tensor: loaded.merged(prefix + key, tensor)
 
@@ -170,7 +170,7 @@ def load_adapter(module: nn.Module, where: Path) -> None:
         odd = sorted(ours ^ adapter.factors.keys())[0]
         raise CheckpointError(
             f"{where}: the adapter and this model differ in module '{odd}'. Use the model.lora.target_modules and "
-            f"model.path of its run."
+            f"model.path of the adapter's run."
         )
     with torch.no_grad():
         for name, pair in adapter.factors.items():

@@ -198,24 +198,24 @@ class Names:
             raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
         prompt = _first(message, self.prompt)
         if not isinstance(prompt, str):
-            raise MessageError(f"'{self.prompt[0]}' must be a text. {_what_came(message)}")
+            raise MessageError(f"'{self.prompt[0]}' must be a text. {_received(message)}")
         state = None
         if states:
             state = np.asarray(_first(message, self.state), np.float32)
             if state.shape != (states,):
                 raise MessageError(
-                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. {_what_came(message)}"
+                    f"'{self.state[0]}' must have {states} numbers, but has shape {state.shape}. {_received(message)}"
                 )
         return Seen(images=self._pictures(message, images), state=state, prompt=prompt)
 
     def _pictures(self, message: Mapping[Any, Any], count: int) -> tuple[ByteArray, ...]:
         held = message.get(self.group) if self.group else message
         if not isinstance(held, Mapping):
-            raise MessageError(f"'{self.group}' must be a mapping of images. {_what_came(message)}")
+            raise MessageError(f"'{self.group}' must be a mapping of images. {_received(message)}")
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
             wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])
-            raise MessageError(f"expected {wanted}. {_what_came(held)} Fix: send them, or name them in image_names.")
+            raise MessageError(f"expected {wanted}. {_received(held)} Fix: send them, or name them in image_names.")
         pictures = tuple(np.asarray(held[name]) for name in names[:count])
         for name, picture in zip(names, pictures, strict=False):
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
@@ -257,8 +257,8 @@ def _first(message: Mapping[Any, Any], names: Sequence[str]) -> Any:
     return next((message[name] for name in names if name in message), None)
 
 
-def _what_came(message: Mapping[Any, Any]) -> str:
-    return f"What came: {', '.join(sorted(map(repr, message))) or 'nothing'}."
+def _received(message: Mapping[Any, Any]) -> str:
+    return f"Received: {', '.join(sorted(map(repr, message))) or 'nothing'}."
 
 
 def upright(images: ByteArray, rotation_deg: int) -> ByteArray:

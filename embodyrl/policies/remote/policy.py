@@ -101,11 +101,11 @@ class RemotePolicy(OnlyActs):
         # A server that returns one action at a time may omit the chunk's axis.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
         if actions.ndim != 2 or actions.shape[1] != wanted[1]:
-            raise self._error(f"its answer holds actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
+            raise self._error(f"the reply has actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
         if len(actions) < wanted[0]:
             raise self._error(
-                f"it gives {len(actions)} action{'s' * (len(actions) > 1)} at a time, and model.num_action_chunks="
-                f"{wanted[0]} is configured. Fix: model.num_action_chunks={len(actions)}."
+                f"it returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but model.num_action_chunks="
+                f"{wanted[0]}. Fix: model.num_action_chunks={len(actions)}."
             )
         return actions[: wanted[0]]
 
@@ -126,7 +126,7 @@ class RemotePolicy(OnlyActs):
             # By sequence number: a late reply to an earlier request must be ignored.
             if said.get("type") == kind and said.get("seq") == self._sequence:
                 return payload
-        raise self._error(f"no {kind} has come for {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
+        raise self._error(f"no {kind} message for {self._cfg.answer_timeout_s:g} s (model.answer_timeout_s).")
 
     def _send(self, data: bytes) -> None:
         try:
@@ -139,8 +139,8 @@ class RemotePolicy(OnlyActs):
         try:
             data = self._socket.recv(timeout=limit)
         except TimeoutError as error:
-            hint = " Fix: model.protocol=vla_eval, if it waits for a greeting." if not self._sequence else ""
-            raise self._error(f"it has not replied for {limit:g} s (model.answer_timeout_s).{hint}") from error
+            hint = " Fix: model.protocol=vla_eval, if the server expects a greeting." if not self._sequence else ""
+            raise self._error(f"no reply for {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
             raise self._error(f"the connection was closed: {error}. Check its log.") from error
         if isinstance(data, str):  # openpi's servers report errors as text

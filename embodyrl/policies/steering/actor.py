@@ -178,7 +178,7 @@ class Steered(ABC):
             ConfigError: the noise that leads to given actions is unknown.
         """
         if not self._actor.shape.proposes:
-            raise ConfigError(f"{self._key} chooses noise, so demonstrations of actions cannot be used. Remove them.")
+            raise ConfigError(f"{self._key} chooses noise, not actions. Remove algorithm.demonstrations.")
         assert obs is not None, "the proposal depends on the observation"
         shape = self._actor.shape
         return ((self._normalised(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)

@@ -86,7 +86,7 @@ def test_interrupted_dagger_resumes_with_the_same_command(tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     collect(configure("collect", tmp_path, f"collect.out={tmp_path}/demos", "collect.episodes=4"))
     loggers = "runner.logger.backends=[console,interrupting:Interrupting]"
-    with pytest.raises(Interrupted, match=r"after step 10; .*; or with all rounds: the same embodyrl dagger again"):
+    with pytest.raises(Interrupted, match=r"after step 10; .*; to continue all rounds, run the same command again"):
         dagger(learning(tmp_path, "dagger.rounds=1", "runner.max_steps=11", loggers))
     said = capsys.readouterr().out
     assert f"{tmp_path}/demos: 4 episodes, " in said

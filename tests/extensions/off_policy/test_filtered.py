@@ -147,7 +147,7 @@ def planned(words: list[str]) -> None:
     ("words", "said"),
     [
         (("model=flow_small", "model.likelihood=dsrl"), "freezes it"),
-        (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "actions of robots"),
+        (("env=text/length", "model=causal_lm_tiny", "algorithm.demonstrations=[assets]"), "robot actions"),
         (("algorithm.demonstrations=[nowhere]",), "nowhere is not a folder"),
     ],
 )

@@ -222,12 +222,12 @@ QUIET = (
     ("words", "said"),
     [
         (["env.id=Pendulum-v1"], "has no goals to relabel"),
-        (["env.id=goal_env:Otherwise"], "gives, for an empty info, the rewards of its steps"),
+        (["env.id=goal_env:Otherwise"], "gives, for an empty info, its steps' rewards"),
         (["env.id=goal_env:Told"], "for an empty info"),
         (["env.wrappers=[gymnasium.wrappers:FlattenObservation]"], "keep the observation a dictionary"),
         (["model.num_action_chunks=2"], "model.num_action_chunks=1"),
         (["env.use_rel_reward=true"], "env.use_rel_reward=false"),
-        (["reward.path=goal_env:careful"], "leave out one of the two keys"),
+        (["reward.path=goal_env:careful"], "remove one of the two keys"),
     ],
 )
 def test_hindsight_is_refused_without_a_goal_interface(tmp_path, words, said):

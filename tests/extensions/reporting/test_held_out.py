@@ -48,7 +48,7 @@ def test_repeated_validation_states_are_reported() -> None:
     ]
     run_plan = build_run_plan(load_config("train", words), training=True)
     assert evaluation_facts(run_plan)[0][1] == (
-        "15 greedy episodes of 15 initial states; 150 were requested, the others would be exact copies"
+        "15 greedy episodes of 15 initial states; 150 episodes were requested, but the others would be exact copies"
     )
 
 

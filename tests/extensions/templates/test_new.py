@@ -182,8 +182,8 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
         (["env", "My-Env"], "use lower-case letters, digits and _, for example my_env"),
         (["env", "../x"], "use lower-case letters"),
         (["policy", "class"], "use lower-case letters"),
-        (["env", "tabletop"], "env=tabletop ships with embodyrl already"),
-        (["experiment", "libero_laptop"], "experiment=libero_laptop ships with embodyrl already"),
+        (["env", "tabletop"], "env=tabletop is already part of embodyrl"),
+        (["experiment", "libero_laptop"], "experiment=libero_laptop is already part of embodyrl"),
         (["env", "numpy"], "a Python module 'numpy' is installed already"),
     ],
 )

@@ -87,7 +87,7 @@ def test_vllm_sleeps_only_if_it_shares_the_gpu_with_training(tmp_path: Path, mon
         build_run_plan(text_config(tmp_path, *words), training=True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     late = ("algorithm.max_staleness=1", "algorithm=decoupled")
-    with pytest.raises(ConfigError, match=r"max_staleness=1: vLLM writes while weights are trained"):
+    with pytest.raises(ConfigError, match=r"max_staleness=1: vLLM generates during updates"):
         build_run_plan(text_config(tmp_path, *words, *late), training=True)
 
 
@@ -214,7 +214,7 @@ def test_invalid_text_settings_are_refused_before_the_start(overrides: list[str]
 def test_mismatched_text_components_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="takes text actions"):
         build_run_plan(load_config("train", ["env=text/copy", "model=mlp"]), training=True)
-    with pytest.raises(ConfigError, match="is for text; model 'mlp' chooses actions"):
+    with pytest.raises(ConfigError, match="for text policies only; model 'mlp' outputs actions"):
         build_run_plan(load_config("train", ["experiment=cartpole", "rollout.backend=vllm"]), training=True)
 
 

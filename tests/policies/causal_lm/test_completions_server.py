@@ -284,7 +284,7 @@ def test_unsupported_server_options_are_refused() -> None:
     assert any("probabilities of a reply at temperature 1" in problem for problem in sampling_problems(warm, policy))
     with pytest.raises(ConfigError, match="remove reference_path"):
         load_config("train", [*words[:2], "algorithm.reference_url=http://x:9/v1", "algorithm.reference_path=x", KL])
-    with pytest.raises(ConfigError, match=r"algorithm\.reference_url: is for text"):
+    with pytest.raises(ConfigError, match=r"algorithm\.reference_url: for text policies only"):
         build_run_plan(load_config("train", ["algorithm.reference_url=http://x:9/v1", KL]), training=True)
     warm = load_config("train", [*words[:2], "rollout.backend=vllm", "rollout.logprobs=2"]).updated(
         {"algorithm.sampling_params.temperature": 0.5}

@@ -127,7 +127,7 @@ def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
     policy = steer(folder)
     with pytest.raises(ConfigError, match=r"remove model\.likelihood"):
         policy.imitate(observe(2), np.zeros((2, 3, 4), np.float32))
-    with pytest.raises(ConfigError, match="demonstrations of actions cannot be used"):
+    with pytest.raises(ConfigError, match="chooses noise, not actions"):
         policy.normalise(np.zeros((2, 3, 4), np.float32), observe(2))
 
 

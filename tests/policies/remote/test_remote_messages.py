@@ -180,7 +180,7 @@ def test_mismatched_observation_is_refused(change, says):
 def test_missing_part_error_lists_received_parts():
     message = OPENPI.write(SEEN)
     del message["observation/wrist_image"]
-    with pytest.raises(MessageError, match=r"'observation/wrist_image'.*What came: .*'observation/image'.*Fix"):
+    with pytest.raises(MessageError, match=r"'observation/wrist_image'.*Received: .*'observation/image'.*Fix"):
         OPENPI.read(message, images=2, states=8)
     assert OPENPI.read(message, images=1, states=0).state is None
 

@@ -364,7 +364,11 @@ def _refused(verdict: Verdict, text: str, entry: Any) -> Verdict:
 
     Where a table says when the key has an effect there, no effect here is a difference.
     """
-    idle = re.search("ha(?:s|ve) no effect", text) is not None or "is for text" in text or "does not read" in text
+    idle = (
+        re.search("ha(?:s|ve) no effect", text) is not None
+        or "for text policies only" in text
+        or "does not read" in text
+    )
     rules = entry if isinstance(entry, list) else [entry]
     idle = idle and not ("does not read" in text and any(isinstance(rule, dict) and "if" in rule for rule in rules))
     if idle or ("does not read" in text and verdict.value in OFF):

@@ -145,7 +145,7 @@ class _Child:
         command = [sys.executable, "-c", _CHILD, json.dumps([self._names, self._timeout_s])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
         if (said := self._line(_START_S, RunClock())) != b"ready":
-            why = said.decode() if said else f"no sign of life (exit code {self.stop()})"
+            why = said.decode() if said else f"no output (exit code {self.stop()})"
             self.stop()
             raise EmbodyError(f"The process of the reward functions {', '.join(self._names)} does not start: {why}")
         return self._process
@@ -169,7 +169,7 @@ class _Child:
             code = self.stop()
             # The child's own alarm ends it; if that fails, the parent's clock does.
             late = line is None or code == -signal.SIGALRM
-            why = f"no verdict within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
+            why = f"no result within {self._timeout_s:g} s" if late else f"the reward process exited ({code})"
             replies.append(why)
             self.send(self._left[1:])
         return replies

@@ -210,7 +210,7 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         if len(affine.shift) < size or not padded:
             raise CheckpointError(
                 f"{statistics.where} has {len(affine.shift)} dimensions, but the environment has {size}. The "
-                f"checkpoint was trained on another robot; use another one, or train it with `embodyrl sft`."
+                f"checkpoint was trained on another robot; use another checkpoint, or train it with `embodyrl sft`."
             )
         units[part] = Affine(shift=affine.shift[:size], scale=affine.scale[:size])
     return Units(state=units.get("state"), actions=units["actions"])
@@ -240,7 +240,7 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
     if len(assets) > 1:
         raise CheckpointError(
             f"{folder} has statistics of {len(assets)} data sets: {', '.join(sorted(assets))}. Set model.unnorm_key "
-            f"to that of the policy's robot."
+            f"to the data set of the policy's robot."
         )
     return next(iter(assets.values()), None)
 

@@ -92,7 +92,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is missing or malformed ({reason_of(error)}). It contains the statistics of the training data; "
-            f"use that of the checkpoint's assets."
+            f"use the file in the checkpoint's assets."
         ) from error
 
 
@@ -132,7 +132,7 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
         )
     if empty := [part for part in PARTS if not chosen.get(part)]:
         raise CheckpointError(
-            f"{where} contains no statistics of {' and '.join(empty)}; it is from another step, or damaged."
+            f"{where} contains no statistics of {' and '.join(empty)}; the file is damaged or of another step."
         )
     return {part: to_statistics(chosen[part], f"{where}: {part}") for part in PARTS}
 

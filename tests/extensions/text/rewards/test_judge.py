@@ -66,7 +66,7 @@ def test_failing_reward_affects_one_reply_and_is_counted():
     finally:
         judge.close()
     assert [f.components for f in found] == [(1.0, 0.0), (0.0, 1.0), (0.0, 1.0), (1.0, 0.0)]
-    assert [f.problem for f in found] == [None, "RuntimeError: bad mood", "no verdict within 0.5 s", None]
+    assert [f.problem for f in found] == [None, "RuntimeError: bad mood", "no result within 0.5 s", None]
     assert again[0].success
 
 
@@ -107,7 +107,7 @@ def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path
         judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=1.0), 8)
         found = judge([ask(f"begin {tmp_path / 'begun'}"), ask("hang"), ask("fine")])
         judge.close()
-        os._exit([f.problem for f in found] != [None, "no verdict within 1 s", None])
+        os._exit([f.problem for f in found] != [None, "no result within 1 s", None])
     assert wait_until((tmp_path / "begun").exists, 60)
     os.killpg(pid, signal.SIGSTOP)
     time.sleep(2.5)  # the fault itself

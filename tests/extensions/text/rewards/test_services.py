@@ -67,7 +67,7 @@ def test_reward_service_is_called_and_failures_are_counted(service: str):
     assert [f.components[-1] for f in found] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     assert [f.success for f in found] == [True, False, False, False, False, False, False]
     assert "500" in str(found[1].problem)
-    assert found[3].problem == "no verdict within 1 s"
+    assert found[3].problem == "no result within 1 s"
 
 
 def write_reward_model(folder: Path, labels: int = 1) -> None:
@@ -105,7 +105,7 @@ def test_reward_model_score_is_added_to_the_reward(tmp_path: Path):
 def test_folder_without_reward_model_is_an_error(tmp_path: Path):
     write_reward_model(tmp_path / "two", labels=2)
     judge = build_judge(JudgeSettings(path=str(tmp_path / "two")), 8)
-    with pytest.raises(EmbodyError, match="a reward model has 1 output, this one 2"):
+    with pytest.raises(EmbodyError, match="a reward model must have 1 output, not 2"):
         judge([ask("abcd")])
     judge.close()
 
