@@ -82,7 +82,7 @@ def test_error_path_does_not_import_heavy_modules(tmp_path: Path, code: str, als
         (["train", "--json", "--dry-run"], "--json cannot be combined with --dry-run"),
         (["train", "--resume", "nowhere"], "no config.yaml"),
         (["train", "--config-dir", "nowhere"], "no such folder"),
-        (["list"], "list what?"),
+        (["list"], "the kind to list is missing"),
         (["list", "env"], "Did you mean 'envs'?"),
         (["list", "envs", "seed=1"], "no more arguments"),
         (["show", "algoritm"], "Did you mean 'algorithm'?"),
@@ -262,7 +262,7 @@ def test_resume_uses_the_config_of_the_run(tmp_path: Path, capsys: pytest.Captur
     assert main(["train", "--resume", str(run), "env=libero_10"]) == 2
     assert "no groups" in capsys.readouterr().err
     assert main(["train", "--resume", str(run), "ckpt=x"]) == 2
-    assert "remove one of them" in capsys.readouterr().err
+    assert "remove one of the two" in capsys.readouterr().err
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")

@@ -21,7 +21,7 @@ def test_placement_accepts_host_names():
     assert parse_placement(named, 3, hosts=hosts) == {"env": (1, 2), "rollout": (1,), "actor": (0,)}
     planned = parse_placement(named, 4)
     assert len({*planned["env"], *planned["rollout"], *planned["actor"]}) == 4
-    with pytest.raises(ConfigError, match=r"no node of the run is named 'gone'; there are head, 10\.0\.0\.1"):
+    with pytest.raises(ConfigError, match=r"no node of the run is named 'gone'; the nodes are head, 10\.0\.0\.1"):
         parse_placement({"env,rollout,actor": "gone"}, 3, hosts=hosts)
 
 

@@ -109,7 +109,7 @@ def test_half_of_each_batch_can_be_demonstrations(tmp_path):
     run = train(load_config("train", words_of(tmp_path, *given, "algorithm.updates_per_sample=1"))).run
     assert [row["actor/optimizer_steps"] for row in rows(run)] == [16, 16]
     for wrong, said in (
-        ("env.id=MountainCarContinuous-v0", "Collect them with the settings"),
+        ("env.id=MountainCarContinuous-v0", "Collect data with the settings"),
         ("env.id=test_off_policy_runs:TwinPendulum", "none of the tasks of env 'test_off_policy_runs:TwinPendulum'"),
         ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, this run has 0.1"),
         ("env.use_rel_reward=true", "env.use_rel_reward=False, this run has True"),

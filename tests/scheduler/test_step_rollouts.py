@@ -156,7 +156,7 @@ def test_an_asynchronous_run_trains_on_older_data(tmp_path):
 
 
 def test_asynchronous_deterministic_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"max_staleness=1.*deterministic=true cannot hold"):
+    with pytest.raises(ConfigError, match=r"max_staleness=1.*deterministic=true is impossible"):
         toy_config(tmp_path, "algorithm.max_staleness=1", "runner.deterministic=true")
 
 

@@ -225,8 +225,8 @@ def test_image_shift_augmentation_repeats_the_edges(make):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["env.id=CartPole-v1"], "carry gradients"),
-        (["model.squashed=false"], "carry gradients"),
+        (["env.id=CartPole-v1"], "differentiable samples"),
+        (["model.squashed=false"], "differentiable samples"),
     ],
 )
 def test_incompatible_sac_settings_are_refused_before_the_start(tmp_path, words, said):
