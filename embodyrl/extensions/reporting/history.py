@@ -183,11 +183,11 @@ def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
     run = Path(str(cfg.eval.baseline))
     history = read_history(run)
     if not history.evaluations:
-        raise ConfigError(f"eval.baseline={run}: that run has no evaluation. Fix: name a run of `embodyrl eval`.")
+        raise ConfigError(f"eval.baseline={run}: the run contains no evaluation. Fix: use a run of `embodyrl eval`.")
     if differs := other_worlds(history.config, plain(cfg), state_keys()):
         raise ConfigError(
-            f"eval.baseline={run}: its initial states are different ({differs}), so no pairs can be compared. "
-            "Evaluate both with the same settings, or remove the key."
+            f"eval.baseline={run}: its initial states are different ({differs}), so episodes cannot be paired. "
+            "Evaluate both with the same settings, or remove eval.baseline."
         )
     return history.evaluations[-1].episodes
 
