@@ -17,9 +17,7 @@ import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,78 +28,28 @@ from torch.utils.flop_counter import FlopCounterMode
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import BUCKET_BYTES, bucket_layout, fill_buckets
 from embodyrl.channels.messages import LoadWeightsRequest, PublishRequest, RankInfo
-from embodyrl.config.paths import assets_dir
 from embodyrl.config.shared import Precision
+from embodyrl.extensions.doctor.speed import Limits, measure_limits, seconds_of
 from embodyrl.learners.ranks import OneRank
 from embodyrl.learners.settings import OptimSettings
 from embodyrl.learners.training import Optimization
 from embodyrl.policies.openvla_oft import FACTORY
 from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.openvla_oft.synthetic import ENV, observe, write_checkpoint
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.settings import LoraSettings
-from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 from embodyrl.workers.weights import describe_weights, publish, take
 
-TASK = "put both the alphabet soup and the tomato sauce in the basket"
 GIB = 2**30
-LARGE = {
-    "image_sizes": [224, 224],
-    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
-    "pad_token_id": 32000,
-    "text_config": {"model_type": "llama", "vocab_size": 32064},
-}
-ENV = EnvSpec(
-    name="synthetic",
-    action=ActionSpec(dim=7),
-    tasks=(TASK,),
-    states_per_task=(1,),
-    cameras=CameraSpec(names=("agentview",), size=(256, 256)),
-    benchmark=BenchmarkSpec(unnorm_key="libero_10"),
-)
 FEW_LAYERS = 2
 GOALS = {"act": 0.4, "latency": 0.3, "train": 0.4, "memory": 1.0, "publish": 0.5}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What the device can do."""
-
-    flops: float
-    """Per second, of a large matrix product."""
-    bandwidth: float
-    """Bytes per second, read and written, of a large copy."""
-    memory: int
-    """Bytes."""
-
-
-def synchronise(device: str) -> None:
+def memory_of(device: str) -> int:
+    """Bytes of the device's memory."""
     if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds_of(call: Callable[[], object], device: str, seconds: float) -> float:
-    """Median seconds of a call, after one that warms up."""
-    call()
-    synchronise(device)
-    times, started = [], time.perf_counter()
-    while not times or time.perf_counter() - started < seconds:
-        begun = time.perf_counter()
-        call()
-        synchronise(device)
-        times.append(time.perf_counter() - begun)
-    return float(np.median(times))
-
-
-def measure_limits(device: str, dtype: torch.dtype, seconds: float) -> Limits:
-    side = 8192 if device == "cuda" else 512
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    product = seconds_of(lambda: a @ b, device, seconds)
-    source = torch.empty(GIB if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
-    copy = seconds_of(source.clone, device, seconds)
-    memory = (
-        torch.cuda.mem_get_info()[1] if device == "cuda" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
-    return Limits(flops=2 * side**3 / product, bandwidth=2 * source.nbytes / copy, memory=memory)
+        return torch.cuda.mem_get_info()[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_bytes(device: str) -> int:
@@ -109,17 +57,6 @@ def peak_bytes(device: str) -> int:
         return torch.cuda.max_memory_allocated()
     line = next(text for text in Path("/proc/self/status").read_text().splitlines() if text.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
-
-
-def write_folder(folder: Path, size: str, layers: int | None) -> None:
-    """A checkpoint folder that asks for random weights: the shipped tiny one, or the same with the public sizes."""
-    source = assets_dir() / "openvla_oft_tiny"
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | (LARGE if size == "7b" else {})
-    if layers:
-        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def settings(folder: Path, mode: str, args: argparse.Namespace) -> OftSettings:
@@ -138,17 +75,12 @@ def settings(folder: Path, mode: str, args: argparse.Namespace) -> OftSettings:
 
 def build(folder: Path, mode: str, args: argparse.Namespace) -> Policy:
     """The policy, with few layers where all of them do not fit."""
-    write_folder(folder, args.size, args.layers)
+    write_checkpoint(folder, args.size, args.layers)
     cfg = settings(folder, mode, args)
     request = PolicyRequest(
         env=ENV, value_dim=0, temperature=1.0, device=args.device, seed=0, gradient_checkpointing=args.recompute
     )
     return FACTORY.build(cfg, request)
-
-
-def observe(batch: int) -> Observation:
-    images = np.random.default_rng(0).integers(0, 256, (batch, 1, 256, 256, 3), dtype=np.uint8)
-    return Observation(images=images, state=np.zeros((batch, 0), np.float32), instructions=(TASK,) * batch)
 
 
 def train_step(policy: Policy, args: argparse.Namespace) -> Callable[[], None]:
@@ -241,7 +173,7 @@ def rows_of(mode: str, policy: Policy, limits: Limits, args: argparse.Namespace)
     passes = 2 if mode == "lora" else 3
     rate, limit = args.global_batch / took, limits.flops / (passes * forward)
     rows.append(row(f"{name} train micro-batch {args.micro_batch}", "samples/s", rate, "matrix peak", limit, "train"))
-    used, there = peak_bytes(args.device) / GIB, limits.memory / GIB
+    used, there = peak_bytes(args.device) / GIB, memory_of(args.device) / GIB
     rows.append(row(f"{name} train peak memory", "GiB", used, "memory of the device", there, "memory", less=True))
     return rows
 
@@ -292,9 +224,9 @@ def main() -> None:
 def measure(mode: str, limits: Limits, args: argparse.Namespace) -> list[dict]:
     """Rows of a mode, whose policy is gone afterwards."""
     with tempfile.TemporaryDirectory() as name:
-        write_folder(Path(name), args.size, args.layers)
+        write_checkpoint(Path(name), args.size, args.layers)
         parameters = FACTORY.costs(settings(Path(name), mode, args), ENV, 0).num_parameters
-        few = fitting_layers(parameters, limits.memory) if mode == "full" and not args.layers else args.layers
+        few = fitting_layers(parameters, memory_of(args.device)) if mode == "full" and not args.layers else args.layers
         if few != args.layers:
             print(f"full: {parameters:,} parameters do not fit; {few} layers of the language model instead")
         args = argparse.Namespace(**{**vars(args), "layers": few})

@@ -79,7 +79,7 @@ def has_room(stream: TextIO, timeout_s: float) -> bool:
     return bool(poll.poll(timeout_s * 1000))
 
 
-def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
+def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of this process's control groups and their parents, whose limits also apply. True: version 2.
 
     A container has its own group as the root, a Slurm job is below several others.
@@ -99,7 +99,7 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 def available_cores() -> int:
     """Count the cores that this process may use: its affinity, or a smaller quota of a control group (rounded up)."""
     cores = len(os.sched_getaffinity(0))
-    for folder, unified in _control_groups("cpu"):
+    for folder, unified in control_groups("cpu"):
         files = ("cpu.max",) if unified else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         words = " ".join((folder / name).read_text() for name in files if (folder / name).is_file()).split()
         if len(words) == 2 and words[0] not in ("max", "-1"):
@@ -112,7 +112,7 @@ def available_bytes() -> int:
     match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     assert match is not None, "/proc/meminfo without MemAvailable"
     available = int(match[1]) * 1024
-    for folder, unified in _control_groups("memory"):
+    for folder, unified in control_groups("memory"):
         names = ("max", "current", "stat") if unified else ("limit_in_bytes", "usage_in_bytes", "stat")
         limit, used, stat = (folder / f"memory.{name}" for name in names)
         if limit.is_file() and used.is_file() and limit.read_text().strip() != "max":

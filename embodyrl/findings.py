@@ -1,6 +1,11 @@
-"""Findings of `embodyrl doctor`, which extensions add to."""
+"""Findings of `embodyrl doctor`, and its checks of a GPU, which extensions add to."""
 
-from dataclasses import dataclass
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +17,67 @@ class Finding:
     """ok, warn or FAIL."""
     text: str
     fix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCheck:
+    """A check of `embodyrl doctor --gpu`, which runs in a separate process with a deadline."""
+
+    number: int
+    """Position in the report."""
+    title: str
+    function: str
+    """`package.module:function` without arguments, which returns a `GpuResult`."""
+    timeout_s: float
+    needs_gpu: bool = True
+    needs: tuple[str, ...] = ()
+    """Modules without which the check is skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuResult:
+    """Result of a check of a GPU."""
+
+    level: str
+    """ok, warn, FAIL or skip."""
+    text: str
+    fix: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Everything that was measured, for the JSON file."""
+    measured: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Rates that replace assumptions of the planner: by the name of a GPU or of `EnvCosts.chunk_name`."""
+
+
+class GpuParts:
+    """Measurements of a check in parts; a part that fails does not end the check.
+
+    Values are also printed to standard error, where they remain if the process is killed.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.measured: dict[str, dict[str, float]] = {}
+        self.failures: list[str] = []
+        self.warnings: list[str] = []
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Record an exception of the block as a failure, with its traceback among the values."""
+        print(f"{name} ...", file=sys.stderr, flush=True)  # noqa: T201
+        try:
+            yield
+        except Exception as error:
+            lines = str(error).strip().splitlines() or ["no message"]
+            self.failures.append(f"{name}: {type(error).__name__}: {lines[0]}")
+            self.note(f"traceback of {name}", traceback.format_exc())
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a value."""
+        self.values[name] = value
+        print(f"{name}: {value}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def result(self, text: str, fix: str = "") -> GpuResult:
+        """Return the result: FAIL after a failure, warn after a warning, else ok."""
+        level = "FAIL" if self.failures else "warn" if self.warnings else "ok"
+        said = "; ".join([*self.failures, *self.warnings, *([text] if text else [])])
+        return GpuResult(level=level, text=said, fix=fix, values=self.values, measured=self.measured)

@@ -285,6 +285,8 @@ class EnvCosts:
     """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
     chunk_s: float = 0.0
     """Core seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
+    chunk_name: str = ""
+    """Name under which `embodyrl doctor --gpu` measures that time; empty: not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

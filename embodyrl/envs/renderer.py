@@ -149,12 +149,17 @@ def without_egl_device() -> Iterator[None]:
             os.environ[_EGL_ID] = device
 
 
+def rendering(backend: str, device: str) -> dict[str, str]:
+    """Return the environment variables of a process that renders."""
+    # PyOpenGL keeps the platform of the first imported backend, also in child processes.
+    environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
+    return environ | {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
+
+
 @functools.cache
 def draw_frame(backend: str, device: str = "") -> Frame:
     """Render a frame in a separate process, within a minute: a broken driver may crash or hang."""
-    # PyOpenGL keeps the platform of the first imported backend, also in child processes.
-    environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
-    environ |= {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})
+    environ = rendering(backend, device)
     command = [sys.executable, "-c", _SCENE]
     try:
         done = subprocess.run(command, env=environ, timeout=_TIMEOUT_S, capture_output=True, text=True, check=False)

@@ -75,6 +75,11 @@ _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan
 """Suites whose instruction is only in the task's description: their files keep the names of the unchanged tasks."""
 
 
+def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
+    """Return the name of measured chunk times (see `EnvCosts.chunk_name`)."""
+    return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
+
+
 def family(suite: str) -> str:
     """Return the base suite of a suite of LIBERO-PRO or LIBERO-Plus; other suites are returned unchanged.
 
@@ -218,6 +223,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             task_bytes=TASK_BYTES[cfg.render_profile],
             gpu_bytes=(CONTEXT_BYTES, TASK_GPU_BYTES[cfg.render_profile]) if on_gpu else (0, 0),
             chunk_s=PHYSICS_S[cfg.is_fast] + (EGL_DRAW_S if on_gpu else DRAW_S[cfg.render_profile]),
+            chunk_name=chunk_name(cfg.render_profile, fast=cfg.is_fast, on_gpu=on_gpu),
         )
 
     def simulators(self, cfg: LiberoSettings, context: EnvContext) -> Simulators:

@@ -32,7 +32,7 @@ _START_RENDERER = "import sys, sapien; sapien.render.RenderSystem(sapien.Device(
 
 _FIND_PHYSX = "from sapien import physx; print(physx.version())"
 
-_FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
+FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +63,23 @@ def vulkan_problem(device: str) -> str | None:
     return None if done.code == 0 else done.reason
 
 
+def physx_file() -> Path:
+    """Return the path of PhysX for GPUs, which SAPIEN downloads."""
+    found = run_isolated(_FIND_PHYSX)
+    version = found.output.strip() if found.code == 0 else "VERSION"
+    return Path.home() / ".sapien" / "physx" / version / PHYSX
+
+
 def fetch_physx() -> None:
     """Download PhysX for GPUs by SAPIEN before its first scene, with a timeout and a message.
 
     Raises:
         MissingDependencyError: the download or loading failed; the message names the file to copy.
     """
-    found = run_isolated(_FIND_PHYSX)
-    version = found.output.strip() if found.code == 0 else "VERSION"
-    file = Path.home() / ".sapien" / "physx" / version / PHYSX
+    file = physx_file()
     if not file.is_file():
         sys.stderr.write(f"SAPIEN downloads PhysX for GPUs into {file.parent}, which may take minutes ...\n")
-    done = run_isolated(_FETCH_PHYSX, timeout_s=_FETCH_S)
+    done = run_isolated(FETCH_PHYSX, timeout_s=_FETCH_S)
     if done.code != 0:
         raise MissingDependencyError(
             f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {done.reason}. Fix: without a network copy "

@@ -14,6 +14,7 @@ from embodyrl.config.tree import read_plain_yaml
 from embodyrl.envs.protocol import env_costs
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.doctor import probes
+from embodyrl.extensions.doctor.gpu import check_gpus
 from embodyrl.findings import Finding
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
@@ -29,6 +30,12 @@ PROBES: Registry[Callable[[], Finding]] = Registry(
 
 def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; 3 if anything fails."""
+    if args.gpu:
+        if args.report:
+            raise ConfigError("--gpu writes its own page for a bug report; leave out --report.")
+        return check_gpus(args)
+    if args.out:
+        raise ConfigError("--out names the report of --gpu; add --gpu, or leave out --out.")
     if args.json and args.report:
         raise ConfigError("--report is human-readable text; leave out --json, or --report.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)

@@ -22,7 +22,7 @@ _APT = {
     "osmesa": "apt-get install libosmesa6",
     "egl": "apt-get install libegl1 libgl1-mesa-dri; on a headless CPU machine use MUJOCO_GL=osmesa",
 }
-_TORCH = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
+TORCH_FIX = "TORCH_BUILD=cuda bash scripts/setup.sh, a newer NVIDIA driver, or CUDA_VISIBLE_DEVICES= to use the CPU"
 _VLLM_DRIVER = 580
 """Minimum driver of CUDA 13, for which vLLM's wheels are built."""
 
@@ -45,7 +45,7 @@ def probe_torch() -> Finding:
     if not torch.cuda.is_available():
         if gpus:
             return Finding(
-                "torch", "FAIL", f"{torch.__version__} detects none of {len(gpus)} GPUs: {cuda_problem()}", _TORCH
+                "torch", "FAIL", f"{torch.__version__} detects none of {len(gpus)} GPUs: {cuda_problem()}", TORCH_FIX
             )
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
     if len(gpus) != (count := torch.cuda.device_count()):
@@ -107,7 +107,12 @@ def probe_folders(folders: Sequence[Path]) -> list[Finding]:
 def probe_extras() -> list[Finding]:
     """Check the versions of the required packages and of each extra."""
     extras: dict[str, list[Requirement]] = {}
-    for text in metadata.requires("embodyrl") or []:
+    try:
+        required = metadata.requires("embodyrl") or []
+    except metadata.PackageNotFoundError:
+        fix = "pip install -e . in the source checkout"
+        return [Finding("packages", "warn", "embodyrl is not installed, so requirements are unknown", fix)]
+    for text in required:
         requirement = Requirement(text)
         named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
         extras.setdefault(named[1] if named else "", []).append(requirement)

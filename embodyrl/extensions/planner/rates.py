@@ -1,9 +1,11 @@
 """Speed estimate of a training run on GPUs and its bottleneck, computed before it starts."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from embodyrl.devices import Gpus, visible_gpus
+from embodyrl.extensions.planner.measured import Measured, read_measured
 from embodyrl.files import available_cores
 from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
@@ -20,6 +22,8 @@ class Speed:
     """Large matrix products in float32."""
     bandwidth: float
     """Memory bandwidth, bytes."""
+    source: str = ""
+    """Report in which the rates were measured."""
 
 
 SPEEDS = (
@@ -63,6 +67,8 @@ class Rates:
     speed: Speed
     known: bool
     """The GPUs of this host are of that kind."""
+    chunk_source: str = ""
+    """Report in which the time of an env chunk was measured."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
         """Name and text, human-readable."""
@@ -75,11 +81,28 @@ class Rates:
             ),
             (
                 "",
-                f"assumed of each GPU ({self.speed.name}{'' if self.known else ', for want of a known name'}): "
-                f"{self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, {self.speed.bandwidth / 1e12:.1f} TB/s, "
-                f"{OVERHEAD} times the time of matrix products; nothing of it was measured on a GPU",
+                f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
+                f"{self.speed.bandwidth / 1e12:.1f} TB/s, {OVERHEAD} times the time of matrix products; "
+                f"{self._origin}",
             ),
         ]
+
+    @property
+    def _basis(self) -> str:
+        if self.speed.source:
+            return f"measured of each GPU ({self.speed.name})"
+        return f"assumed of each GPU ({self.speed.name}{'' if self.known else ', for want of a known name'})"
+
+    @property
+    def _origin(self) -> str:
+        chunks = f"time of simulators from {self.chunk_source}" if self.chunk_source else ""
+        if self.speed.source:
+            return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
+        return (
+            f"of the GPU nothing was measured (embodyrl doctor --gpu), {chunks}"
+            if chunks
+            else ("nothing of it was measured on a GPU")
+        )
 
 
 def predict(run_plan: RunPlan) -> Rates | None:
@@ -87,7 +110,8 @@ def predict(run_plan: RunPlan) -> Rates | None:
     cfg, costs, env = run_plan.config(TrainConfig), run_plan.policy_costs, run_plan.env_costs
     if not visible_gpus() or not costs.forward_flops:
         return None
-    found = _speed(run_plan.gpus)
+    measured = read_measured()
+    found = _speed(run_plan.gpus, measured)
     speed = found or UNKNOWN
     flops, item = (speed.flops, 2) if cfg.model.half else (speed.slow_flops, 4)
     acting = cfg.acting_processes or run_plan.ranks
@@ -102,7 +126,9 @@ def predict(run_plan: RunPlan) -> Rates | None:
     rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
     train = 1.0 / (once * passes)
     workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
-    simulators = workers / (env.chunk_s * run_plan.policy.num_action_chunks / CHUNK) if env.chunk_s else 0.0
+    chunk = measured.get(env.chunk_name)
+    chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
+    simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / CHUNK) if chunk_s else 0.0
     samples = run_plan.max_samples
     parts = {
         "simulators": samples / simulators if simulators else 0.0,
@@ -119,12 +145,30 @@ def predict(run_plan: RunPlan) -> Rates | None:
         bound_by=max(parts, key=parts.__getitem__),
         speed=speed,
         known=found is not None,
+        chunk_source=_source(chunk) if chunk else "",
     )
 
 
-def _speed(gpus: Gpus) -> Speed | None:
-    """Return the rates of the slowest GPU that is visible; None if one of them is not in the table."""
+def known_speed(kind: str) -> Speed | None:
+    """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if it is not in the table."""
     # As words: L4 is no part of L40S.
-    fitting = [next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None) for kind in gpus.kinds]
+    return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
+
+
+def _measured_speed(kind: str, measured: Mapping[str, Measured]) -> Speed | None:
+    one = measured.get(kind)
+    if one is None or not {"flops", "slow_flops", "bandwidth"} <= one.rates.keys():
+        return None
+    rates = {name: one.rates[name] for name in ("flops", "slow_flops", "bandwidth")}
+    return Speed(kind, **rates, source=_source(one))
+
+
+def _source(one: Measured) -> str:
+    return f"{one.report} ({one.day})"
+
+
+def _speed(gpus: Gpus, measured: Mapping[str, Measured]) -> Speed | None:
+    """Return the rates of the slowest GPU that is visible; None if one of them is neither measured nor in the table."""
+    fitting = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
     known = [one for one in fitting if one is not None]
     return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None

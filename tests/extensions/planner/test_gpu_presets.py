@@ -21,9 +21,12 @@ from embodyrl.commands.dry_run import describe
 from embodyrl.config.paths import assets_dir
 from embodyrl.devices import Gpus
 from embodyrl.envs import factory as env_factory
+from embodyrl.envs.libero.factory import chunk_name
 from embodyrl.envs.maniskill import factory as maniskill
+from embodyrl.envs.settings import RenderProfile
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.planner import memory, rates
+from embodyrl.extensions.planner.measured import keep_measured
 from embodyrl.plan import run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.roots import TrainConfig
@@ -38,6 +41,7 @@ STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
 def machine(tmp_path, monkeypatch):
     """96 cores, 900 GiB, a disk of 4 TiB, GPUs that draw, and vLLM is installed."""
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(*[H100_MIB] * 8))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "vllm.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     for module in (run_plan, rates, command_facts):
@@ -140,8 +144,25 @@ def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
 def test_speed_table_is_found_by_gpu_name(name, speed, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, (*H100[:6], name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = rates._speed(Gpus())
+    found = rates._speed(Gpus(), {})
     assert (found and found.name) == speed
+
+
+def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
+    """Rates of another GPU, and incomplete ones, are not used."""
+    pytest.importorskip("libero.libero")
+    assumed = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
+    assert "650 TFLOP/s in bfloat16" in assumed
+    report = tmp_path / "report.json"
+    half = {"flops": 325e12, "slow_flops": 25e12, "bandwidth": 1.4e12}
+    keep_measured({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}}, report, "2026-01-02")
+    assert dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch) == assumed
+    chunk = chunk_name(RenderProfile.full, fast=True, on_gpu=True)
+    keep_measured({H100[-1]: half, chunk: {"chunk_s": 10.0}}, report, "2026-01-02")
+    measured = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
+    assert f"measured of each GPU ({H100[-1]}): 325 TFLOP/s in bfloat16, 1.4 TB/s" in measured
+    assert "rates from FOLDER/report.json (2026-01-02), time of simulators from FOLDER/report.json" in measured
+    assert "bound by simulators" in measured
 
 
 NODES = "cluster.component_placement={env:0-1,rollout:0-1,actor:0-1}"

@@ -1,0 +1,50 @@
+"""Rates measured by `embodyrl doctor --gpu`, in a file of the user's cache, from which predictions are computed."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from embodyrl.files import json_text, write_atomically
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Rates of a GPU or an environment, and the report that they are from."""
+
+    rates: Mapping[str, float]
+    report: str
+    """Path of the report."""
+    day: str
+
+
+_FILE = TypeAdapter(dict[str, Measured])
+
+
+def rates_file() -> Path:
+    """Return the path of the file."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "embodyrl" / "gpu_rates.json"
+
+
+def read_measured() -> dict[str, Measured]:
+    """Return the measurements by name; empty without a readable file."""
+    try:
+        return _FILE.validate_json(rates_file().read_bytes())
+    except (OSError, ValidationError):
+        return {}
+
+
+def keep_measured(found: Mapping[str, Mapping[str, float]], report: Path, day: str) -> None:
+    """Add measurements to the file; those of the same name are replaced.
+
+    Raises:
+        OSError: the cache cannot be written.
+    """
+    new = {name: Measured(rates=dict(rates), report=str(report), day=day) for name, rates in found.items()}
+    path = rates_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json_text(json.loads(_FILE.dump_json(read_measured() | new))))

@@ -1,0 +1,11 @@
+"""Declaration of the GPU check of OpenVLA-OFT, without torch."""
+
+from embodyrl.findings import GpuCheck
+
+CHECK = GpuCheck(
+    number=7,
+    title="OpenVLA-OFT at 7B with two layers: acting, CUDA graphs, training",
+    function="embodyrl.policies.openvla_oft.gpu_check:check_policy",
+    timeout_s=300,
+    needs=("torch",),
+)

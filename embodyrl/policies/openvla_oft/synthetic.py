@@ -1,0 +1,49 @@
+"""Checkpoints with random weights and observations of noise, for measurements of speed and memory."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.config.paths import assets_dir
+from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
+
+TASK = "put both the alphabet soup and the tomato sauce in the basket"
+LARGE = {
+    "image_sizes": [224, 224],
+    "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
+    "pad_token_id": 32000,
+    "text_config": {"model_type": "llama", "vocab_size": 32064},
+}
+"""The public sizes of 7B."""
+ENV = EnvSpec(
+    name="synthetic",
+    action=ActionSpec(dim=7),
+    tasks=(TASK,),
+    states_per_task=(1,),
+    cameras=CameraSpec(names=("agentview",), size=(256, 256)),
+    benchmark=BenchmarkSpec(unnorm_key="libero_10"),
+)
+
+
+def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
+    """Write a checkpoint folder without weights, which are initialised randomly.
+
+    Args:
+        folder: existing folder.
+        size: tiny (the shipped checkpoint), or 7b.
+        layers: of the language model; None: all.
+    """
+    source = assets_dir() / "openvla_oft_tiny"
+    for path in source.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    config = json.loads((source / "config.json").read_text()) | (LARGE if size == "7b" else {})
+    if layers:
+        config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def observe(batch: int) -> Observation:
+    """Return observations of `ENV` with images of noise, the same in each call."""
+    images = np.random.default_rng(0).integers(0, 256, (batch, 1, 256, 256, 3), dtype=np.uint8)
+    return Observation(images=images, state=np.zeros((batch, 0), np.float32), instructions=(TASK,) * batch)
