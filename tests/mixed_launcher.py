@@ -11,7 +11,7 @@ from embodyrl.cluster.inline import InlineLauncher
 from embodyrl.cluster.local import LocalLauncher
 from embodyrl.cluster.protocol import ClusterSettings, Event, ProcessSettings
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.workers.lifecycle import WorkerSpec
 
 
@@ -50,7 +50,7 @@ class MixedLauncher:
         self._inline.stop(grace_s=grace_s)
 
 
-def mixed_config(folder: Path, *overrides: str, name: str = "run") -> TrainConfig:
-    """TrainConfig of a toy run with real env workers that prints and logs to files."""
+def mixed_config(folder: Path, *overrides: str, name: str = "run") -> Config:
+    """Config of a toy run with real env workers that prints and logs to files."""
     words = ("runner.logger.backends=[console,jsonl]", "launcher.name=mixed_launcher:MixedLauncher", *overrides)
     return load_config("train", toy_words(folder, *words, name=name))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, TextSpec
 
 SMALL = (
@@ -27,8 +27,8 @@ ASKING = EnvSpec(
 """An environment of short prompts, for policies without workers."""
 
 
-def text_config(folder: Path, *overrides: str, task: str = "copy") -> TrainConfig:
-    """TrainConfig of an inline run on a generated task that logs to files only."""
+def text_config(folder: Path, *overrides: str, task: str = "copy") -> Config:
+    """Config of an inline run on a generated task that logs to files only."""
     words = [f"env=text/{task}", "model=causal_lm_tiny", "launcher=inline", "runner.logger.backends=[jsonl]"]
     cfg = load_config("train", [*words, f"runner.output_dir={folder}", *SMALL, *overrides])
     check_components(cfg)

@@ -12,8 +12,8 @@ from typing import Any
 from embodyrl.commands.train import train
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.schema import Config
 from embodyrl.scheduler.start import Workers, start_workers
 
 TOY_CNN = (
@@ -107,7 +107,7 @@ class Stage:
 
 
 @contextmanager
-def running_crew(folder: Path, *overrides: str, cfg: TrainConfig | None = None) -> Iterator[Stage]:
+def running_crew(folder: Path, *overrides: str, cfg: Config | None = None) -> Iterator[Stage]:
     """Start the workers of a config, by default an inline one, and stop them at the end."""
     run_plan = build_run_plan(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []

@@ -127,7 +127,7 @@ class AdvantageEstimator:
     """package.module:class of the learner (`learners/protocol.py`). Settings of a learner without a `loss_type` are
     subclasses of `BufferSettings`."""
     check: str = ""
-    """package.module:function of (TrainConfig, Algorithm, EnvSpec, PolicySpec) that returns problems, one line each."""
+    """package.module:function of (Config, Algorithm, EnvSpec, PolicySpec) that returns problems, one line each."""
 
     @property
     def needs_groups(self) -> bool:

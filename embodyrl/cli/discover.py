@@ -73,13 +73,13 @@ def show(args: argparse.Namespace) -> int:
     from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
-    from embodyrl.plan.roots import ROOTS
+    from embodyrl.plan.schema import READS
 
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("train", [])
     group, equals, _ = what.partition("=")
     if equals:
         overrides = [what, *overrides]
-    command = group if group in ROOTS else "train"
+    command = group if group in READS else "train"
     cfg = load_config(command, overrides, config_dirs=args.config_dir)
     if args.schema:
         print(json.dumps(json_schema(type(cfg)), indent=2))
@@ -90,7 +90,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(ROOTS)}, {tops}, or a key.")
+        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(READS)}, {tops}, or a key.")
     rows, lines = [], []
     for name in names:
         key = keys[name]

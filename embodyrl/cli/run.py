@@ -21,8 +21,8 @@ from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.hub import is_on_hub
-from embodyrl.plan.roots import Root, RunConfig, TrainConfig
 from embodyrl.plan.saved import config_of_ckpt, dump_config
+from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, closest, takes
 
 SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Registry(
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         cfg, more = _compose(args)
     if only_look(args, cfg):
         return 0
-    only_eval = isinstance(cfg, TrainConfig) and cfg.runner.only_eval
+    only_eval = cfg.trains and cfg.runner.only_eval
     start = COMMANDS.get("eval" if only_eval else args.command)
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = start(cfg, overrides=args.words, **more)
@@ -79,12 +79,12 @@ def _require_ckpt(words: list[str]) -> None:
     )
 
 
-def _compose(args: argparse.Namespace) -> tuple[RunConfig, dict[str, Path | None]]:
+def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
     """Compose the config and find the run to resume, for commands that can resume."""
     words, folders = args.words, args.config_dir
     if args.command in ("train", "sft"):
         cfg, resume = _train_config(args)
-        return cfg, {} if isinstance(cfg, TrainConfig) and cfg.runner.only_eval else {"resume": resume}
+        return cfg, {} if cfg.trains and cfg.runner.only_eval else {"resume": resume}
     if args.command == "eval" and args.resume:
         if split_trust(words)[1] or folders:
             raise ConfigError("--resume uses the settings of the evaluation; remove all other keys.")
@@ -117,7 +117,7 @@ def _resumed(args: argparse.Namespace) -> Path:
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
 
 
-def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
+def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     """Compose the config and find the run to resume.
 
     A named run brings its own config. `auto` means "start this experiment or resume it", so there the command
@@ -148,7 +148,7 @@ def _train_config(args: argparse.Namespace) -> tuple[RunConfig, Path | None]:
     return cfg, newest_run(Path(cfg.runner.output_dir), cfg.runner.experiment_name)
 
 
-def only_look(args: argparse.Namespace, cfg: Root) -> bool:
+def only_look(args: argparse.Namespace, cfg: Config) -> bool:
     """Check the config against its components and serve the flags that stop before anything runs."""
     from embodyrl.plan.checks import check_components
 

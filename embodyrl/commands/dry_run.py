@@ -5,13 +5,13 @@ import importlib
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.commands.facts import evaluation_facts, facts, training_facts
 from embodyrl.commands.run_folder import first_weights, weight_facts
-from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.schema import READS, Config
 
 
-def describe(cfg: Root) -> str:
+def describe(cfg: Config) -> str:
     """Return the derived sizes of a run, a line each, by the function that the config of its command names."""
-    module, _, name = cfg.dry_run.partition(":")
+    module, _, name = READS[cfg.command].dry_run.partition(":")
     lines: list[tuple[str, str]] = getattr(importlib.import_module(module), name)(cfg)
     if launcher := getattr(cfg, "launcher", None):
         hosts = LAUNCHERS.get(launcher.name).preview(getattr(cfg, "cluster", None))
@@ -19,9 +19,9 @@ def describe(cfg: Root) -> str:
     return "\n".join(f"  {label:<12} {text}" for label, text in lines)
 
 
-def run_facts(cfg: EvalConfig) -> list[tuple[str, str]]:
+def run_facts(cfg: Config) -> list[tuple[str, str]]:
     """Describe a training or an evaluation."""
-    training = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
+    training = cfg.trains and not cfg.runner.only_eval
     run_plan = build_run_plan(cfg, training=training)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     if training:

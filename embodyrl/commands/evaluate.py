@@ -33,8 +33,8 @@ from embodyrl.monitor.paired import pair_suites
 from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.protocols import protocol_record
-from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally, VideoChoice
 from embodyrl.scheduler.start import Workers, start_workers
@@ -43,7 +43,7 @@ from embodyrl.types import EnvSpec, Episode, EpisodeSpec
 ACTIONS_FILE = "actions.npz"
 
 
-def evaluate(cfg: EvalConfig, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
+def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None) -> EvalResult:
     """Evaluate `ckpt`, or the model's own weights, and write results into a new run folder.
 
     Args:
@@ -104,7 +104,7 @@ def run_evaluation(
     Raises:
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
     """
-    cfg = run_plan.config(EvalConfig)
+    cfg = run_plan.cfg
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     folder = run.eval_folder(step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _begin_files(folder: Path, rows: Sequence[EpisodeRow]) -> None:
     write_atomically(folder / EPISODES_FILE, "".join(json.dumps(row.to_json()) + "\n" for row in rows))
 
 
-def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], None]) -> None:
+def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None]) -> None:
     failed = collection.video_problems
     if failed and cfg.faults.on_video_error == OnVideoError.stop:
         raise EmbodyError(f"{failed[0]} ({len(failed)} recordings failed; faults.on_video_error=warn continues)")
@@ -160,18 +160,18 @@ def _complain(cfg: EvalConfig, collection: RolloutResult, warn: Callable[[str], 
     collection.report_reward_errors(warn, set())
 
 
-def _against_baseline(cfg: EvalConfig, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
+def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     if cfg.eval.baseline is None:
         return {}
     return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(_read_baseline(cfg), rows))}
 
 
-BASELINES: Registry[Callable[[EvalConfig], Sequence[EpisodeRow]]] = Registry(
-    "baseline", group="embodyrl.baselines", wants="a function of an EvalConfig that returns episodes", fits=takes(1)
+BASELINES: Registry[Callable[[Config], Sequence[EpisodeRow]]] = Registry(
+    "baseline", group="embodyrl.baselines", wants="a function of a Config that returns episodes", fits=takes(1)
 )
 
 
-def _read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
+def _read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
     """Return the episodes of `eval.baseline`.
 
     Raises:
@@ -257,6 +257,6 @@ def compare(
     """Show the changes between two validations, by the first entry point of `embodyrl.comparisons`."""
     for comparison in COMPARISONS.every():
         return comparison(run_plan, workers, first, last, videos, say)
-    if run_plan.config(EvalConfig).video.startswith("changed:"):
+    if run_plan.cfg.video.startswith("changed:"):
         say("no recordings: the extension 'reporting' is missing; reinstall embodyrl to get it")
     return Compared(first=first, last=last)

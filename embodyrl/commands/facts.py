@@ -11,8 +11,8 @@ from embodyrl.envs.settings import EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.plan.episodes import count_asked, eval_episodes, train_episodes
-from embodyrl.plan.roots import THIS_HOST, EvalConfig, PolicyConfig, RunConfig, SftConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import THIS_HOST, Config
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
@@ -26,7 +26,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     workers = len(run_plan.env_workers)
     split = cfg.env.splits["train" if run_plan.algorithm or run_plan.single_step else "eval"]
     slots = f"{run_plan.num_slots} slots"
-    if isinstance(cfg, TrainConfig) and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
+    if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
         slots = f"{cfg.env.train.total_num_envs} slots (while validating {run_plan.num_slots})"
     parameters = run_plan.policy_costs.num_parameters
     lines = {
@@ -73,7 +73,7 @@ BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
 
 def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return the banner's lines about an evaluation."""
-    cfg, env = run_plan.config(EvalConfig), run_plan.env
+    cfg, env = run_plan.cfg, run_plan.env
     plan = eval_episodes(cfg, env, run_plan.policy)
     how = "sampled" if cfg.eval.sampling_params.do_sample else "greedy"
     text = f"{plan.num_episodes} {how} episodes of {len({e.reset_id for e in plan.episodes})} initial states"
@@ -82,7 +82,7 @@ def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     return [("evaluation", text), *(line for banner in BANNER.every() for line in banner(run_plan))]
 
 
-def precision_facts(cfg: PolicyConfig) -> list[tuple[str, str]]:
+def precision_facts(cfg: Config) -> list[tuple[str, str]]:
     """Explain why a model computes in float32 although its default is bfloat16."""
     if cfg.sources.get("model.precision") != THIS_HOST:
         return []
@@ -105,7 +105,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     Raises:
         ConfigError: there is too little of them.
     """
-    cfg = run_plan.config(TrainConfig)
+    cfg = run_plan.cfg
     assert run_plan.algorithm is not None
     plan = train_episodes(cfg, run_plan.env, 0, counts_chunk_steps=run_plan.algorithm.counts_chunk_steps)
     quota = plan.waves[0].quota_chunks
@@ -124,7 +124,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     ]
 
 
-def require_disk(cfg: TrainConfig | SftConfig, checkpoint: int, total_steps: int) -> None:
+def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     """Reject a run whose checkpoints of n bytes each do not fit on the disk.
 
     Raises:
@@ -166,7 +166,7 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _free_disk(cfg: RunConfig) -> int:
+def _free_disk(cfg: Config) -> int:
     folder = Path(cfg.runner.output_dir)
     while not folder.exists():
         folder = folder.parent

@@ -25,8 +25,8 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores
 from embodyrl.monitor.history import COSTS_FILE, VIDEO_FOLDER
-from embodyrl.plan.roots import ActingConfig, RunConfig, ServeConfig, SftConfig, TrainConfig
 from embodyrl.plan.saved import run_config, save_config
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
@@ -91,7 +91,7 @@ class RunFolder:
         _release(self.root / _LOCK_FILE, self.lock)
 
 
-def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
+def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path | None) -> RunFolder:
     """Create (or reopen) and lock the run folder.
 
     Raises:
@@ -121,19 +121,19 @@ def open_run(cfg: RunConfig, command: str, overrides: Sequence[str], resume: Pat
         (root / "env.txt").write_text(_describe_machine(), encoding="utf-8")
     except OSError as error:
         raise EmbodyError(f"Cannot write to {root}: {error.strerror}. Choose another runner.output_dir.") from error
-    base = cfg.video_cfg.base_dir if isinstance(cfg, ActingConfig) else None
+    base = cfg.video_cfg.base_dir if cfg.acts else None
     videos = root / VIDEO_FOLDER if base is None else Path(base) / root.name
     return RunFolder(root=root, videos=videos, logs=logs, lock=lock, began=began, is_new=is_new)
 
 
-def _new_root(cfg: RunConfig, command: str) -> Path:
+def _new_root(cfg: Config, command: str) -> Path:
     parent = Path(cfg.runner.output_dir)
     name = cfg.runner.experiment_name
     if name is None:
         what = ""
-        if isinstance(cfg, ActingConfig):
+        if cfg.acts:
             what = str(getattr(cfg.env, "task_suite_name", None) or getattr(cfg.env, "id", None) or cfg.env.env_type)
-        if (isinstance(cfg, SftConfig) or cfg.reads_rows) and cfg.data.path is not None:
+        if cfg.has("data") and cfg.data.path is not None:
             what = Path(cfg.data.path.partition("@")[0]).resolve().name
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{command}-{what}".replace("/", "-").replace(":", "-")
         return _free_name(parent / name)
@@ -250,7 +250,7 @@ def _processor() -> str:
     return next(found, platform.processor() or platform.machine())
 
 
-def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
+def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     """Return the policy folder of `ckpt`, compared with the model and the environment of this run.
 
     None: `ckpt` is not set, or is the folder that the policy is built from.
@@ -270,7 +270,7 @@ def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
         return folder
     if model.path is not None and resolve_asset(model.path).resolve() == folder.resolve():
         return None  # built with the adapter
-    trained_on = isinstance(cfg, TrainConfig) and model.is_lora and not _is_adapter(folder)
+    trained_on = cfg.trains and model.is_lora and not _is_adapter(folder)
     run = run_config(resolve_run(cfg.ckpt))
     saved = {setting.key: setting.value for setting in read_saved(run)} if run else {}
     # The weights of a run that began with an adapter contain it.
@@ -282,7 +282,7 @@ def first_weights(cfg: ActingConfig | ServeConfig, env: EnvSpec) -> Path | None:
     )
 
 
-def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[tuple[str, str]]:
+def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
     """Return name and text of the banner's line about initial weights and adapters.
 
     Args:
@@ -291,7 +291,7 @@ def weight_facts(cfg: ActingConfig | ServeConfig, weights: Path | None) -> list[
     """
     model = cfg.model
     given = model.lora.path if isinstance(model, AdapterSettings) else None
-    trains = isinstance(cfg, TrainConfig) and model.adapted
+    trains = cfg.trains and model.adapted
     if "path" not in type(model).model_fields:
         return []
     base = str(cfg.ckpt or model.weights or "random")
@@ -310,7 +310,7 @@ def _is_adapter(folder: Path) -> bool:
     return adapter and not any(folder.glob("model*.safetensors*"))
 
 
-def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> None:
+def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
     """Compare the newest weights of a run with the model and the environment of its continuation.
 
     Raises:
@@ -321,7 +321,7 @@ def check_resumed(cfg: ActingConfig | SftConfig, env: EnvSpec, run: Path) -> Non
         _compare(cfg, env, newest / POLICY_FOLDER, f"--resume {run}")
 
 
-def _compare(cfg: ActingConfig | ServeConfig | SftConfig, env: EnvSpec, folder: Path, asked: str) -> None:
+def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
     factory = POLICIES.get(cfg.model.model_type)
     if isinstance(factory, ComparesWeights):
         try:

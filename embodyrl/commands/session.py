@@ -24,7 +24,7 @@ from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout, build_monitor
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.monitor.protocol import RunInfo
-from embodyrl.plan.roots import RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnSaveError
 from embodyrl.scheduler.start import Started
 from embodyrl.version import __version__
@@ -39,14 +39,14 @@ Facts = Sequence[tuple[str, str]]
 """Name and text of the banner's lines."""
 
 
-def screen_only(cfg: RunConfig) -> Fanout:
+def screen_only(cfg: Config) -> Fanout:
     """Return the monitor of a command without training: it has no steps to log."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
 def announce(
     monitor: Fanout,
-    cfg: RunConfig,
+    cfg: Config,
     folder: RunFolder,
     command: str,
     facts: Facts,
@@ -75,7 +75,7 @@ def announce(
 class Session:
     """A training run: step counter, best score, monitor, checkpoints."""
 
-    def __init__(self, cfg: TrainConfig | SftConfig, folder: RunFolder, command: str) -> None:
+    def __init__(self, cfg: Config, folder: RunFolder, command: str) -> None:
         self.cfg = cfg
         self.folder = folder
         self._save_timeout_s = cfg.faults.update_timeout_s

@@ -31,8 +31,8 @@ from embodyrl.errors import EmbodyError
 from embodyrl.monitor.collapse import CollapseCheck
 from embodyrl.monitor.history import METRICS_FILE, read_rows
 from embodyrl.plan.episodes import weighs_tasks
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
+from embodyrl.plan.schema import Config
 from embodyrl.scheduler.actors import Actors, StepRollouts
 from embodyrl.scheduler.rollout import RolloutResult
 from embodyrl.scheduler.start import Workers, start_workers
@@ -68,7 +68,7 @@ class TrainResult:
 
 
 def train(
-    cfg: TrainConfig,
+    cfg: Config,
     *,
     overrides: Sequence[str] = (),
     resume: Path | None = None,
@@ -105,7 +105,7 @@ class _Training:
 
     def __post_init__(self) -> None:
         assert self.run_plan.algorithm is not None
-        self.algorithm, self.cfg = self.run_plan.algorithm, self.run_plan.config(TrainConfig)
+        self.algorithm, self.cfg = self.run_plan.algorithm, self.run_plan.cfg
         self.session = Session(self.cfg, self.folder, "train")
         self.monitor = self.session.monitor
         self.reasons: set[str] = set()

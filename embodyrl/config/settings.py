@@ -1,6 +1,6 @@
 """Base classes of all settings.
 
-A class is defined next to the code that reads it; a root joins the classes of a command.
+A class is defined next to the code that reads it; `plan/schema.py` joins them to the config of a command.
 
 A field defines type, range and default of a key; the string below it is its documentation. Values come
 from YAML and the command line, so they are checked as JSON is: no text becomes a number, no number a truth value.

@@ -6,17 +6,7 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings, reward_problems
 from embodyrl.errors import ConfigError
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.roots import (
-    ActingConfig,
-    CheckConfig,
-    CollectConfig,
-    PolicyConfig,
-    Root,
-    RunConfig,
-    ServeConfig,
-    SftConfig,
-    TrainConfig,
-)
+from embodyrl.plan.schema import Config
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.types import ActionKind, PolicySpec
@@ -34,7 +24,7 @@ _INERT = (
 """Keys for text without an effect on policies of actions."""
 
 
-def check_components(cfg: Root) -> None:
+def check_components(cfg: Config) -> None:
     """Validate the config with the chosen environment and policy.
 
     Raises:
@@ -42,24 +32,24 @@ def check_components(cfg: Root) -> None:
         ConfigError: problems that a component reports, and keys that the command cannot do without; one line each.
     """
     problems: list[str] = []
-    if isinstance(cfg, CheckConfig) and cfg.reads_rows:
+    if cfg.command == "check-env" and cfg.reads_rows:
         raise ConfigError(
             f"env.env_type={cfg.env.env_type}: `embodyrl check-env` plays simulators with random actions, and this "
             "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
-    if isinstance(cfg, ServeConfig) and cfg.reads_rows:
+    if cfg.command == "serve" and cfg.reads_rows:
         raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves actions, not text.")
-    if isinstance(cfg, CollectConfig) and cfg.collect.out is None:
+    if cfg.has("collect") and cfg.collect.out is None:
         problems.append("collect.out is not set. Name the folder for the demonstrations, for example demos/a.")
-    if isinstance(cfg, SftConfig) and cfg.data.path is None:
+    if cfg.command in ("sft", "dagger") and cfg.data.path is None:
         problems.append("data.path is not set. Name a folder with demonstrations; `embodyrl collect` writes one.")
-    if isinstance(cfg, RunConfig):
+    if cfg.has("runner"):
         problems += missing_loggers(cfg.runner.logger.backends)
-    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+    if cfg.trains and cfg.algorithm.reference_path is not None:
         resolve_weights(str(cfg.algorithm.reference_path), "algorithm.reference_path")
-    if isinstance(cfg, PolicyConfig):
+    if cfg.has("model"):
         problems += POLICIES.get(cfg.model.model_type).validate(cfg.model)
-    if isinstance(cfg, ActingConfig | CheckConfig | ServeConfig):
+    if cfg.has("env"):
         if isinstance(getattr(cfg, "reward", None), StepRewardSettings):
             problems += reward_problems(cfg.reward)
         factory = ENVS.get(cfg.env.env_type)
@@ -70,7 +60,7 @@ def check_components(cfg: Root) -> None:
         raise ConfigError(problems)
 
 
-def key_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
+def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return keys that the policy cannot follow, one line each."""
     factory = POLICIES.get(cfg.model.model_type)
     if hasattr(factory, "run_problems"):

@@ -14,29 +14,16 @@ from typing import Any
 from embodyrl.config import tree
 from embodyrl.config.check import inert, wrong_values
 from embodyrl.config.compose import compose
-from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leaves, nested, nodes, parents_of, plain
+from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leaves, nested, parents_of, plain
 from embodyrl.config.shared import Precision
 from embodyrl.config.words import COMMAND_LINE, Setting, parse_word, read_saved, split_words
-from embodyrl.envs.settings import EnvSettings
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan import keys
+from embodyrl.plan.contradictions import contradictions
 from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
 from embodyrl.plan.protocols import horizon_of
-from embodyrl.plan.roots import (
-    PLAYED,
-    ROOTS,
-    SELECTORS,
-    THIS_HOST,
-    ActingConfig,
-    PolicyConfig,
-    R,
-    Root,
-    TrainConfig,
-    conditions,
-    sections_of,
-    selected,
-)
 from embodyrl.plan.saved import check_trust, command_of, on_base
+from embodyrl.plan.schema import READS, SELECTORS, THIS_HOST, Config, conditions, sections_of, selected
 from embodyrl.plan.weights import resolve_weights
 
 log = logging.getLogger(__name__)
@@ -49,7 +36,7 @@ def load_config(
     config_dirs: Sequence[Path] = (),
     base: Path | None = None,
     fetch: bool = True,
-) -> Any:
+) -> Config:
     """Compose, type and check the config of a command.
 
     Args:
@@ -61,7 +48,7 @@ def load_config(
         fetch: download names on the hub and log `warnings`; false: only read the config.
 
     Returns:
-        An instance of `ROOTS[command]`.
+        A `Config` with the sections of the command.
 
     Raises:
         ConfigError: one line per problem: a word that cannot be parsed, an unknown key or option, a wrong type, a
@@ -134,7 +121,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
     """Remove typed options of groups that the command has for the sake of its files only; return these."""
-    unread = [group for group in groups if group in SELECTORS and selected(ROOTS[command], group) is None]
+    unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
 
@@ -148,18 +135,18 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
         ]
     cfg, sources, unread = _build(settings, command, problems)
     cfg._sources.update(sources)
-    if isinstance(env := getattr(cfg, "env", None), EnvSettings):
-        env._played = PLAYED.get(command, env._played)
-    if problems := [line for node in nodes(cfg) for line in node.problems()]:
+    if cfg.has("env"):
+        cfg.env._played = READS[command].plays
+    if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
-    cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg, command))]
+    cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg))]
     for line in cfg.warnings if fetch else ():
         log.warning("warning: %s", line)
     cfg = cfg.updated(_derived(cfg))
     return cfg.updated(_located(cfg)) if fetch else cfg
 
 
-def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Root, dict[str, str], list[str]]:
+def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Config, dict[str, str], list[str]]:
     """Turn leaves into typed settings.
 
     Args:
@@ -263,31 +250,31 @@ def _env_value(name: str, *default: str | None) -> Any:
     return value
 
 
-def _derived(cfg: Root) -> dict[str, Any]:
+def _derived(cfg: Config) -> dict[str, Any]:
     """Return the values that follow from others: lengths of replies, and settings of an evaluation protocol."""
     found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
-    if isinstance(cfg, ActingConfig) and cfg.env.max_chunks:
+    if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
         found |= {f"env.{split}.max_episode_steps": cfg.env.max_chunks * chunk for split in cfg.env.splits}
         found["model.num_action_chunks"] = chunk
     return found | horizon_of(cfg)
 
 
-def _located(cfg: Root) -> dict[str, Any]:
+def _located(cfg: Config) -> dict[str, Any]:
     """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
     found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
-    if isinstance(cfg, TrainConfig) and cfg.algorithm.reference_path is not None:
+    if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"
         with suppress(CheckpointError):  # a config may be composed elsewhere; `check_components` rejects the path
             found[key] = str(resolve_weights(cfg.algorithm.reference_path, key))
-    if isinstance(cfg, PolicyConfig) and cfg.prefers_float32:
+    if cfg.has("model") and cfg.prefers_float32:
         found["model.precision"] = Precision.fp32
         cfg._sources["model.precision"] = THIS_HOST
     return found
 
 
-def overridden(cfg: R, values: Mapping[str, Any]) -> R:
+def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
     """Return a config with other values by dotted key, checked as a whole.
 
     Raises:
@@ -298,12 +285,12 @@ def overridden(cfg: R, values: Mapping[str, Any]) -> R:
     return found
 
 
-def check_values(cfg: Root) -> None:
+def check_values(cfg: Config) -> None:
     """Check a config that may have been changed since it was composed.
 
     Raises:
         ConfigError: one line per problem.
     """
     problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
-    if found := problems or [line for node in nodes(cfg) for line in node.problems()]:
+    if found := problems or [*contradictions(cfg)]:
         raise ConfigError(found)

@@ -6,14 +6,14 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ActingConfig, EvalConfig
+from embodyrl.plan.schema import Config
 from embodyrl.registry import closest
 from embodyrl.types import EnvSpec
 
 ALL_SUITES = "all"
 
 
-def env_context(cfg: ActingConfig) -> EnvContext:
+def env_context(cfg: Config) -> EnvContext:
     """Return the construction arguments of a run's environment; its factory adds parts of other sections.
 
     Raises:
@@ -21,20 +21,20 @@ def env_context(cfg: ActingConfig) -> EnvContext:
     """
     reward = getattr(cfg, "reward", None)
     context = EnvContext(
-        pictures=not isinstance(cfg, EvalConfig) or cfg.video != "none",
+        pictures=not cfg.evaluates or cfg.video != "none",
         reward=reward if isinstance(reward, StepRewardSettings) else None,
-        suites=_further_suites(cfg) if isinstance(cfg, EvalConfig) else (),
+        suites=_further_suites(cfg) if cfg.evaluates else (),
     )
     complete = getattr(ENVS.get(cfg.env.env_type), "complete", None)
     return context if complete is None else complete(cfg, context)
 
 
-def env_spec(cfg: ActingConfig) -> EnvSpec:
+def env_spec(cfg: Config) -> EnvSpec:
     """Describe the environment of a run."""
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
-def _further_suites(cfg: EvalConfig) -> tuple[str, ...]:
+def _further_suites(cfg: Config) -> tuple[str, ...]:
     """Return the suites of `runner.val_suites`, in the order of the environment.
 
     Raises:

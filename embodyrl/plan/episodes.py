@@ -12,7 +12,7 @@ import numpy.typing as npt
 from embodyrl.algorithms.shaping import Outcomes, openness
 from embodyrl.envs.settings import EnvSplit, TrainSplit
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ActingConfig, EvalConfig, TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec, IntArray, PolicySpec
 
@@ -121,13 +121,13 @@ def rows_of(env: EnvSpec, split: str) -> list[int] | None:
     return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
 
 
-def groups_per_step(cfg: TrainConfig) -> int:
+def groups_per_step(cfg: Config) -> int:
     """Return the number of groups that one training step samples reset ids for."""
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
 def train_episodes(
-    cfg: TrainConfig, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
 ) -> EpisodeList:
     """Plan training step `step`: a pure function of config, step and, with a curriculum, of what was `seen` before it.
 
@@ -150,7 +150,7 @@ def train_episodes(
 
 
 def refill_episodes(
-    cfg: TrainConfig, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
+    cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
 ) -> EpisodeList:
     """Plan further groups for training step `step`, that replace filtered groups."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
@@ -165,19 +165,19 @@ def refill_episodes(
     return one_wave(cfg, cfg.env.train, _train_episodes(cfg, env, step, index, index // size, chosen))
 
 
-def greedy_episodes(cfg: TrainConfig, plan: EpisodeList) -> EpisodeList:
+def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
     """Plan one more episode of each group of a training step, from its initial state."""
     first = {e.group_id: e for e in plan.episodes}
     return one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
 
-def repeats_exactly(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
+def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) -> bool:
     """Return whether two evaluation episodes from one reset id of this task are identical."""
     noisy = policy.takes_noise and (policy.scripted or cfg.eval.sampling_params.do_sample)
     return not noisy and task not in env.seeded_tasks
 
 
-def count_asked(cfg: EvalConfig, env: EnvSpec) -> int:
+def count_asked(cfg: Config, env: EnvSpec) -> int:
     """Return the number of episodes that the settings request for an evaluation."""
     each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
     return each * cfg.eval.samples
@@ -190,7 +190,7 @@ def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]
         yield from tasks[task][lap : lap + 1]
 
 
-def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
+def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     """Plan an evaluation: tasks, initial states and seeds are the same for every seed of the run.
 
     An episode that would be an exact copy of another is left out.
@@ -222,12 +222,12 @@ def eval_episodes(cfg: EvalConfig, env: EnvSpec, policy: PolicySpec) -> EpisodeL
     return one_wave(cfg, split, episodes)
 
 
-def one_wave(cfg: ActingConfig, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
+def one_wave(cfg: Config, split: EnvSplit, episodes: Sequence[EpisodeSpec]) -> EpisodeList:
     """Run these episodes in order, in all available slots."""
     return _episode_list(cfg, split, [Wave(queues=(tuple(episodes),))], min(split.total_num_envs, len(episodes)))
 
 
-def _episode_list(cfg: ActingConfig, split: EnvSplit, waves: list[Wave], slots: int) -> EpisodeList:
+def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -> EpisodeList:
     return EpisodeList(
         num_slots=slots,
         max_episode_steps=split.max_episode_steps,
@@ -236,7 +236,7 @@ def _episode_list(cfg: ActingConfig, split: EnvSplit, waves: list[Wave], slots: 
     )
 
 
-def _reset_id_stream(cfg: TrainConfig, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
+def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
     """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
     count = groups_per_step(cfg)
     if _is_weighted(cfg):
@@ -259,7 +259,7 @@ def _permutation(seed: int, lap: int, count: int) -> IntArray:
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
-def _is_weighted(cfg: TrainConfig) -> bool:
+def _is_weighted(cfg: Config) -> bool:
     return bool(cfg.algorithm.curriculum) or cfg.env.train.task_weights is not None
 
 
@@ -274,9 +274,7 @@ def count_weighed(env: EnvSpec, split: EnvSplit) -> int:
     return len(tasks) if weighs_tasks(env, split) else len(reset_ids_of(env, split, tasks[0]))
 
 
-def _weighted_ids(
-    cfg: TrainConfig, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator
-) -> list[int]:
+def _weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, rng: np.random.Generator) -> list[int]:
     """Sample the reset ids of `count` groups by task weights and by success variance p (1 - p).
 
     Tasks, or reset ids where there is one task, are sampled systematically: each appears in proportion to its weight,
@@ -294,7 +292,7 @@ def _weighted_ids(
     return [group[int(rng.integers(len(group)))] for group in (groups[min(i, len(groups) - 1)] for i in drawn)]
 
 
-def _quota_wave(cfg: TrainConfig, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
+def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
     """Return per-slot queues that outlast the quota even if every episode ended with its first chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
@@ -332,7 +330,7 @@ class _LazyEpisodes(Sequence[EpisodeSpec]):
 
 
 def _train_episodes(
-    cfg: TrainConfig, env: EnvSpec, step: int, index: IntArray, group: IntArray, reset_id: npt.ArrayLike
+    cfg: Config, env: EnvSpec, step: int, index: IntArray, group: IntArray, reset_id: npt.ArrayLike
 ) -> list[EpisodeSpec]:
     seeds, noise = derive_small(cfg.seed, "env", step, group), derive(cfg.seed, "noise", step, index)
     columns = (np.asarray(column).tolist() for column in (index, reset_id, group, seeds, noise))

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, create_model
-
 from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings
@@ -24,30 +22,22 @@ from embodyrl.config.words import Setting, short
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
-from embodyrl.plan.roots import ROOTS, SELECTORS, ActingConfig, PolicyConfig, Root, name_of, selected
+from embodyrl.plan.schema import SELECTORS, Config, config_class, name_of, reads, selected
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
 
 
 @functools.cache
-def _complete(root: type[Root], fields: tuple[tuple[str, type[Settings]], ...]) -> type[Root]:
-    given = {name: (kind, Field(default_factory=kind)) for name, kind in fields}
-    return create_model(root.__name__, __base__=root, **given)  # type: ignore[call-overload]
-
-
-@functools.cache
 def all_keys() -> Mapping[str, Key]:
     """Return every key of every command with any registered part, by dotted name."""
-    groups = dict.fromkeys([*(name for root in ROOTS.values() for name in root.model_fields), *_FURTHER, *_sections()])
+    groups = dict.fromkeys([*Config.model_fields, *_FURTHER, *_sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
     """Return the keys of one group, or the key of that name, for all commands and parts."""
-    found: dict[str, Key] = {}
-    for root in ROOTS.values():
-        found |= {name: key for name, key in keys_of(root).items() if name.partition(".")[0] == group}
+    found = {name: key for name, key in keys_of(Config).items() if name.partition(".")[0] == group}
     parts = [settings for _, settings in _settings_of(group)]
     for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
         found |= keys_of(settings, f"{group}.")
@@ -144,11 +134,12 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
 
 
-def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Root], frozenset[str]]:
+def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
     """Return the class with all keys of a command, and the groups whose keys are unknown after a wrong choice."""
-    root, fields, unclear = ROOTS[command], {}, set()
+    fields: dict[str, type[Settings]] = {}
+    unclear = set()
     for group, (_, settings) in SELECTORS.items():
-        if selected(root, group) is None:
+        if selected(command, group) is None:
             continue
         try:
             fields[group] = settings(values)
@@ -156,26 +147,26 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
             problems += error.problems
             unclear.add(group)
     factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    fields |= getattr(factory, "sections", {}) if issubclass(root, ActingConfig) else {}
+    fields |= getattr(factory, "sections", {}) if reads(command, "rollout") else {}
     chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
     fields |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
     if "launcher" in fields:
         fields |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
-    return _complete(root, tuple(fields.items())), frozenset(unclear)
+    return config_class(command, tuple(fields.items())), frozenset(unclear)
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Return the command or part that would read this key with these values."""
-    root, group = ROOTS[command], name.partition(".")[0]
+    group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (
             section.choose(Chosen(command=command, values=values, reads_rows=rows)) for rows in (False, True)
         )
         if without is not None:
             return f"`embodyrl {command}` with {group} of this kind"
-        if within is not None and selected(root, "env"):
+        if within is not None and selected(command, "env"):
             group = "env"
-    if selected(root, group) is None:
+    if selected(command, group) is None:
         return f"`embodyrl {command}`"
     keys = ("adv_type", "loss_type") if group == "algorithm" else (SELECTORS[group][0],)
     chosen = " with ".join(f"{key} '{values.get(f'{group}.{key}')}'" for key in keys)
@@ -224,7 +215,7 @@ def is_for_others(command: str, setting: Setting) -> bool:
     """
     name = setting.key
     group = name in tree.default_options("train") and name != "experiment" and isinstance(setting.value, str)
-    with_policy = issubclass(ROOTS[command], PolicyConfig)
+    with_policy = reads(command, "model")
     return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 
 

@@ -6,15 +6,15 @@ from typing import Any
 
 from embodyrl.config.settings import leaves, plain, spell
 from embodyrl.config.words import parse_word
-from embodyrl.plan.roots import EvalConfig, Root
+from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
 _HORIZON = "env.eval.max_episode_steps"
 
 
-def horizon_of(cfg: Root) -> dict[str, Any]:
+def horizon_of(cfg: Config) -> dict[str, Any]:
     """Return the time limit that the protocol of `eval.protocol` sets for this environment; a typed limit stays."""
-    if not isinstance(cfg, EvalConfig) or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
+    if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return {}
     horizon = _horizon(cfg, cfg.env.title)
     if horizon is None:
@@ -22,15 +22,15 @@ def horizon_of(cfg: Root) -> dict[str, Any]:
     return {"eval.protocol.settled": True} | ({} if cfg.typed(_HORIZON) else {_HORIZON: horizon})
 
 
-def protocol_problems(cfg: Root, env: EnvSpec) -> list[str]:
+def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
     """Return a line where the protocol does not list the environment."""
-    if not isinstance(cfg, EvalConfig) or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
+    if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return []
     known = ", ".join(protocol.horizons)
     return [f"eval.protocol.name={protocol.name} does not list env '{env.name}'; it lists {known}."]
 
 
-def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
+def departures(cfg: Config, env: EnvSpec) -> list[str]:
     """Return the differences between an evaluation and its protocol, one line each.
 
     Differences of all evaluations by this package come last.
@@ -44,7 +44,7 @@ def departures(cfg: EvalConfig, env: EnvSpec) -> list[str]:
     return [*found, *cfg.eval.protocol.departures]
 
 
-def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
+def protocol_record(cfg: Config, env: EnvSpec) -> dict[str, Any] | None:
     """Return the protocol's entry in result files; None: no protocol is set."""
     protocol = cfg.eval.protocol
     if protocol.name is None:
@@ -53,7 +53,7 @@ def protocol_record(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any] | None:
     return {"name": protocol.name, "followed": not found, "departures": found, "sources": list(protocol.sources)}
 
 
-def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
+def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
     """Return the keys and values of the protocol."""
     asked = {"eval.episodes": None, "eval.samples": 1, **dict(parse_word(word) for word in cfg.eval.protocol.settings)}
     if (horizon := _horizon(cfg, env.name)) is not None:
@@ -61,7 +61,7 @@ def _asked(cfg: EvalConfig, env: EnvSpec) -> dict[str, Any]:
     return asked
 
 
-def _horizon(cfg: EvalConfig, env: str) -> int | None:
+def _horizon(cfg: Config, env: str) -> int | None:
     """Return the horizon of the environment, or of the suite that it varies: the longest matching prefix."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.registry import Registry, takes
 
 
@@ -43,7 +42,7 @@ def plan_resources(run_plan: Any) -> Resources:
     for planner in PLANNERS.every():
         return planner(run_plan)
     cfg = run_plan.cfg
-    if not isinstance(cfg, TrainConfig):
+    if not cfg.trains:
         return Resources()
     sync = cfg.actor.fsdp.gradient_sync
     return Resources(

@@ -24,13 +24,13 @@ from embodyrl.plan.environment import env_context
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.resources import Resources, plan_resources
-from embodyrl.plan.roots import ActingConfig, EvalConfig, RunConfig, TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES, fitting_models
 from embodyrl.policies.protocol import policy_costs
 from embodyrl.types import ActionKind, EnvCosts, EnvSpec, PolicyCosts, PolicySpec
 
 log = logging.getLogger(__name__)
-C = TypeVar("C", bound=ActingConfig)
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class WorkerSlots:
 class RunPlan:
     """A run, fully described but not started."""
 
-    cfg: ActingConfig
+    cfg: Config
     env_settings: EnvSettings
     """Settings of the environment, with the cameras that policy and reward read."""
     context: EnvContext
@@ -114,7 +114,7 @@ class RunPlan:
         return self.env_workers[-1].slots.stop
 
 
-def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
+def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
     """Describe the run.
 
     Raises:
@@ -125,7 +125,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     factory = ENVS.get(cfg.env.env_type)
     settings = cfg.env
     env = factory.spec(settings, context)
-    algorithm = Algorithm(cfg.algorithm) if training and isinstance(cfg, TrainConfig) else None
+    algorithm = Algorithm(cfg.algorithm) if training and cfg.trains else None
     value_dim = algorithm.value_dim(cfg.model.num_action_chunks) if algorithm else 0
     policy = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, value_dim)
     if algorithm:
@@ -135,7 +135,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
         # Every camera costs rendering time and memory in each record; policy and reward use the first ones.
         settings = settings.with_cameras(env.cameras.names[:cameras])
         env = factory.spec(settings, context)
-    learner = cfg if algorithm and isinstance(cfg, TrainConfig) else None
+    learner = cfg if algorithm and cfg.trains else None
     learning = _learning_problems(learner, algorithm, env, policy) if learner and algorithm else []
     if problems := [*mismatches(env, policy), *_acting_problems(cfg, env, policy), *learning]:
         raise ConfigError(problems)
@@ -173,7 +173,7 @@ def build_run_plan(cfg: ActingConfig, *, training: bool) -> RunPlan:
     return replace(run_plan, resources=plan_resources(run_plan))
 
 
-def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> list[str]:
+def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return the requirements of the command that environment and policy do not meet."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env)
@@ -185,7 +185,7 @@ def _acting_problems(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec) -> lis
     return problems
 
 
-def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return the requirements of training that environment and policy do not meet."""
     problems = []
     seen = policy.inputs.num_images or env.action.kind is ActionKind.text
@@ -230,7 +230,7 @@ def _learning_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, pol
     return problems
 
 
-def _weight_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec) -> list[str]:
+def _weight_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec) -> list[str]:
     """Return wrong keys that select initial states: one weight per task, and none where slots choose their states
     freely.
     """
@@ -295,30 +295,30 @@ def deal_slots(num_slots: int, num_workers: int) -> tuple[WorkerSlots, ...]:
     return tuple(env_workers)
 
 
-def _count_slots(cfg: ActingConfig, env: EnvSpec, policy: PolicySpec, learner: TrainConfig | None) -> int:
+def _count_slots(cfg: Config, env: EnvSpec, policy: PolicySpec, learner: Config | None) -> int:
     slots = learner.env.train.total_num_envs if learner else 1
-    if isinstance(cfg, EvalConfig) and _validates(learner):
+    if cfg.evaluates and _validates(learner):
         slots = max(slots, eval_episodes(cfg, env, policy).num_slots)
     return slots
 
 
-def _validates(learner: TrainConfig | None) -> bool:
+def _validates(learner: Config | None) -> bool:
     return learner is None or learner.runner.val_check_interval != -1
 
 
-def _in_process(cfg: RunConfig) -> bool:
+def _in_process(cfg: Config) -> bool:
     return LAUNCHERS.get(cfg.launcher.name).in_process
 
 
-def count_ranks(cfg: RunConfig) -> int:
+def count_ranks(cfg: Config) -> int:
     """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU where the run can be distributed."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
-    acting = cfg.acting_processes if isinstance(cfg, ActingConfig) else 0
-    asynchronous = isinstance(cfg, TrainConfig) and cfg.algorithm.max_staleness > 0
-    has_engine = isinstance(cfg, ActingConfig) and cfg.rollout.backend != "hf"
-    replay = isinstance(cfg, TrainConfig) and cfg.algorithm.transitions
-    critic = isinstance(cfg, TrainConfig) and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
+    acting = cfg.acting_processes if cfg.acts else 0
+    asynchronous = cfg.trains and cfg.algorithm.max_staleness > 0
+    has_engine = cfg.acts and cfg.rollout.backend != "hf"
+    replay = cfg.trains and cfg.algorithm.transitions
+    critic = cfg.trains and (cfg.critic.path or cfg.algorithm.reference_interval) is not None
     # Each of these works in one process only: further GPUs are left alone rather than the run refused.
     alone = cfg.model.compiled or replay or critic or (not acting and (asynchronous or has_engine))
     nodes, gpus = component_nodes(cfg), len(visible_gpus())
@@ -326,7 +326,7 @@ def count_ranks(cfg: RunConfig) -> int:
     return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
 
 
-def component_nodes(cfg: RunConfig) -> dict[str, tuple[int, ...]]:
+def component_nodes(cfg: Config) -> dict[str, tuple[int, ...]]:
     """Return the hosts of each component; only the driver's host if the launcher has no others."""
     cluster = getattr(cfg, "cluster", None)
     if cluster is None:
@@ -340,13 +340,13 @@ def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) 
     return nodes["rollout"][(number - ranks) % len(nodes["rollout"])]
 
 
-def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
+def plan_devices(cfg: Config, *, training: bool) -> Devices:
     """Return the visible GPU of each process of the run; a single process uses all GPUs.
 
     All hosts are assumed to have the GPUs of this host. On several hosts, simulators share all GPUs of their host
     (`extensions/ray_cluster`).
     """
-    acting = cfg.acting_processes if training and isinstance(cfg, ActingConfig) else 0
+    acting = cfg.acting_processes if training and cfg.acts else 0
     ranks, nodes, gpus = count_ranks(cfg), component_nodes(cfg), () if _in_process(cfg) else visible_gpus()
     placed = [_policy_node(nodes, number, ranks) for number in range(ranks + acting)]
     if len({0, *placed, *nodes["env"]}) == 1:
@@ -355,7 +355,7 @@ def plan_devices(cfg: RunConfig, *, training: bool) -> Devices:
     return Devices(policies=tuple(gpus[turn % len(gpus)] for turn in turns) if gpus else (), simulators=gpus)
 
 
-def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: int) -> int:
+def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -> int:
     """Count env worker processes: one per core, or per GPU for batched simulators."""
     if not isinstance(cfg.launcher, ProcessSettings):
         return 1
@@ -366,7 +366,7 @@ def count_env_workers(cfg: ActingConfig, env: EnvSpec, devices: Devices, slots: 
     return max(1, min(each * len(component_nodes(cfg)["env"]), slots))
 
 
-def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:
+def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
     """Chunk samples of one training step, at most."""
     split = cfg.env.train
     steps = split.max_episode_steps
@@ -375,7 +375,7 @@ def _max_samples(cfg: TrainConfig, algorithm: Algorithm) -> int:
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
 
 
-def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
+def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:
     in_flight = 2 * num_slots  # of each slot the record that is acted in and the one that is observed into
     if cfg is None or algorithm is None:
         return in_flight
@@ -390,7 +390,7 @@ def _capacity(cfg: TrainConfig | None, env: EnvSpec, algorithm: Algorithm | None
     return (samples + finals) * (1 + cfg.algorithm.max_staleness) + in_flight
 
 
-def _total_steps(cfg: TrainConfig, env: EnvSpec) -> int:
+def _total_steps(cfg: Config, env: EnvSpec) -> int:
     steps = cfg.runner.max_steps
     if cfg.runner.max_epochs >= 0:
         ids = len(selected_reset_ids(env, cfg.env.train))

@@ -16,7 +16,7 @@ from embodyrl.config.trust import distrusted
 from embodyrl.config.words import Setting, parse_word, read_saved
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
-from embodyrl.plan.roots import Root
+from embodyrl.plan.schema import Config
 
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
@@ -46,12 +46,12 @@ def config_of_ckpt(words: Sequence[str]) -> Path | None:
     return None
 
 
-def save_config(cfg: Root, path: Path) -> None:
+def save_config(cfg: Config, path: Path) -> None:
     """Write every key with its value as YAML; `load_saved_config` reads it back to an equal config."""
     write_atomically(path, dump_config(cfg))
 
 
-def dump_config(cfg: Root, only: str | None = None) -> str:
+def dump_config(cfg: Config, only: str | None = None) -> str:
     """Return every key, or those of one group, with its value as YAML.
 
     Values of environment variables stay `${oc.env:NAME}`.

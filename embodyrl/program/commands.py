@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import EvalConfig, Root, TrainConfig
+from embodyrl.plan.schema import Config
 
 if TYPE_CHECKING:
     from embodyrl.commands.eval_result import EvalResult
@@ -32,7 +32,7 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
 
 
 def train(
-    cfg: TrainConfig, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
+    cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
 ) -> TrainResult:
     """Train by reinforcement learning, or resume the run in `resume`.
 
@@ -49,7 +49,7 @@ def train(
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
-def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
+def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
     """Measure success without training, or finish the evaluation in `resume`.
 
     Raises:
@@ -58,7 +58,7 @@ def evaluate(cfg: EvalConfig, *, resume: Path | None = None) -> EvalResult:
     return run("eval", cfg, resume=resume)
 
 
-def run(command: str, cfg: Root, **more: Any) -> Any:
+def run(command: str, cfg: Config, **more: Any) -> Any:
     """Check a config and run a command with it; `more` are arguments of the command."""
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components

@@ -13,7 +13,6 @@ from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
 from embodyrl.scheduler.start import Workers
@@ -31,7 +30,7 @@ class StepRollouts:
 
     def __init__(self, run_plan: RunPlan, workers: Workers, algorithm: Algorithm) -> None:
         self._run_plan = run_plan
-        self._cfg = run_plan.config(TrainConfig)
+        self._cfg = run_plan.cfg
         self._scheduler = workers.scheduler
         self._algorithm = algorithm
         self._rollouts: dict[int, Rollout] = {}

@@ -19,8 +19,8 @@ from embodyrl.cluster.supervisor import Callback, Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.devices import Devices, visible_gpus
 from embodyrl.files import available_cores
-from embodyrl.plan.roots import RunConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.registry import Registry, takes
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
@@ -64,7 +64,7 @@ def plan_hosts(
     actors = actor_specs(replace(common, acts=bucket_arena is None), ranks, rank_info, run_plan.devices)
     # Built like the actors, so that both compute the same function.
     request = replace(common.request, gradient_checkpointing=False)
-    learner = run_plan.cfg if isinstance(run_plan.cfg, TrainConfig) else None
+    learner = run_plan.cfg if run_plan.cfg.trains else None
     sharded = ranks > 1 or (learner is not None and learner.actor.fsdp.cpu_offload)
     count = learner.rollout.num_workers if bucket_arena and learner else 0
     rollouts = [
@@ -95,7 +95,7 @@ def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: 
 def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> PolicyHostInit:
     """Return the settings of a single process that acts and trains."""
     cfg = run_plan.cfg
-    learner = cfg if isinstance(cfg, TrainConfig) and run_plan.algorithm is not None else None
+    learner = cfg if cfg.trains and run_plan.algorithm is not None else None
     planned = run_plan.resources
     request = PolicyRequest(
         env=run_plan.env,
@@ -166,7 +166,7 @@ def _threads() -> str:
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
-def shared_arena(cfg: RunConfig, arena: Arena) -> Arena | None:
+def shared_arena(cfg: Config, arena: Arena) -> Arena | None:
     """Return the driver's arena object for workers in its process, else None."""
     return arena if LAUNCHERS.get(cfg.launcher.name).in_process else None
 

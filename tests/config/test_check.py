@@ -9,8 +9,8 @@ from embodyrl.config.check import inert
 from embodyrl.config.settings import branches_of, keys_of
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import NEEDS, ROOTS
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.schema import READS
 
 GYM = "env=gym env.id=CartPole-v1 model=mlp"
 FLOW = "model=flow_small"
@@ -170,11 +170,11 @@ def test_keys_unused_by_the_components_give_one_warning(
 
 @pytest.mark.needs("demonstrations")
 def test_key_conditions_name_existing_keys() -> None:
-    for command in ROOTS:
+    for command in READS:
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = keys_of(type(cfg)).keys() | branches_of(type(cfg)) | {"data.val_split"}  # of rows of text
-        assert {name for names in NEEDS.get(command, {}).values() for name in names.split()} <= keys
-        list(inert(cfg, keys_of(type(cfg)), NEEDS.get(command, {})))
+        assert {name for names in READS[command].needs.values() for name in names.split()} <= keys
+        list(inert(cfg, keys_of(type(cfg)), READS[command].needs))
 
 
 @pytest.mark.needs("sweep")

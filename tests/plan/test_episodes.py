@@ -23,7 +23,7 @@ from embodyrl.plan.episodes import (
     selected_reset_ids,
     train_episodes,
 )
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.types import BenchmarkSpec, EnvSpec, EpisodeSpec, PolicySpec
 
@@ -33,7 +33,7 @@ POLICY = PolicySpec(name="toy", num_action_chunks=4, action_dim=7, tokens_per_ch
 
 @pytest.fixture
 def config(tmp_path):
-    def make(*overrides: str) -> TrainConfig:
+    def make(*overrides: str) -> Config:
         return toy_config(tmp_path, "env.kwargs.tasks=3", "runner.val_check_interval=2", *overrides)
 
     return make
@@ -43,7 +43,7 @@ def episodes_of(plan: EpisodeList) -> list[EpisodeSpec]:
     return list(plan.episodes)
 
 
-def plan_of(cfg: TrainConfig, step: int = 0, *, counts_chunk_steps: bool = False) -> EpisodeList:
+def plan_of(cfg: Config, step: int = 0, *, counts_chunk_steps: bool = False) -> EpisodeList:
     return train_episodes(cfg, ENV, step, counts_chunk_steps=counts_chunk_steps)
 
 
@@ -186,7 +186,7 @@ def test_evaluation_samples_share_initial_states_but_not_noise(config):
     assert {e.episode_id: e for e in once}.items() <= {e.episode_id: e for e in thrice}.items()
 
 
-def plan_slots(cfg: TrainConfig) -> int:
+def plan_slots(cfg: Config) -> int:
     return eval_episodes(cfg, ENV, POLICY).num_slots
 
 
@@ -197,7 +197,7 @@ def test_evaluations_with_other_seeds_use_the_same_initial_states(config):
     assert starts(config()) == starts(config("seed=7"))
 
 
-def eval_starts(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
+def eval_starts(cfg: Config, env: EnvSpec, policy: PolicySpec = POLICY) -> list[tuple[int, int]]:
     return [(e.reset_id, e.seed) for e in episodes_of(eval_episodes(cfg, env, policy))]
 
 
@@ -255,7 +255,7 @@ def test_tasks_are_sampled_by_weight_and_success_variance(config):
     """Twelve groups a step: by weight alone, then half of them where success is neither rare nor certain."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
 
-    def groups(cfg: TrainConfig, step: int = 0, seen: dict | None = None) -> Counter[int]:
+    def groups(cfg: Config, step: int = 0, seen: dict | None = None) -> Counter[int]:
         episodes = train_episodes(cfg, ENV, step, counts_chunk_steps=False, seen=seen).episodes
         return Counter(e.task_id for e in episodes if e.member == 0)
 

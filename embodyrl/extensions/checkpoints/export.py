@@ -19,7 +19,7 @@ from embodyrl.files import replacing
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.hub import hub_errors
-from embodyrl.plan.roots import DaggerConfig, RunConfig, SftConfig, TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.policies import export_policy
 from embodyrl.policies.inputs import INPUTS_FILE
 from embodyrl.registry import Registry
@@ -82,25 +82,24 @@ def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) ->
     return out
 
 
-def _save_merged(cfg: SftConfig | TrainConfig, source: Path, target: Path) -> None:
+def _save_merged(cfg: Config, source: Path, target: Path) -> None:
     export_policy(cfg.model, _shown(cfg), source, target)
 
 
-def _shown(cfg: SftConfig | TrainConfig) -> EnvSpec:
+def _shown(cfg: Config) -> EnvSpec:
     """Return the environment that a policy is built for; weights of a language model do not depend on rows."""
     if found := _data_export(cfg):
         return found.environment(cfg.data)
-    assert not isinstance(cfg, SftConfig)
     return env_spec(cfg)
 
 
-def _data_export(cfg: RunConfig) -> DataExport | None:
+def _data_export(cfg: Config) -> DataExport | None:
     data = getattr(cfg, "data", None)
     return next((one for one in EXPORTS.every() if isinstance(data, one.kinds)), None)
 
 
-def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
-    trained = isinstance(cfg, TrainConfig)
+def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
+    trained = cfg.trains
     method = cfg.algorithm.method if trained else "supervised"
     base = (cfg.ckpt if trained else None) or cfg.model.weights or cfg.model.model_type
     title, results = f"{run.name}, step {step}", run / "eval" / f"step_{step:06d}" / "eval.json"
@@ -109,7 +108,7 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
         metadata=_metadata(cfg, title, base, results, str(meta.get("env") or meta.get("data"))),
         title=title,
         version=__version__,
-        command="train" if trained else "dagger" if isinstance(cfg, DaggerConfig) else "sft",
+        command="train" if trained else "dagger" if cfg.command == "dagger" else "sft",
         step=step,
         seed=cfg.seed,
         base=base,
@@ -121,7 +120,7 @@ def _card(run: Path, cfg: RunConfig, step: int, meta: Any) -> str:
     )
 
 
-def _metadata(cfg: RunConfig, title: str, base: str, results: Path, where: str) -> str:
+def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> str:
     """Return the YAML head of a model card, by which the hub lists the model and its evaluation.
 
     Folders of this machine are left out: the hub accepts names of repositories only.

@@ -19,8 +19,8 @@ from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.cluster.timeline import Timeline
 from embodyrl.files import available_cores
-from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.run_plan import count_ranks, plan_devices
+from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
@@ -66,7 +66,7 @@ class SupervisedActors(Started):
 
 
 def start_supervised(
-    cfg: SftConfig,
+    cfg: Config,
     model: ModelSettings,
     request: PolicyRequest,
     layout: RecordLayout,

@@ -26,9 +26,9 @@ from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.plan.episodes import selected_tasks
-from embodyrl.plan.roots import CollectConfig, DaggerConfig
 from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
 from embodyrl.plan.saved import dump_config
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
@@ -51,14 +51,14 @@ class CollectResult:
     wall_s: float
 
 
-def collection_facts(cfg: CollectConfig) -> list[tuple[str, str]]:
+def collection_facts(cfg: Config) -> list[tuple[str, str]]:
     """Describe a collection before it starts."""
     run_plan = draw_collection(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
-def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResult:
+def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
     """Fill `collect.out` with `collect.episodes` episodes, the same number for each task.
 
     Every env step becomes a frame. As in `eval`, all actions of a chunk are executed before the next inference. With
@@ -78,7 +78,7 @@ def collect(cfg: CollectConfig, *, overrides: Sequence[str] = ()) -> CollectResu
         return _Collecting(run_plan, monitor, weights).run(folder)
 
 
-def draw_collection(cfg: CollectConfig) -> RunPlan:
+def draw_collection(cfg: Config) -> RunPlan:
     """Describe the run: slots of the training split, one record per env step.
 
     Raises:
@@ -87,7 +87,7 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
     """
     base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
-    labelled = cfg.collect.labels is Labels.expert or isinstance(cfg, DaggerConfig)
+    labelled = cfg.collect.labels is Labels.expert or cfg.command == "dagger"
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
         known = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(
@@ -99,7 +99,7 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
             "policy. Collect its own episodes: embodyrl collect model=scripted (model.expert_noise "
             "adds recoveries), and use data.more with embodyrl sft."
         )
-    if isinstance(cfg, DaggerConfig):
+    if cfg.command == "dagger":
         _check_demonstrations(cfg, base.env)
     slots = min(cfg.env.train.total_num_envs, cfg.collect.episodes)
     return replace(
@@ -112,7 +112,7 @@ def draw_collection(cfg: CollectConfig) -> RunPlan:
     )
 
 
-def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
+def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
     """Check that the demonstrations can be trained on together with episodes of an environment.
 
     Raises:
@@ -136,14 +136,14 @@ def _check_demonstrations(cfg: DaggerConfig, played: EnvSpec) -> None:
         raise ConfigError(problems)
 
 
-def write_environment(cfg: CollectConfig, folder: Path) -> None:
+def write_environment(cfg: Config, folder: Path) -> None:
     """Store the environment's settings with the data, for `embodyrl eval` of policies trained on them."""
     write_atomically(folder / ENVIRONMENT_PATH, dump_config(cfg, only="env"))
 
 
 def card_of(run_plan: RunPlan) -> Card:
     """Describe the data set; two collections with equal cards hold the same episodes."""
-    cfg = run_plan.config(CollectConfig)
+    cfg = run_plan.cfg
     return Card(
         env=run_plan.env,
         fps=cfg.video_cfg.fps,
@@ -170,7 +170,7 @@ class _Collecting:
 
     def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
         self.run_plan = run_plan
-        self.cfg = run_plan.config(CollectConfig)
+        self.cfg = run_plan.cfg
         self.monitor = monitor
         self.weights = weights
         tasks = selected_tasks(run_plan.env, self.cfg.env.train)

@@ -9,7 +9,7 @@ from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.config import overridden
-from embodyrl.plan.roots import DaggerConfig
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
 from embodyrl.plan.weights import resolve_weights
 
@@ -24,7 +24,7 @@ class DaggerResult:
     """The labelled episodes of each round."""
 
 
-def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
+def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     """Run DAgger from `data.path` and `ckpt` or the model's own weights; each round continues from the last weights.
 
     Round n plays `collect.episodes` other episodes into <collect.out>/round_n and trains <name>_round_n for
@@ -56,13 +56,13 @@ def dagger(cfg: DaggerConfig, *, overrides: Sequence[str] = ()) -> DaggerResult:
     return DaggerResult(run=runs[-1], data=tuple(data))
 
 
-def _continued(cfg: DaggerConfig, before: Path | None) -> dict[str, str]:
+def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
     """Return the keys of the weights that a round starts from: those of the round before, or the run's own."""
     ckpt = cfg.ckpt if before is None else str(before)
     return {} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))}
 
 
-def dagger_facts(cfg: DaggerConfig) -> list[tuple[str, str]]:
+def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
     """Describe the rounds before they start."""
     return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from embodyrl.plan.episodes import EpisodeList, one_wave, reset_ids_of
-from embodyrl.plan.roots import CollectConfig
+from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive, derive_small
 from embodyrl.types import EnvSpec, EpisodeSpec
 
 
-def demonstration_episodes(cfg: CollectConfig, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
+def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
     """Plan demonstrations: (task id, n-th episode of the task) determines an episode.
 
     A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from embodyrl.plan.roots import CollectConfig, SftConfig
+from embodyrl.plan.schema import Config
 from embodyrl.program.commands import run
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from embodyrl.extensions.demonstrations.sft import SftResult
 
 
-def collect(cfg: CollectConfig) -> CollectResult:
+def collect(cfg: Config) -> CollectResult:
     """Collect demonstrations into `cfg.collect.out`.
 
     Raises:
@@ -23,7 +23,7 @@ def collect(cfg: CollectConfig) -> CollectResult:
     return run("collect", cfg)
 
 
-def sft(cfg: SftConfig, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
+def sft(cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None) -> SftResult:
     """Train on demonstrations or text, or resume the run in `resume`; `on_step` as in `train`.
 
     Raises:

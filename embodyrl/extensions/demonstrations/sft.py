@@ -26,8 +26,8 @@ from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.sft_setup import augments, load_material, sft_facts
-from embodyrl.plan.roots import DaggerConfig, SftConfig
 from embodyrl.plan.saved import ENVIRONMENT_FILE
+from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import IntArray
@@ -50,7 +50,7 @@ class SftResult:
 
 
 def sft(
-    cfg: SftConfig, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
+    cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
 ) -> SftResult:
     """Train from `cfg`, or continue the run in `resume`; `on_step` runs after each optimizer step and may end the run.
 
@@ -60,7 +60,7 @@ def sft(
     facts = sft_facts(cfg)
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
         check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, resume)
-    typed = "dagger" if isinstance(cfg, DaggerConfig) else "sft"
+    typed = "dagger" if cfg.command == "dagger" else "sft"
     with closing(open_run(cfg, typed, overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()
 
@@ -68,7 +68,7 @@ def sft(
 class _Sft:
     """One process's share of a run."""
 
-    def __init__(self, cfg: SftConfig, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
+    def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
         self.cfg = cfg
         self.facts = facts
         self.on_step = on_step

@@ -26,8 +26,8 @@ from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.files import available_bytes
-from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.run_plan import count_ranks, mismatches
+from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text
@@ -76,7 +76,7 @@ class Material:
         return record_layout(env, policy)
 
 
-def load_material(cfg: SftConfig, folder: Path) -> Material:
+def load_material(cfg: Config, folder: Path) -> Material:
     """Load the data; statistics of demonstrations replace those of the model in a copy of its small files, `folder`.
 
     Raises:
@@ -101,7 +101,7 @@ def load_material(cfg: SftConfig, folder: Path) -> Material:
     return material
 
 
-def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
+def _demonstrations(cfg: Config, folder: Path) -> Material:
     assert isinstance(cfg.data, DemonstrationSettings)
     env, model = read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
@@ -140,7 +140,7 @@ def _demonstrations(cfg: SftConfig, folder: Path) -> Material:
     return Material(env=env, policy=spec, model=model, train=train, validation=validation)
 
 
-def load_samples(cfg: SftConfig, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
     """Load demonstrations and split them by episode into training and validation.
 
     Raises:
@@ -247,12 +247,12 @@ def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, 
     return model.with_statistics(str(target), key)
 
 
-def augments(cfg: SftConfig) -> bool:
+def augments(cfg: Config) -> bool:
     """Return whether images are augmented."""
     return isinstance(cfg.data, DemonstrationSettings) and cfg.data.image_aug and not cfg.objective.of_pairs
 
 
-def sft_facts(cfg: SftConfig) -> list[tuple[str, str]]:
+def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     """Name and text of the lines that describe a run before it starts.
 
     Raises:
@@ -300,7 +300,7 @@ def _counted(folder: str) -> str:
     return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
 
 
-def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
+def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     """Return the rows, their environment, and the policy.
 
     Raises:
@@ -323,7 +323,7 @@ def _text_parts(cfg: SftConfig) -> tuple[TextRows, EnvSpec, PolicySpec]:
     return rows, env, policy
 
 
-def _text(cfg: SftConfig) -> Material:
+def _text(cfg: Config) -> Material:
     """Load rows of text; the targets are the reference and its end token.
 
     Raises:

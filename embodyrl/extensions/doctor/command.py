@@ -19,7 +19,7 @@ from embodyrl.findings import Finding
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.keys import all_keys
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.registry import Registry, takes
 from embodyrl.version import __version__
 
@@ -56,7 +56,7 @@ def doctor(args: argparse.Namespace) -> int:
     return 3 if failed else 0
 
 
-def _findings(cfg: TrainConfig, folders: Sequence[Path]) -> Iterator[Finding]:
+def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
     """Yield the findings one by one, each when it is ready."""
     yield probes.probe_python()
     yield probes.probe_torch()
@@ -89,7 +89,7 @@ def bug_report(runs: Path, lines: Sequence[str]) -> list[str]:
     return text
 
 
-def _probe_config(cfg: TrainConfig) -> list[Finding]:
+def _probe_config(cfg: Config) -> list[Finding]:
     """Check the requirements of the chosen environment and policy on this machine."""
     from embodyrl.commands.facts import memory_of_tasks
     from embodyrl.plan.checks import check_components

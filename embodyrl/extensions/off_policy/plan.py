@@ -17,14 +17,14 @@ from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 log = logging.getLogger(__name__)
 
 
-def replay_problems(cfg: TrainConfig, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
+def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return violated requirements of replay-buffer learning."""
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
@@ -60,7 +60,7 @@ def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
         yield "algorithm.image_shift", f"model '{policy.name}' reads no images"
 
 
-def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
+def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield the reasons why frames, or transitions, of a data set do not fit this environment."""
     if env.action.kind is ActionKind.text:
         yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
@@ -89,7 +89,7 @@ def _demonstration_problems(folder: str, cfg: TrainConfig, env: EnvSpec) -> Iter
         )
 
 
-def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec) -> Iterator[str]:
+def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield the reasons why rewards and next states of a data set are not results of its actions."""
     if card.collected.get("expert_noise") or card.collected.get("labels") == Labels.expert:
         yield (
@@ -119,7 +119,7 @@ def _transition_problems(folder: str, card: Card, cfg: TrainConfig, env: EnvSpec
         )
 
 
-def _hindsight_problems(cfg: TrainConfig, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
+def _hindsight_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> Iterator[str]:
     """Yield the reasons why transitions cannot be relabelled with another goal."""
     key = f"algorithm.hindsight_goals={getattr(cfg.algorithm, 'hindsight_goals', 0)}"
     if env.goal is None:

@@ -16,8 +16,8 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
 from embodyrl.plan.episodes import selected_reset_ids
-from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 
@@ -32,7 +32,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
-    def __init__(self, cfg: EvalConfig, settings: EnvSettings) -> None:
+    def __init__(self, cfg: Config, settings: EnvSettings) -> None:
         """Build the simulator of these settings in this process."""
         context = env_context(cfg)
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)
@@ -125,10 +125,10 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
 
 def env_of(run_plan: RunPlan) -> SingleEnv:
     """Return the environment of a run, with the cameras of its policy."""
-    return _single(run_plan.config(EvalConfig), run_plan.env_settings)
+    return _single(run_plan.cfg, run_plan.env_settings)
 
 
-def _single(cfg: EvalConfig, settings: EnvSettings | None = None) -> SingleEnv:
+def _single(cfg: Config, settings: EnvSettings | None = None) -> SingleEnv:
     if cfg.reads_rows:
         raise ConfigError(
             f"env '{env_spec(cfg).name}' is a text task without steps. `embodyrl.GRPO` trains on text tasks, "

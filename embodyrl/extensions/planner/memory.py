@@ -11,8 +11,8 @@ from embodyrl.devices import visible_gpus
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.files import available_bytes
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import policy_costs
 from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
@@ -114,7 +114,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
     stays awake where `rollout.vllm.enable_sleep_mode=null` and the GPUs have room for the replies of all slots.
     """
-    cfg = run_plan.config(TrainConfig)
+    cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
     # First the fastest plan; if it exceeds the memory of a GPU, a slower and smaller one.
     roomy = _plan(run_plan, "step" if sync == "auto" else sync, sleeps=bool(sleeps))
@@ -130,7 +130,7 @@ def plan_memory(run_plan: RunPlan) -> MemoryPlan:
 
 
 def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
-    cfg, costs, env = run_plan.config(TrainConfig), run_plan.policy_costs, run_plan.env_costs
+    cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
     fsdp, total, on_gpu = cfg.actor.fsdp, costs.num_parameters, bool(visible_gpus())
     half, adapters, apart = cfg.model.half, costs.num_trained is not None, run_plan.is_disaggregated
     trained = total if costs.num_trained is None else costs.num_trained
@@ -189,7 +189,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     )
 
 
-def _acting_batch(run_plan: RunPlan, cfg: TrainConfig, costs: PolicyCosts) -> int:
+def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
     With vLLM the module computes log-probabilities only for values, or if its own may differ.
@@ -215,7 +215,7 @@ def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
     return policy_costs(model.whole(path), run_plan.env, 0)
 
 
-def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
+def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
     """Return the bytes of the frozen reference weights in their compute precision; 0 with a server."""
     if run_plan.algorithm is None or not run_plan.algorithm.needs_reference or cfg.algorithm.reference_url:
         return 0
@@ -223,7 +223,7 @@ def _reference(run_plan: RunPlan, cfg: TrainConfig, own: int) -> int:
     return own if teacher is None else teacher.num_parameters * (2 if cfg.model.half else 4)
 
 
-def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
+def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     """Return the bytes of the replay buffer and the additional bytes while demonstrations are loaded.
 
     The buffer holds observation and action of each record, up to its capacity, and of each chunk of the demonstrations.
@@ -252,7 +252,7 @@ def _replay(run_plan: RunPlan, cfg: TrainConfig) -> tuple[int, int]:
 
 def _micro_batches(run_plan: RunPlan) -> int:
     """Return the maximum number of micro-batches of an optimizer step on each rank."""
-    cfg = run_plan.config(TrainConfig)
+    cfg = run_plan.cfg
     steps = max(1, run_plan.optimizer_steps_per_step // cfg.algorithm.update_epoch)
     samples = -(-run_plan.max_samples // (steps * run_plan.ranks))
     budget = cfg.actor.max_tokens_per_mbs
@@ -260,7 +260,7 @@ def _micro_batches(run_plan: RunPlan) -> int:
     return -(-samples // size)
 
 
-def _activations(cfg: TrainConfig, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
+def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool, whole: bool) -> int:
     """Return the activation bytes of a micro-batch; `copies`: autocast keeps bfloat16 copies of the weights for
     backward.
 
@@ -347,7 +347,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 
 def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
     """Name the keys that are not at their smallest."""
-    cfg, workers = run_plan.config(TrainConfig), len(run_plan.env_workers)
+    cfg, workers = run_plan.cfg, len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:
         keys.append(f"MUJOCO_GL=osmesa, which renders on the CPU and frees {drawn / GIB:.1f} GiB")

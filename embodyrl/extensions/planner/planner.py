@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from embodyrl.extensions.planner.memory import MemoryPlan, engine_share, plan_memory, require_memory
 from embodyrl.extensions.planner.rates import predict
 from embodyrl.plan.resources import Resources
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 
 
@@ -34,7 +33,7 @@ class PlannedResources(Resources):
 
 def plan_resources(run_plan: RunPlan) -> Resources:
     """Plan memory and the settings that follow; `nvidia-smi` runs only if its result matters."""
-    learns = isinstance(run_plan.cfg, TrainConfig) and run_plan.algorithm is not None
+    learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0
     if memory is None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from embodyrl.devices import Gpus, visible_gpus
 from embodyrl.extensions.planner.measured import Measured, read_measured
 from embodyrl.files import available_cores
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 
 
@@ -107,7 +106,7 @@ class Rates:
 
 def predict(run_plan: RunPlan) -> Rates | None:
     """Return the rates of a training run; None without GPUs or without FLOPs of the policy."""
-    cfg, costs, env = run_plan.config(TrainConfig), run_plan.policy_costs, run_plan.env_costs
+    cfg, costs, env = run_plan.cfg, run_plan.policy_costs, run_plan.env_costs
     if not visible_gpus() or not costs.forward_flops:
         return None
     measured = read_measured()

@@ -14,7 +14,6 @@ from embodyrl.extensions.reporting.side_by_side import join_side_by_side
 from embodyrl.files import write_atomically
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.plan.episodes import eval_episodes
-from embodyrl.plan.roots import EvalConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers
@@ -52,7 +51,7 @@ def record(
 
     An episode whose outcome differs is left out and reported, as simulators need not be deterministic.
     """
-    cfg = run_plan.config(EvalConfig)
+    cfg = run_plan.cfg
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
     with np.load(result.folder / ACTIONS_FILE) as kept:
         actions = {episode: kept[str(episode)] for episode in wanted if str(episode) in kept}
@@ -89,7 +88,7 @@ def record_changes(
     Raises:
         OSError: a recording cannot be written.
     """
-    cfg = run_plan.config(EvalConfig)
+    cfg = run_plan.cfg
     if cfg.video.startswith("changed:") and all((end.folder / ACTIONS_FILE).is_file() for end in (first, last)):
         before, after = (read_episodes(end.folder / EPISODES_FILE) for end in (first, last))
         wanted = select_episodes_to_record(before, after, int(cfg.video.removeprefix("changed:")))

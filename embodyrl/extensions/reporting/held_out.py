@@ -17,25 +17,25 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.reporting.history import other_worlds
 from embodyrl.plan.episodes import eval_episodes, first_states, rows_of, selected_reset_ids, selected_tasks
 from embodyrl.plan.keys import state_keys
-from embodyrl.plan.roots import EvalConfig, TrainConfig
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.saved import run_config
+from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 
 
 def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return lines about whether training or validation used the initial states of an evaluation."""
-    cfg, env = run_plan.config(EvalConfig), run_plan.env
+    cfg, env = run_plan.cfg, run_plan.env
     states = {e.reset_id for e in eval_episodes(cfg, env, run_plan.policy).episodes}
     if run_plan.algorithm is not None:
-        training = run_plan.config(TrainConfig)
+        training = run_plan.cfg
         shown = _shown(dict(leaves(training)), env) or {}
         used = {"training": {*selected_reset_ids(env, training.env.train)}, **shown}
         return [("held out", _verdict(len(states), {what: len(states & ids) for what, ids in used.items()}))]
     return [("held out", line) for line in _history(cfg.ckpt, states, cfg, env)] if cfg.ckpt is not None else []
 
 
-def _history(ckpt: str, states: set[int], cfg: EvalConfig, env: EnvSpec) -> Iterator[str]:
+def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
     """Yield a line for the run that made a checkpoint, for the run that this one started from, and so on."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
@@ -62,7 +62,7 @@ def _record_of(path: Path) -> Path | None:
     return run_config(path)
 
 
-def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, set[int]]:
+def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[int]]:
     """Return the reset ids that each part of a run may have used; empty for a run in another environment."""
     keys = ("env_type", "task_suite_name", "id", "axis")
     here = {f"env.{key}": getattr(cfg.env, key, None) for key in keys}
@@ -79,7 +79,7 @@ def _used(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> dict[str, s
     return _shown(made, env) or {}
 
 
-def _with_rows_of(made: Mapping[str, Any], cfg: EvalConfig, env: EnvSpec) -> EnvSpec | None:
+def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
     """Return the environment with that run's split of its rows; None: the rows differ, so their ids do too."""
     if not cfg.reads_rows:
         return env

@@ -28,7 +28,7 @@ from embodyrl.monitor.history import (
 from embodyrl.monitor.intervals import Score
 from embodyrl.monitor.samples import Sample, pick_samples
 from embodyrl.plan.keys import state_keys
-from embodyrl.plan.roots import EvalConfig
+from embodyrl.plan.schema import Config
 
 _SUCCESS = {"train/success_once", "eval/success_once"}
 
@@ -174,7 +174,7 @@ def is_running(run: Path) -> bool:
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
 
 
-def read_baseline(cfg: EvalConfig) -> Sequence[EpisodeRow]:
+def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
     """Return the episodes of the last evaluation of `eval.baseline`.
 
     Raises:

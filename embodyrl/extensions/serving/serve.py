@@ -11,8 +11,8 @@ from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
-from embodyrl.plan.roots import ServeConfig
 from embodyrl.plan.run_plan import mismatches
+from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
@@ -21,7 +21,7 @@ from embodyrl.types import EnvSpec, PolicySpec
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
     """Serve a policy until a signal ends it.
 
     Args:
@@ -53,7 +53,7 @@ def serve(cfg: ServeConfig, *, say: Callable[[str], None], ready: Callable[[str]
     asyncio.run(PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say).run(ready))
 
 
-def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
+def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """Return the specifications of environment and policy without loading simulator or weights.
 
     Raises:
@@ -76,14 +76,14 @@ def describe(cfg: ServeConfig) -> tuple[EnvSpec, PolicySpec]:
     return env, spec
 
 
-def server_facts(cfg: ServeConfig) -> list[tuple[str, str]]:
+def server_facts(cfg: Config) -> list[tuple[str, str]]:
     """Describe a server before it starts."""
     env, spec = describe(cfg)
     weights = first_weights(cfg, env)
     return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
 
 
-def serving_facts(cfg: ServeConfig, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
+def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
     """Name and text of the banner's lines."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]

@@ -18,8 +18,8 @@ from embodyrl.cli.runs import describe_run, run_folders
 from embodyrl.errors import PARENT_EXITED, ConfigError
 from embodyrl.files import has_room
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import TrainConfig
 from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.schema import Config
 
 _NAME = "runner.experiment_name="
 _SIGNALS_S = 1.0
@@ -87,7 +87,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
     return 128 + running.stopped if running.stopped else int(any(codes))
 
 
-def _check_parts(configs: Sequence[TrainConfig]) -> None:
+def _check_parts(configs: Sequence[Config]) -> None:
     """Reject parts that do not fit each other."""
     # Imported late: a wrong key is rejected without the imports of the run plan.
     from embodyrl.plan.checks import check_components

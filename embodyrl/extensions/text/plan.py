@@ -11,14 +11,14 @@ from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.rewards.judge import build_judge
 from embodyrl.extensions.text.rewards.judge import problems as judge_problems
 from embodyrl.extensions.text.settings import RowSettings
-from embodyrl.plan.roots import ActingConfig, RunConfig, TrainConfig
+from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, ActionSpec, EnvSpec, PolicySpec
 
 ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), tasks=("text",), states_per_task=(1,))
 """Environment of a language model that is trained or exported without a text task."""
 
 
-def give_task(cfg: ActingConfig, context: EnvContext) -> EnvContext:
+def give_task(cfg: Config, context: EnvContext) -> EnvContext:
     """Return the context with the rows and the reward function of the sections `data` and `reward`.
 
     Raises:
@@ -28,7 +28,7 @@ def give_task(cfg: ActingConfig, context: EnvContext) -> EnvContext:
     return replace(context, parts={"rows": checked_rows(cfg, cfg.data), "judge": judge})
 
 
-def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
+def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
     """Open the rows of a run.
 
     Raises:
@@ -37,20 +37,20 @@ def checked_rows(cfg: RunConfig, data: RowSettings) -> TextRows:
     return open_rows(data, tokenizer=tokenizer_folder(cfg), chat=getattr(cfg.model, "chat", None) is not False)
 
 
-def tokenizer_folder(cfg: RunConfig) -> Path | None:
+def tokenizer_folder(cfg: Config) -> Path | None:
     """Return the tokenizer folder for prompt lengths; None: a model with its own small vocabulary."""
     return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 
-def sampling_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
+def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
     """Return keys that a language model cannot follow, one line each."""
     if policy.inputs.num_images and cfg.rollout.backend != "hf":
         return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
 
 
-def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
-    if not isinstance(cfg, TrainConfig) or cfg.algorithm.reference_url is None:
+def _teacher_problems(cfg: Config, policy: PolicySpec) -> list[str]:
+    if not cfg.trains or cfg.algorithm.reference_url is None:
         return []
     if policy.inputs.num_images:
         return ["algorithm.reference_url: images are not sent to a server; use algorithm.reference_path."]
@@ -62,7 +62,7 @@ def _teacher_problems(cfg: ActingConfig, policy: PolicySpec) -> list[str]:
     return []
 
 
-def _engine_problems(cfg: ActingConfig) -> list[str]:
+def _engine_problems(cfg: Config) -> list[str]:
     if cfg.rollout.backend == "hf":
         return []
     problems = []
@@ -70,14 +70,14 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
         name = "the batches of a server change" if cfg.rollout.backend == "server" else "vLLM's batches change"
         problems.append(f"runner.deterministic=true: {name} the rounding; use rollout.backend=hf.")
     if cfg.rollout.backend == "server":
-        trains = isinstance(cfg, TrainConfig) and not cfg.runner.only_eval
+        trains = cfg.trains and not cfg.runner.only_eval
         if trains and not cfg.model.adapted:
             problems.append(
                 "rollout.backend=server: a server cannot receive full weights after each update, only "
                 "low-rank adapters. Set model.is_lora=true, use rollout.backend=vllm, or only evaluate."
             )
         return problems
-    if isinstance(cfg, TrainConfig) and cfg.rollout.vllm.enable_sleep_mode:
+    if cfg.trains and cfg.rollout.vllm.enable_sleep_mode:
         if not visible_gpus():
             problems.append(
                 "rollout.vllm.enable_sleep_mode=true: sleeping frees GPU memory, but there is no GPU. Remove the key."
@@ -102,7 +102,7 @@ def _engine_problems(cfg: ActingConfig) -> list[str]:
     return problems
 
 
-def text_problems(cfg: ActingConfig) -> list[str]:
+def text_problems(cfg: Config) -> list[str]:
     """Return what the sections `data` and `reward` lack, one line each."""
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:

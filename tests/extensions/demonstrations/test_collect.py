@@ -23,7 +23,7 @@ from embodyrl.extensions.own_loop.environment import make_env
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import EpisodeList, eval_episodes, train_episodes
-from embodyrl.plan.roots import CollectConfig
+from embodyrl.plan.schema import Config
 from embodyrl.policies.protocol import POLICIES
 from embodyrl.scheduler.start import policy_init
 from embodyrl.types import Observation, PolicySpec
@@ -38,7 +38,7 @@ def words(folder: Path, *overrides: str) -> list[str]:
     return [*TOY_COLLECT, TASKS, *places, *overrides]
 
 
-def config(folder: Path, *overrides: str) -> CollectConfig:
+def config(folder: Path, *overrides: str) -> Config:
     cfg = load_config("collect", words(folder, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides))
     check_components(cfg)
     return cfg

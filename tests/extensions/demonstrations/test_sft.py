@@ -26,8 +26,8 @@ from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import data_statistics, load_samples, sft_facts
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
-from embodyrl.plan.roots import SftConfig
 from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.schema import Config
 from embodyrl.types import GripperConvention, PolicySpec
 
 HARD = ("env.kwargs.tasks=2", "env.kwargs.goal=2.6")
@@ -63,7 +63,7 @@ def words(folder: Path, demos: Path, *overrides: str) -> list[str]:
     return [*places, *MODEL, *SMALL, *seen, "launcher=inline", "runner.logger.backends=[jsonl]", *overrides]
 
 
-def config(folder: Path, demos: Path, *overrides: str) -> SftConfig:
+def config(folder: Path, demos: Path, *overrides: str) -> Config:
     cfg = load_config("sft", words(folder, demos, *overrides))
     check_components(cfg)
     return cfg

@@ -29,7 +29,7 @@ from embodyrl.extensions.planner import memory, rates
 from embodyrl.extensions.planner.measured import keep_measured
 from embodyrl.plan import run_plan
 from embodyrl.plan.config import load_config
-from embodyrl.plan.roots import TrainConfig
+from embodyrl.plan.schema import Config
 
 GOLDEN = Path(__file__).parent / "dry_runs"
 GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
@@ -84,7 +84,7 @@ def text(folder: Path) -> list[str]:
     return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
 
 
-def config(preset: str, folder: Path, monkeypatch, *more: str, gl: str = "egl") -> TrainConfig:
+def config(preset: str, folder: Path, monkeypatch, *more: str, gl: str = "egl") -> Config:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
     monkeypatch.setenv("MUJOCO_GL", gl)  # egl: a GPU that draws
     words = text(folder) if preset.startswith("gsm8k") else [vla(folder, STATISTICS[preset.partition("_")[0]])]

@@ -1,0 +1,281 @@
+"""The config: one tree for all commands, of which each command reads some sections."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field, PrivateAttr, create_model
+
+from embodyrl.algorithms.protocol import algorithm_settings
+from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
+from embodyrl.cluster import LAUNCHERS
+from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
+from embodyrl.config.sections import SECTIONS, Section
+from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
+from embodyrl.config.shared import Precision
+from embodyrl.config.words import COMMAND_LINE
+from embodyrl.devices import multiplies_bfloat16
+from embodyrl.envs import ENVS
+from embodyrl.envs.settings import EnvSettings
+from embodyrl.envs.video import VideoSettings
+from embodyrl.errors import ConfigError
+from embodyrl.learners.settings import ActorSettings, CriticSettings
+from embodyrl.plan.settings import (
+    CheckpointSettings,
+    CollectSettings,
+    DaggerSettings,
+    EvalSettings,
+    RolloutSettings,
+    RunnerSettings,
+    VideoChoice,
+)
+from embodyrl.policies import POLICIES
+from embodyrl.policies.settings import ModelSettings
+
+THIS_HOST = "this host"
+"""Source label for defaults that depend on the host."""
+
+
+class Config(Settings):
+    """All sections of the core. A config has those that its command reads; the others are None (`READS`)."""
+
+    command: ClassVar[str] = ""
+
+    seed: Index = 0
+    """Random seed; all random streams are derived from it."""
+    trust: bool = False
+    """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
+    counts only where it is typed."""
+    model: ModelSettings
+    runner: RunnerSettings = RunnerSettings()
+    launcher: LauncherSettings
+    actor: ActorSettings = ActorSettings()
+    faults: FaultSettings = FaultSettings()
+    ckpt: Path | None = None
+    """Weights to start from: a run, a checkpoint folder, or assets/<name>. The config of that run is the base of this
+    config, below typed groups and keys."""
+    env: EnvSettings
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    video_cfg: VideoSettings = VideoSettings()
+    video: VideoChoice = "none"
+    """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
+    critic: CriticSettings = CriticSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    collect: CollectSettings = CollectSettings()
+    dagger: DaggerSettings = DaggerSettings()
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a section of an extension."""
+
+    # Private, so that it is no key, is not written to files and does not make two equal configs different.
+    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
+    _warnings: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Source of each value, a file or `COMMAND_LINE`; absent: the default."""
+        return self._sources
+
+    @property
+    def trains(self) -> bool:
+        """The command is `train`."""
+        return self.command == "train"
+
+    @property
+    def acts(self) -> bool:
+        """The command has rollouts."""
+        return self.has("rollout")
+
+    @property
+    def evaluates(self) -> bool:
+        """The command is `eval`, or `train`, which also validates."""
+        return self.has("video")
+
+    @property
+    def reads_rows(self) -> bool:
+        """The environment is a text task, with rows in `data` and a reward function in `reward`."""
+        return self.has("env") and getattr(ENVS.get(self.env.env_type), "reads_rows", False)
+
+    @property
+    def acting_processes(self) -> int:
+        """Number of processes for rollouts only; 0: training processes also act."""
+        return self.rollout.acting_processes if self.trains else 0
+
+    @property
+    def prefers_float32(self) -> bool:
+        """The default of a model is bfloat16, no file and no override sets it, and this host is slow in bfloat16."""
+        default = type(self.model).model_fields.get("precision")
+        chosen = "model.precision" in self.sources or self.has("cluster")
+        return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return one line for each typed key that has no effect."""
+        return tuple(self._warnings)
+
+    @property
+    def changed(self) -> list[str]:
+        """Keys that were typed with another value than the default."""
+        keys = keys_of(type(self))
+        return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
+
+    def has(self, section: str) -> bool:
+        """Return whether the command reads a section."""
+        return section in type(self).model_fields
+
+    def typed(self, name: str) -> bool:
+        """Return whether this key, or a key below it, is set on the command line."""
+        return any(by == COMMAND_LINE and f"{key}.".startswith(f"{name}.") for key, by in self._sources.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Sections of the config that a command reads, and conditions of their keys."""
+
+    sections: str
+    """Names of its sections in addition to `seed`; extensions add theirs."""
+    dry_run: str = ""
+    """`module:function` that returns the lines of `--dry-run` from the config."""
+    plays: tuple[str, ...] = ("train", "eval")
+    """Splits of the environment that it runs."""
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Conditions for keys that have no effect without them, as in `Settings.needs`."""
+
+
+_VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
+_SAMPLED = {
+    "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
+    "algorithm.sampling_params.top_p"
+}
+_RECORDED = {
+    "never: recordings are a data set": "video_cfg faults.on_video_error",
+    "never: `collect` plays env.train and collect.episodes": "env.eval eval.episodes eval.episodes_per_task "
+    "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
+}
+_LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
+_MODEL = "trust model"
+_RUN = f"{_MODEL} runner launcher actor faults"
+_ACT = f"{_RUN} ckpt env algorithm rollout eval video_cfg"
+READS: dict[str, Reads] = {
+    "train": Reads(
+        sections=f"{_ACT} video critic checkpoint",
+        dry_run="embodyrl.commands.dry_run:run_facts",
+        needs={
+            "runner.only_eval": "eval.baseline",
+            "runner.only_eval or runner.val_check_interval!=-1": "video runner.val_suites checkpoint.keep_best",
+            "video!=none": _VIDEO,
+            "algorithm.value_coef": "critic.path",
+            "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
+        },
+    ),
+    "eval": Reads(
+        sections=f"{_ACT} video",
+        dry_run="embodyrl.commands.dry_run:run_facts",
+        plays=("eval",),
+        needs={
+            "video!=none": _VIDEO,
+            "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
+            "never: `embodyrl eval` plays env.eval": "env.train",
+        }
+        | _SAMPLED,
+    ),
+    "collect": Reads(
+        sections=f"{_ACT} collect",
+        dry_run="embodyrl.extensions.demonstrations.collect:collection_facts",
+        plays=("train",),
+        needs={"never: nothing is trained": f"{_LOOP} actor.optim"} | _SAMPLED | _RECORDED,
+    ),
+    "sft": Reads(
+        sections=f"{_RUN} checkpoint",
+        dry_run="embodyrl.extensions.demonstrations.sft_setup:sft_facts",
+        needs={
+            "never: no episodes are played": "runner.only_eval runner.val_suites runner.trace faults.step_timeout_s "
+            "faults.on_env_crash faults.max_restarts_per_worker",
+            "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
+        },
+    ),
+    "serve": Reads(sections=f"{_MODEL} ckpt env", dry_run="embodyrl.extensions.serving.serve:server_facts"),
+    "dagger": Reads(
+        sections=f"{_ACT} checkpoint collect dagger",
+        dry_run="embodyrl.extensions.demonstrations.dagger:dagger_facts",
+        plays=("train",),
+        needs={
+            "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
+            "never: the labels are imitated": "objective.name",
+            "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
+        }
+        | _SAMPLED
+        | _RECORDED,
+    ),
+    "check-env": Reads(sections="env faults", plays=("train",)),
+}
+
+
+@functools.cache
+def config_class(command: str, fields: tuple[tuple[str, type[Settings]], ...] = ()) -> type[Config]:
+    """Return the config of a command, with the classes that were chosen for some sections."""
+    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
+    if selected(command, "algorithm") is None and reads(command, "algorithm"):
+        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
+    given |= {name: (kind, Field(default_factory=kind)) for name, kind in fields} | {
+        "command": (ClassVar[str], command)
+    }
+    return create_model("Config", __base__=Config, __module__=__name__, **given)
+
+
+def reads(command: str, section: str) -> bool:
+    """Return whether a command reads a section of the core."""
+    return section == "seed" or section in READS[command].sections.split()
+
+
+def conditions(cfg: Config) -> dict[str, str]:
+    """Return the conditions of keys that concern several sections, by condition."""
+    found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS[cfg.command].needs}
+    for section in sections_of(cfg).values():
+        found |= section.needs
+    return found
+
+
+def sections_of(cfg: Config) -> dict[str, Section]:
+    """Return the sections of extensions that a config has, by name."""
+    names = sorted({*SECTIONS.names()} & {*type(cfg).model_fields})
+    return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}
+
+
+def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
+    adv_type = name_of(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
+
+
+SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {
+    "env": ("env_type", lambda values: ENVS.get(name_of(values, "env.env_type")).settings),
+    "model": ("model_type", lambda values: POLICIES.get(name_of(values, "model.model_type")).settings),
+    "launcher": ("name", lambda values: LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings),
+    "algorithm": ("adv_type", _algorithm),
+}
+"""Groups whose keys depend on a choice: the key that chooses, and the class of the keys that come with the choice."""
+
+
+def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """Return the name of the part in a key.
+
+    Raises:
+        ConfigError: the value is not a name.
+    """
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={spell(value):.200}: must be a name or package.module:attr.")
+    return value
+
+
+def selected(command: str, group: str) -> str | None:
+    """Return the key that selects the class of a group in this command; None: the group has no choice there."""
+    learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
+    return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None
