@@ -34,7 +34,7 @@ def test_every_estimator_combines_with_every_loss():
                 assert meant.setdefault(key, one.expectation) == one.expectation
 
 
-def test_keys_depend_on_the_estimator():
+def test_accepted_keys_depend_on_the_estimator():
     only_gae = {"gamma", "gae_lambda", "reward_type", "value_clip", "huber_delta", "value_coef", "critic_warmup"}
     only_gae |= {"normalize_returns", "normalize_per_task"}
     grpo, gae = keys("grpo", "ppo_clip"), keys("gae", "ppo_clip")
@@ -42,7 +42,7 @@ def test_keys_depend_on_the_estimator():
     assert grpo - gae == {"filter_rewards", "filter_returns", "filter_refills", "std_unbiased"}
 
 
-def test_keys_depend_on_the_loss():
+def test_accepted_keys_depend_on_the_loss():
     assert keys("grpo", "ppo_clip") - keys("grpo", "pg") == {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c"}
     assert keys("grpo", "sapo") - keys("grpo", "pg") == {"sapo_tau_pos", "sapo_tau_neg"}
 

@@ -94,7 +94,7 @@ def test_truncated_episodes_are_masked_or_get_zero_reward():
     np.testing.assert_allclose(kept[TruncatedEpisodes.mask].advantage[:, 0], [1 / 3, -2 / 3], atol=1e-6)
 
 
-def test_masked_failures_still_count_in_their_group():
+def test_masked_failures_count_in_group_statistics():
     """Failures mostly end at the time limit: without them a group would know nothing but success."""
     cfg = algorithm_of(
         group_size=3, truncated_episodes=TruncatedEpisodes.mask, filter_rewards=[0.1, 0.9], normalize_advantages=False

@@ -43,7 +43,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture, command: str, words: str) -> l
         ("train", f"{GYM} model.squashed=false"),
     ],
 )
-def test_a_typed_default_gives_no_warning(caplog: pytest.LogCaptureFixture, command: str, words: str) -> None:
+def test_override_with_the_default_gives_no_warning(caplog: pytest.LogCaptureFixture, command: str, words: str) -> None:
     assert warnings_of(caplog, command, words) == []
 
 

@@ -34,7 +34,7 @@ FINE = [
 
 
 @pytest.mark.parametrize("value", DOORS, ids=str)
-def test_code_paths_from_files_are_refused_unless_typed(value: Any) -> None:
+def test_code_paths_from_files_are_refused_unless_on_the_command_line(value: Any) -> None:
     (line,) = distrusted({"env.x": value, "seed": 1}, {"env.y": "typed", "trust": "true"}, FILE)
     assert line.startswith(f"{FILE}: env.x: ")
     assert f"add {TRUST};" in line

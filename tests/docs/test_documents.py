@@ -210,12 +210,12 @@ def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureF
     assert main([name, *words]) == 0, capfd.readouterr().err
 
 
-def test_every_reason_refers_to_an_existing_command() -> None:
+def test_every_skip_reason_belongs_to_a_documented_command() -> None:
     assert [part for part in (*COMPOSED, *ELSEWHERE) if not any(part in line + " " for line in LINES)] == []
     assert len(LINES) > 50
 
 
-def test_every_unexecuted_command_has_a_reason() -> None:
+def test_every_unexecuted_command_has_a_skip_reason() -> None:
     start = rf"{PROMPT}((?:bash|python|python3|pip|ray|export|source|srun|sbatch|docker|uv) [^\n]*)$"
     lines = [line for page in PAGES for line in re.findall(start, page.read_text(encoding="utf-8"), re.MULTILINE)]
     assert len(lines) > 8

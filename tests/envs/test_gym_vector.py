@@ -206,7 +206,7 @@ def test_training_on_vector_and_single_environments_agrees(tmp_path):
     assert one[-1]["eval/episodes"] == 12
 
 
-def test_pipeline_stages_are_refused():
+def test_vector_environment_refuses_pipeline_stages():
     cfg = load_config("train", [*WORDS, "env.id=test_gym_vector:CartPoles", "rollout.pipeline_stage_num=2"])
     with pytest.raises(ConfigError, match=r"steps all slots of a worker at once.*set it to 1"):
         build_run_plan(cfg, training=True)

@@ -40,7 +40,7 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
-def test_gpu_code_passes_on_a_fake_gpu(guard: Path) -> None:
+def test_gpu_tests_pass_on_a_fake_gpu(guard: Path) -> None:
     done = on_fake_gpu(guard, *PYTEST, *map(str, sorted(HERE.glob("on_*.py"))))
     assert done.returncode == 0, done.stdout + done.stderr
 

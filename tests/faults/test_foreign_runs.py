@@ -95,7 +95,7 @@ def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_typed_code_paths_are_trusted(tmp_path):
+def test_code_paths_on_the_command_line_are_trusted(tmp_path):
     run = foreign_run(tmp_path / "mine", "env.env_type", "toy_env:FACTORY")
     assert load_saved_config(run, ["trust=true"]).env.env_type == "toy_env:FACTORY"
     assert load_saved_config(run, ["env.env_type=toy_env:FACTORY"]).env.env_type == "toy_env:FACTORY"

@@ -78,7 +78,7 @@ def test_reference_with_other_action_statistics_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("total", "largest"), [(1, 4), (4, 4), (5, 4), (10, 4), (160, 7), (0, 3)])
-def test_even_split_covers_the_total(total, largest):
+def test_even_split_sums_to_the_total(total, largest):
     assert even_parts(total, largest, 3) == sorted(even_parts(total, largest, 3), reverse=True)
     assert sum(even_parts(total, largest, 3)) == total
     assert len(even_parts(total, largest, 3)) == min(3, total)

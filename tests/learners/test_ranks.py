@@ -102,7 +102,7 @@ def test_every_rank_keeps_the_token_budget_with_its_own_samples(world):
 @pytest.mark.parametrize(
     "words", [FULL, pytest.param(LORA, marks=pytest.mark.needs("openvla_oft"))], ids=["full", "lora"]
 )
-def test_one_two_and_four_ranks_agree_after_twenty_steps(tmp_path, words):
+def test_one_two_and_four_ranks_have_equal_weights_after_twenty_steps(tmp_path, words):
     variants = {
         "micro": ("actor.micro_batch_size=3",),
         "kept": ("actor.fsdp.reshard_after_forward=false", "actor.gradient_checkpointing=true"),

@@ -73,7 +73,7 @@ def test_learning_rate_zero_keeps_weights_bit_identical(start, tmp_path):
     assert weights(run, 2) == weights(start, 1)
 
 
-def test_one_update_changes_the_weights(start, tmp_path):
+def test_single_update_changes_the_weights(start, tmp_path):
     run = train_toy(tmp_path, f"ckpt={start}", "env.kwargs.goal=0.7", "actor.optim.lr=0.0001")
     assert weights(run, 2) != weights(start, 1)
 

@@ -76,7 +76,7 @@ def test_every_config_and_asset_of_the_sources_is_in_the_wheel(dist):
     assert [name for name in sources if name not in names and (ROOT / name.removeprefix("embodyrl/")).exists()] == []
 
 
-def test_the_source_distribution_is_complete(dist):
+def test_source_distribution_contains_all_files(dist):
     names = tarfile.open(next(dist.glob("*.tar.gz"))).getnames()
     inside = {name.partition("/")[2] for name in names}
     needed = {"pyproject.toml", "README.md", "LICENSE", "conf/train.yaml", "tests/conftest.py"}

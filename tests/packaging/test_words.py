@@ -175,7 +175,7 @@ def faults() -> list[str]:
     ]
 
 
-def test_words_are_plain_english():
+def test_texts_use_no_discouraged_words():
     assert faults() == [], "rewrite these by tests/packaging/words.toml"
 
 

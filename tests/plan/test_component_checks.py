@@ -34,7 +34,7 @@ def problems_of(*overrides: str) -> list[str]:
     ],
     ids=lambda v: " ".join(v),
 )
-def test_component_problem_is_reported(overrides: list[str], fragments: list[str]) -> None:
+def test_problem_of_a_component_is_reported(overrides: list[str], fragments: list[str]) -> None:
     lines = [p for p in problems_of(*overrides) if all(f in p for f in fragments)]
     assert len(lines) == 1, problems_of(*overrides)
 

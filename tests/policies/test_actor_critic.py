@@ -165,7 +165,7 @@ def test_greedy_selects_the_most_probable_category():
     np.testing.assert_array_equal(policy.act(obs, noise=None).tokens[:, 0], chances.argmax(1))
 
 
-def test_gaussian_matches_torch():
+def test_gaussian_log_probs_and_entropy_match_torch():
     policy = shake(build(space="box", temperature=1.3))
     obs = observe(env_spec("box"), 50)
     out = policy.act(obs, noise=uniforms(50, policy))
@@ -237,7 +237,7 @@ def test_extreme_noise_gives_finite_actions(space, noise):
 
 @pytest.mark.parametrize(("name", "cameras", "value_dim"), [("mlp", 0, 0), ("mlp", 0, 1), ("cnn", 2, 3)])
 @pytest.mark.parametrize("space", SPACES)
-def test_parameter_count_needs_no_torch(name, cameras, value_dim, space):
+def test_parameter_count_does_not_import_torch(name, cameras, value_dim, space):
     policy = build(name, env=env_spec(space, cameras=cameras), value_dim=value_dim)
     assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.parameters())
     assert [n for n, _ in policy.module.named_parameters() if n.startswith("value_head")] != [] or value_dim == 0

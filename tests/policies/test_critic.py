@@ -37,7 +37,7 @@ def critic(seed: int = 2) -> Policy:
     return found
 
 
-def test_values_come_from_the_critic(tmp_path: Path) -> None:
+def test_values_are_computed_by_the_separate_critic(tmp_path: Path) -> None:
     policy, other = build(1, 0), critic()
     joined = WithCritic(policy, other, "c")
     out = joined.act(ASKED, noise=np.full((2, 3), 0.4, np.float32))

@@ -20,6 +20,6 @@ def test_a_visible_gpu_that_torch_cannot_use_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("visible", ["", "NoDevFiles"])
-def test_cpu_is_used_without_a_visible_gpu(visible, monkeypatch):
+def test_policy_runs_on_the_cpu_without_a_visible_gpu(visible, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert best_device() == "cpu"

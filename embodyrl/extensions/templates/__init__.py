@@ -1,1 +1,1 @@
-"""The command `new`: packages to start from."""
+"""The command `new`, which generates packages from templates."""

@@ -21,7 +21,7 @@ _TRY = "embodyrl train env=tabletop {group}={name} --config-dir {name}/conf"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Something to start from."""
+    """A kind of template."""
 
     group: str = ""
     """Config group of the new option; empty: selected by its path."""

@@ -82,7 +82,7 @@ def test_decimation_keeps_shape_normals_and_texture(tmp_path):
     assert min(np.abs(v - heights).max(), np.abs(1 - v - heights).max()) < 0.02
 
 
-def test_small_mesh_is_unchanged(tmp_path):
+def test_mesh_below_the_triangle_limit_is_unchanged(tmp_path):
     path = tmp_path / "ball.obj"
     path.write_text(ball(10))
     mesh = read_mesh(path)

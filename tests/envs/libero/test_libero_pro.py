@@ -62,7 +62,7 @@ def check_task(env, task):
     assert look(env).std() > 10.0, (suite, task)
 
 
-def test_suite_and_perturbed_suite_share_an_environment():
+def test_suite_and_perturbed_suite_run_in_one_environment():
     """Task 3 of each: the same number means the same place in the table of tasks."""
     env = harness("object")
     try:

@@ -113,7 +113,7 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 
 
 @pytest.mark.sim
-def test_slots_run_their_tasks_in_any_order():
+def test_slots_can_change_tasks_in_any_order():
     """Tasks 0 (reach) and 2 (pick-place) of MT10; a simulator that a slot leaves waits for its own task."""
     pytest.importorskip("metaworld.policies")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))

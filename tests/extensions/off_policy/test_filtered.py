@@ -189,7 +189,7 @@ def test_filtered_bc_on_two_ranks_matches_one(tmp_path, average):
         assert a["replay_size"] == b["replay_size"] > 0
 
 
-def test_policy_can_be_the_weight_average(make, tmp_path):
+def test_policy_may_use_averaged_weights(make, tmp_path):
     """One update from w to w' leaves the policy at 0.75 w + 0.25 w', and the next one goes on from w'."""
     plain, moving, again = (make("actor.optim.lr=0.01", *more) for more in ((), *[("algorithm.average=0.75",)] * 2))
     start, weights = deepcopy(moving[1]._policy.module.state_dict()), {}

@@ -72,7 +72,7 @@ def seeds(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("way", ["sde one, not the last", "cps one", "noise", "noise mean"])
-def test_temperature_multiplies_the_deviation_once(way):
+def test_temperature_scales_the_standard_deviation_once(way):
     field, many = Field(8), seeds(8)
     chances = likelihood(field, **WAYS[way] | {"ignore_last": True})
     with torch.no_grad():

@@ -69,13 +69,13 @@ def smolvla(model, data):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_recorded_tensors_are_reproduced(name, models):
+def test_model_outputs_match_recorded_tensors(name, models):
     found = errors(name, models[name], recorded(name))
     assert {key: error for key, (error, allowed) in found.items() if error > allowed} == {}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parameters_without_gradient_match_the_record(name, models):
+def test_parameters_without_gradient_match_golden_values(name, models):
     """What influences no action: the last language layer but for its keys and values, and the norm after it."""
     model, data = models[name], recorded(name)
     model.zero_grad()

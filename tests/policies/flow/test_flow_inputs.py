@@ -130,7 +130,7 @@ def test_batches_are_padded_on_the_right(tokenizer_file):
     assert (full.shape, mask.sum()) == ((1, 48), 5)
 
 
-def test_longer_prompts_are_refused(tokenizer_file):
+def test_prompts_beyond_the_token_limit_are_refused(tokenizer_file):
     prompts = FlowPrompts(tokenizer_file, PromptForm(template="{task}", limit=48))
     assert prompts.batch(["x" * 48])[0].shape == (1, 48)
     with pytest.raises(ConfigError, match="has 49 tokens, but this model supports 48; shorten it"):

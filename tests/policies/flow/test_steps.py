@@ -70,12 +70,12 @@ def errors(golden: dict[str, Tensor], facts: dict[str, str]) -> dict[str, float]
     return {name: float((found[name] - golden[name]).abs().max()) for name in found.keys() & golden.keys()}
 
 
-def test_steps_match_the_public_code(golden, facts):
+def test_denoising_steps_match_the_public_code(golden, facts):
     assert max(errors(golden, facts).values()) < 2e-5
 
 
 @pytest.mark.parametrize("factor", [0.98, 1.02])
-def test_changed_values_fail_the_comparison(golden, facts, factor):
+def test_golden_comparison_detects_changed_values(golden, facts, factor):
     """Of every tensor that is not zero everywhere, inputs and weights included."""
     unseen = []
     for name, tensor in golden.items():

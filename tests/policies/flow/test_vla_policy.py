@@ -241,7 +241,7 @@ def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_public_folders_round_trip(form, layout, tmp_path):
+def test_public_checkpoint_folders_round_trip(form, layout, tmp_path):
     """Read, saved and read again: the same names, weights, side files and actions."""
     lerobot = layout in (LEROBOT, SMOLVLA_LEROBOT)
     path = folder_of(form, tmp_path, layout=layout, lerobot_statistics=lerobot)

@@ -175,7 +175,7 @@ def test_dsrl_requires_an_act_model_with_a_latent(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parameters_are_counted_without_torch(kind, tmp_path):
+def test_parameter_count_does_not_import_torch(kind, tmp_path):
     for name, env in SEEN.items():
         policy = policy_of(fresh(kind, tmp_path / name), env=env)
         assert policy.costs.num_parameters == sum(p.numel() for p in policy.module.network.parameters()), name

@@ -391,7 +391,7 @@ def limits(policies, golden):
 
 @pytest.mark.parametrize("file", CHECKS)
 @torch.no_grad()
-def test_every_recorded_tensor_is_reproduced(policies, golden, limits, file):
+def test_model_outputs_match_every_recorded_tensor(policies, golden, limits, file):
     CHECKS[file](policies, Recorded(golden, limits(file)))
 
 

@@ -34,7 +34,7 @@ def levels(tensor):
     return tensor[0].permute(1, 2, 0).numpy()
 
 
-def test_rlinf_resize_equals_torchvision(tf_images, golden_dir):
+def test_rlinf_resize_matches_torchvision(tf_images, golden_dir):
     want = np.load(golden_dir / "expected" / "image_pipeline_rlinf.npz")
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
     got = levels(rlinf_pixels(upright[None], 224, CPU))
@@ -51,7 +51,7 @@ def tf_frames(golden_dir):
     return dict(np.load(golden_dir / "expected" / "image_pipeline_tf_frames.npz"))
 
 
-def test_jpeg_round_trip_equals_tensorflow(tf_images, tf_frames):
+def test_jpeg_round_trip_matches_tensorflow(tf_images, tf_frames):
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
     assert np.array_equal(jpeg_round_trip(upright), tf_images["jpeg_decoded_256"])
     decoded = simplejpeg.decode_jpeg(tf_images["jpeg_bytes"].tobytes(), fastdct=True)
@@ -60,19 +60,19 @@ def test_jpeg_round_trip_equals_tensorflow(tf_images, tf_frames):
         assert np.array_equal(jpeg_round_trip(frame), want)
 
 
-def test_lanczos_equals_tensorflow(tf_images):
+def test_lanczos_resize_matches_tensorflow(tf_images):
     got = levels(lanczos_resize(planes(tf_images["jpeg_decoded_256"]), 224))
     difference = np.abs(got - tf_images["lanczos_224"])
     assert difference.max() <= 1
     assert (difference > 0).mean() <= 2e-5
 
 
-def test_centre_crop_equals_tensorflow(tf_images):
+def test_centre_crop_matches_tensorflow(tf_images):
     got = levels(centre_crop(planes(tf_images["lanczos_224"])))
     assert np.array_equal(got, tf_images["center_crop_224"])
 
 
-def test_official_pipeline_equals_tensorflow(tf_images, tf_frames):
+def test_official_image_pipeline_matches_tensorflow(tf_images, tf_frames):
     """But for roundings of the resize, which other processors may do otherwise."""
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
     got = official_pixels(np.concatenate([upright[None], tf_frames["frames"]]), 224, CPU).permute(0, 2, 3, 1).numpy()

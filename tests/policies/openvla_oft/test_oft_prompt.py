@@ -26,7 +26,7 @@ def encoder(tmp_path):
 
 
 @pytest.mark.parametrize("instruction", RECORDED)
-def test_token_ids_match_the_record(encoder, instruction):
+def test_token_ids_match_recorded_ids(encoder, instruction):
     assert list(encoder.encode(instruction)) == HEAD + RECORDED[instruction] + TAIL
 
 
@@ -53,7 +53,7 @@ def test_longer_instruction_widens_to_a_multiple_of_16(encoder):
     assert ids[1, :29].tolist() == list(encoder.encode(next(iter(RECORDED))))
 
 
-def test_other_tokenizers_are_refused(tmp_path):
+def test_tokenizer_of_another_model_is_refused(tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(path))
     with pytest.raises(CheckpointError, match="not a Llama tokenizer"):

@@ -177,7 +177,7 @@ def test_mismatched_observation_is_refused(change, says):
         OPENPI.read(OPENPI.write(SEEN) | change, images=2, states=8)
 
 
-def test_missing_part_error_lists_received_parts():
+def test_missing_field_error_lists_received_fields():
     message = OPENPI.write(SEEN)
     del message["observation/wrist_image"]
     with pytest.raises(MessageError, match=r"'observation/wrist_image'.*Received: .*'observation/image'.*Fix"):

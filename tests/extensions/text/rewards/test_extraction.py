@@ -113,7 +113,7 @@ OTHERS: dict[str, tuple[int, Callable[[str, str], bool]]] = {
 
 
 @pytest.mark.parametrize(("reply", "answer", "strict", "flexible"), REPLIES)
-def test_gsm8k_uses_the_marked_number_or_the_last_one(reply, answer, strict, flexible):
+def test_gsm8k_reward_uses_the_marked_or_last_number(reply, answer, strict, flexible):
     assert gsm8k("", reply, answer) == strict
     assert gsm8k_flexible("", reply, answer) == flexible
 
