@@ -111,6 +111,13 @@ class ExpertGrasps(StrEnum):
     nearest = "nearest"
 
 
+class SettleGripper(StrEnum):
+    """Command of the gripper while objects settle."""
+
+    open = "open"
+    hold = "hold"
+
+
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of LIBERO."""
 
@@ -127,6 +134,8 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     for evaluation."""
     settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
+    settle_gripper: SettleGripper = SettleGripper.open
+    """Command of the gripper in these steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
     the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""
@@ -243,6 +252,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
             fast=cfg.is_fast,
             nearest=cfg.expert_grasps is ExpertGrasps.nearest,
             settle_steps=cfg.settle_steps,
+            settle_open=cfg.settle_gripper is SettleGripper.open,
         )
         # A fresh installation compiles for many seconds at its first reset: do that at the start of a worker.
         task = next((split.task_ids[0] for split in cfg.splits.values() if split.task_ids), 0)

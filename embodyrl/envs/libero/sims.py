@@ -118,10 +118,11 @@ class LiberoSims(PerSlot):
         fast: bool = False,
         nearest: bool = False,
         settle_steps: int = 10,
+        settle_open: bool = True,
     ) -> None:
         super().__init__(spec)
         self._nearest = nearest
-        self._kinds = {"lean": lean, "fast": fast, "settle_steps": settle_steps}
+        self._kinds = {"lean": lean, "fast": fast, "settle_steps": settle_steps, "settle_open": settle_open}
         self.task_limit = max_models
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
         self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]

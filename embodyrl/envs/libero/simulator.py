@@ -27,7 +27,7 @@ mujoco: Any = _mujoco
 """The package is compiled and has no type stubs."""
 
 
-SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])
+SETTLE_ACTION = np.array([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, -1.0])  # opens the gripper
 
 JOINT_NOISE = 0.02
 """Standard deviation, rad, of the noise on the robot's joints in the stored states: robosuite's default."""
@@ -72,7 +72,15 @@ class TaskSimulator:
     benchmark's observation is reconstructed exactly from the positions at the sampled substep.
     """
 
-    def __init__(self, bddl_file: Path, *, lean: bool = False, fast: bool = False, settle_steps: int = 10) -> None:
+    def __init__(
+        self,
+        bddl_file: Path,
+        *,
+        lean: bool = False,
+        fast: bool = False,
+        settle_steps: int = 10,
+        settle_open: bool = True,
+    ) -> None:
         """Load a task.
 
         Args:
@@ -80,8 +88,9 @@ class TaskSimulator:
             lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
             fast: The faster inner loop (see `fast.py`); states agree up to rounding.
             settle_steps: Steps after an initial state is set: objects are stored in the air and fall.
+            settle_open: Open the gripper in these steps; False: keep its command.
         """
-        self._settle_steps = settle_steps
+        self._settle_steps, self._settle_action = settle_steps, SETTLE_ACTION * settle_open
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]
 
         # The constructor samples poses from the global generator; a fixed seed gives the same model after reloading.
@@ -147,7 +156,7 @@ class TaskSimulator:
         self._env.sim.forward()
         self._env._check_success()
         self._env._post_process()
-        return [self.step(SETTLE_ACTION).success for _ in range(self._settle_steps)][-1]
+        return [self.step(self._settle_action).success for _ in range(self._settle_steps)][-1]
 
     def sample_state(self, seed: int) -> DoubleArray:
         """Sample an initial state [1 + nq + nv]: object placements, and noise on the robot's joints."""

@@ -156,14 +156,25 @@ def test_settle_steps_keep_the_gripper_open():
         sim.close()
 
 
-def test_settle_steps_setting_is_passed_to_the_simulator():
+def test_held_gripper_gets_no_command_while_objects_settle():
+    fingers = []
+    for settle_open in (True, False):
+        sim = simulator("libero_goal", 7, fast=True, settle_open=settle_open)
+        sim.reset(install.suite_init_states("libero_goal", 7)[3], 7)
+        fingers.append(np.ptp(sim._data.qpos[sim._fingers]))
+        assert np.array_equal(sim._robot.gripper.current_action, np.zeros(2)) is not settle_open
+        sim.close()
+    assert fingers[0] > fingers[1]
+
+
+def test_settle_settings_are_passed_to_the_simulator():
     starts = []
-    for steps in (10, 15):
-        cfg = env_of("libero", task_suite_name="libero_goal", settle_steps=steps, render_profile="lean")
+    for keys in ({"settle_steps": 10}, {"settle_steps": 15}, {"settle_gripper": "hold"}):
+        cfg = env_of("libero", task_suite_name="libero_goal", render_profile="lean", **keys)
         env = FACTORY.make(cfg, EnvContext(num_slots=1))
         env.reset([0], [EpisodeStart(reset_id=3, seed=0, max_episode_steps=9)])
         seen = np.zeros((1, *env.spec.cameras.size, 3), np.uint8), np.zeros((1, env.spec.state_dim), np.float32)
         env.observe([0], np.repeat(seen[0][None], len(env.spec.cameras.names), axis=1), seen[1])
         starts.append(seen[1])
         env.close()
-    assert not np.array_equal(*starts)
+    assert len(np.unique(np.concatenate(starts), axis=0)) == 3

@@ -162,6 +162,25 @@ CASES: dict[str, tuple[tuple[str, ...], list[str]]] = {
         ("+env.eval.specific_reset_id=0", "runner.val_check_interval=5"),
         ["env.eval.specific_reset_id"],
     ),
+    "a gripper that is not opened": (("env.train.reset_gripper_open=false",), []),
+    "a gripper that is opened in validation alone": (
+        (
+            "env.train.reset_gripper_open=false",
+            "env.eval.reset_gripper_open=true",
+            "runner.val_check_interval=5",
+        ),
+        ["settle gripper"],
+    ),
+    "layout 0.1": (
+        (
+            "~env.train.total_num_envs",
+            "~env.eval",
+            "~actor.model.model_type",
+            "+actor.model.model_name=openvla_oft",
+            "+algorithm.num_group_envs=2",
+        ),
+        ["settle gripper", "settle steps"],
+    ),
     "the other implementation of OpenVLA-OFT": (("+actor.model.implement_version=official",), ["model"]),
     "a step penalty": (
         ("+env.train.use_step_penalty=true",),
