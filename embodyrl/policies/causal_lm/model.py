@@ -204,17 +204,50 @@ class LanguageModel(nn.Module):
             out = self.lm(input_ids=ids, use_cache=False)
         return len(given) == 1 and bool((out.logits == given[0]).all())
 
-    def scores_in_chunks(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, count: int, temperature: float, **beside: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `scores_of` the last `count` tokens, and their values, without storing all logits.
-
-        At most `CHUNK_LOGITS` logits are stored; they are computed again in the backward pass.
-        """
+    def hidden(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **beside: Tensor
+    ) -> Tensor:
+        """Return the last hidden states [B, T, D] of a model whose head is last."""
         out = self._whole.base_model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, **beside
-        ).last_hidden_state
-        hidden, said, head = out[:, -count - 1 : -1], ids[:, -count:], self.lm.get_output_embeddings()
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **beside,
+        )
+        return out.last_hidden_state
+
+    def last_scores(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        count: int,
+        temperature: float,
+        *,
+        plain: bool,
+        **beside: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return `scores_of` the last `count` tokens, and their values; `plain`: see `head_is_last`."""
+        said = ids[:, -count:]
+        if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
+            hidden = self.hidden(ids, mask, positions, **beside)[:, -count - 1 : -1]
+            return self.scores_of_hidden(hidden, said, temperature)
+        logits, value = self(ids, mask, positions, count + 1, **beside)
+        return *scores_of(logits[:, :-1], said, temperature), value[:, :-1]
+
+    def scores_of_hidden(
+        self, hidden: Tensor, said: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return `scores_of` tokens [B, n], and their values, from the hidden states [B, n, D] that predict them.
+
+        At most `CHUNK_LOGITS` logits are stored; in several chunks they are computed again in the backward pass.
+        """
+        head = self.lm.get_output_embeddings()
+        if said.numel() * self.vocabulary <= CHUNK_LOGITS:
+            scored = scores_of(head(hidden).float(), said, temperature)
+            return *scored, self._values(hidden, scored[0])
         rows, chosen = hidden.flatten(0, 1), said.flatten()
         size = max(1, CHUNK_LOGITS // self.vocabulary)
 

@@ -14,11 +14,11 @@ from transformers import DynamicCache
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, scores_of, untie, without_bars
+from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
 from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
-from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS
+from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
 from embodyrl.policies.protocol import PolicyRequest, weights_changed, weights_version
 from embodyrl.policies.tensors import on_device
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -287,23 +287,24 @@ class CausalLMPolicy:
             scored = [self._score(part, tokens[rows]) for rows, part in split]
             one, two, three, four = (torch.cat(numbers) for numbers in zip(*scored, strict=True))
             return one, two, three, four
-        replies = [row[row >= 0].tolist() for row in tokens]
-        ids, mask, positions, beside = self._inputs(self.read(obs), replies)
+        replies, prompts = [row[row >= 0].tolist() for row in tokens], self.read(obs)
         length, longest = on_device([*map(len, replies)], self._device), max(1, *map(len, replies))
         checkpointing = torch.is_grad_enabled() and self._checkpointing
+        shares = self._plain_head and not checkpointing and not dropout and pays(self._net, prompts, longest)
         self._net.train(checkpointing or dropout)  # transformers recomputes in training mode only
-        said = ids[:, -longest:]
         with self._precision(keep=not checkpointing):
-            if self._plain_head and said.numel() * self._net.vocabulary > CHUNK_LOGITS:
-                parts = self._net.scores_in_chunks(ids, mask, positions, longest, self._temperature, **beside)
+            if shares:
+                hidden, said = hidden_states(self._net, prompts, replies, self._pad, self._device)
+                parts = self._net.scores_of_hidden(hidden, said, self._temperature)
             else:
-                logits, value = self._net(ids, mask, positions, longest + 1, **beside)
-                parts = (*scores_of(logits[:, :-1], said, self._temperature), value[:, :-1])
+                ids, mask, positions, beside = self._inputs(prompts, replies)
+                plain = self._plain_head
+                parts = self._net.last_scores(ids, mask, positions, longest, self._temperature, plain=plain, **beside)
         self._net.train(dropout)
-        # Rows are right-aligned, so that none is wider than the longest; results are left-aligned.
-        column = torch.arange(longest, device=self._device) + (longest - length)[:, None]
-        real, column = column < longest, column.clamp(max=longest - 1)
-        rest = (0, tokens.shape[1] - longest)
+        # Without shared prompts rows are right-aligned, so that none is wider than the longest.
+        real = torch.arange(longest, device=self._device) < length[:, None]
+        column = torch.arange(longest, device=self._device) + (0 if shares else longest - length[:, None])
+        column, rest = column.clamp(max=longest - 1).expand(real.shape), (0, tokens.shape[1] - longest)
         first, second, third, fourth = (nn.functional.pad(part.gather(1, column) * real, rest) for part in parts)
         return first, second, fourth, third
 

@@ -10,7 +10,7 @@ from test_causal_lm import PROMPTS, TINY, build, noise, observe
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from embodyrl.policies.causal_lm import model, policy
+from embodyrl.policies.causal_lm import model
 from embodyrl.policies.causal_lm.model import LanguageModel
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
 
@@ -23,7 +23,6 @@ def test_chunked_log_probs_keep_values_and_gradients(is_lora, monkeypatch):
     out = tested.act(observe(*PROMPTS), noise=noise(5))
     seen = []
     for logits in (2**27, 5 * tested._net.vocabulary):
-        monkeypatch.setattr(policy, "CHUNK_LOGITS", logits)
         monkeypatch.setattr(model, "CHUNK_LOGITS", logits)
         scores = tested.score(observe(*PROMPTS), out.tokens)
         loss = scores.logprob.square().sum() + scores.entropy.sum() + scores.value.square().sum()
@@ -62,8 +61,7 @@ def test_a_backward_pass_holds_the_logits_of_one_chunk(bonus, monkeypatch):
     tested = build(TINY, temperature=0.7, trainable=True)
     out = tested.act(observe(*PROMPTS), noise=noise(5))
     width = tested._net.vocabulary
-    for module in (policy, model):
-        monkeypatch.setattr(module, "CHUNK_LOGITS", width)
+    monkeypatch.setattr(model, "CHUNK_LOGITS", width)
     with Rows(width) as rows:
         scores = tested.score(observe(*PROMPTS), out.tokens)
         (scores.logprob.sum() + (bonus and bonus * scores.entropy.sum())).backward()

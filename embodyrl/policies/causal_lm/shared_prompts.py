@@ -1,0 +1,53 @@
+"""Hidden states of replies to repeated prompts: each prompt passes through the network once, also for gradients."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from embodyrl.policies.causal_lm.model import LanguageModel
+from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
+from embodyrl.policies.tensors import on_device
+
+_PAYS = 0.5
+"""Share of the tokens that is left, at most: a second forward pass has a cost."""
+
+
+def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
+    """Return True if sharing at least halves the tokens and the model supports it.
+
+    Args:
+        net: not sharded: ranks of a sharded model need the same number of forward passes.
+        prompts: of each reply; equal ones are the same object.
+        longest: tokens of the longest reply.
+    """
+    width, unique = max(map(len, prompts)), len({id(p) for p in prompts})
+    left = unique * width + len(prompts) * (longest - 1)
+    if left > _PAYS * len(prompts) * (width + longest) or any(p.beside for p in prompts):
+        return False
+    # A recurrent layer overwrites its state, which a backward pass needs.
+    kept = DynamicCache(config=net.lm.config).layers
+    sharded = any(hasattr(module, "unshard") for module in net.modules())
+    return all(isinstance(layer, DynamicLayer) for layer in kept) and not sharded
+
+
+def hidden_states(
+    net: LanguageModel, prompts: Sequence[Prompt], replies: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the hidden states [B, L, D] that predict each token of the left-aligned replies, and the tokens [B, L]."""
+    place: dict[int, int] = {}
+    rows = on_device([place.setdefault(id(p), len(place)) for p in prompts], device)
+    ids, mask = pad_left(list({id(p): p for p in prompts}.values()), pad, device)
+    positions, cache = net.positions(ids, mask, {}), DynamicCache(config=net.lm.config)
+    hidden = net.hidden(ids, mask, positions, cache)[rows, -1:]
+    longest = max(1, *map(len, replies))
+    said = on_device([[*reply, *[pad] * (longest - len(reply))] for reply in replies], device)
+    real = torch.arange(longest, device=device) < on_device([*map(len, replies)], device)[:, None]
+    if longest > 1:
+        cache.batch_select_indices(rows)
+        seen = torch.cat([mask[rows], real[:, :-1].to(mask.dtype)], 1)
+        after = positions[rows, -1:] + torch.arange(1, longest, device=device)
+        hidden = torch.cat([hidden, net.hidden(said[:, :-1], seen, after, cache)], 1)
+    return hidden, said

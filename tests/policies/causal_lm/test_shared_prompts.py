@@ -1,0 +1,52 @@
+"""Replies to repeated prompts: log-probabilities, values and gradients match those of separate prompts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from settings import model_of
+from test_causal_lm import TINY, build, noise, observe
+
+from embodyrl.policies.causal_lm import policy
+from embodyrl.policies.causal_lm.settings import TextLoraSettings
+from embodyrl.policies.causal_lm.shared_prompts import pays
+
+ASKED = ("What is the sum of 3 and 4, please?", "cab=")
+GROUPS = ASKED * 4
+
+
+@pytest.mark.parametrize("is_lora", [False, True])
+@pytest.mark.parametrize("value_dim", [0, 6])
+def test_shared_prompts_keep_scores_and_gradients(is_lora: bool, value_dim: int, monkeypatch: pytest.MonkeyPatch):
+    cfg = model_of(**dict(TINY) | {"is_lora": is_lora, "lora": TextLoraSettings(r=2, lora_alpha=2)})
+    tested = build(cfg, value_dim=value_dim, temperature=0.7, trainable=True)
+    if value_dim:
+        torch.nn.init.normal_(tested.module.value_head.weight)
+    tokens = tested.act(observe(*GROUPS), noise=noise(len(GROUPS))).tokens
+    tokens[3, 1:] = -1  # replies of different lengths
+    found = []
+    for shares in (pays, lambda *_: False):
+        used = _watch(monkeypatch, shares)
+        scores = tested.score(observe(*GROUPS), tokens)
+        assert used == [shares is pays]
+        (scores.logprob.square().sum() + scores.entropy.sum() + scores.value.square().sum()).backward()
+        grads = [p.grad.clone() for p in tested.module.parameters() if p.grad is not None]
+        found.append((scores.logprob.detach(), scores.entropy.detach(), scores.value.detach(), *grads))
+        tested.module.zero_grad()
+    for shared, apart in zip(*found, strict=True):
+        torch.testing.assert_close(shared, apart, rtol=1e-4, atol=1e-5 * max([1.0, *apart.abs().flatten().tolist()]))
+
+
+def test_different_prompts_are_not_shared(monkeypatch: pytest.MonkeyPatch):
+    tested = build(TINY, trainable=True)
+    used = _watch(monkeypatch, pays)
+    obs = observe("What is 3 + 4?", "What is 4 + 4?", "cab=")
+    tested.score(obs, tested.act(obs, noise=noise(3)).tokens)
+    assert used == [False]
+
+
+def _watch(monkeypatch: pytest.MonkeyPatch, shares: Callable[..., bool]) -> list[bool]:
+    """Record the decisions of `shares`, which takes the place of `pays`."""
+    used: list[bool] = []
+    monkeypatch.setattr(policy, "pays", lambda *args: used.append(shares(*args)) or used[-1])
+    return used
