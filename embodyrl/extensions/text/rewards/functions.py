@@ -36,6 +36,11 @@ def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
     return float(equal(last_number(response), last_number(reference)))
 
 
+def number(prompt: str, response: str, reference: str) -> float:
+    """Return 1 if the response is one number and nothing else, right or wrong: a format reward."""
+    return float(re.fullmatch(r"\s*[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?\s*", response) is not None)
+
+
 class _Math:
     r"""1 if the answer has the value of the reference; the answer is the last `\boxed{}`, `####` or plain number.
 

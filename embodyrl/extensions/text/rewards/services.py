@@ -25,7 +25,8 @@ REWARDS: Registry[Reward] = Registry(
     wants="a function of (prompt, response, reference)",
     fits=lambda found: takes(3)(found) and not isinstance(found, type),
 )
-for _name in ("exact", "overlap", "math", "gsm8k", "gsm8k_flexible", "choice", "format", "countdown", "code"):
+_BUILT_IN = ("exact", "overlap", "number", "math", "gsm8k", "gsm8k_flexible", "choice", "format", "countdown", "code")
+for _name in _BUILT_IN:
     REWARDS.add(_name, f"embodyrl.extensions.text.rewards.functions:{_name if _name != 'format' else 'tagged'}")
 
 

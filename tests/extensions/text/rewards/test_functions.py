@@ -2,7 +2,7 @@
 
 import pytest
 
-from embodyrl.extensions.text.rewards.functions import choice, countdown, exact, math, overlap, tagged
+from embodyrl.extensions.text.rewards.functions import choice, countdown, exact, math, number, overlap, tagged
 from embodyrl.extensions.text.sandbox import calculate
 
 
@@ -74,3 +74,10 @@ def test_calculator_accepts_arithmetic_only():
     for wrong in ("__import__('os')", "2**9", "1/0", "2+", "True*11"):
         with pytest.raises(ValueError, match=r"calculat|arithmetic"):
             calculate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("reply", "paid"), [(" 12\n", 1), ("-1,234.5", 1), ("12 + 3", 0), ("It is 12", 0), ("12.", 0), ("1,23", 0), ("", 0)]
+)
+def test_format_reward_pays_for_a_number_alone(reply: str, paid: int) -> None:
+    assert number("", reply, "7") == paid
