@@ -275,3 +275,17 @@ def test_comparison_covers_all_core_settings(system: str) -> None:
     adam_eps gradient_clip reward validation_every validation_episodes
     """
     assert set(core.split()) - set(load_system(system).facts) == set()
+
+
+RECIPES: dict[str, dict[str, Any]] = yaml.safe_load((DATA / "recipes.yaml").read_text())["recipes"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_published_recipes_have_the_values_worked_out_by_hand(name: str) -> None:
+    wanted = RECIPES[name]
+    result, _, why, _ = migrated(wanted["base"], *wanted["overrides"])
+    assert list(dict.fromkeys(map(subject, why))) == wanted.get("reasons", [])
+    flat = {**result.flat, "groups": result.flat["env.train.total_num_envs"] * result.flat["algorithm.rollout_epoch"]}
+    flat["groups"] /= flat["algorithm.group_size"]
+    values = wanted.get("values", {})
+    assert {key: flat[key] for key in values} == values
