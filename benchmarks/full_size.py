@@ -1,0 +1,426 @@
+"""Whole commands at the published sizes with random bfloat16 weights: seconds and peak memory, against the plan.
+
+    python benchmarks/full_size.py --json full.json --folder full          OpenVLA-OFT 7B on LIBERO: train to export
+    python benchmarks/full_size.py --json pi05.json --folder pi05 --model pi05     pi0.5 3.3B: evaluation
+    python benchmarks/full_size.py --json tiny.json --folder tiny --size tiny      the same code path in a minute
+
+Random weights do not succeed, and a step whose returns are all equal trains nothing: the reward penalizes actions.
+
+Parts: write the checkpoint (public layout, 15 GB), plan (`--dry-run`), train one step, resume to a second one, export
+the run, and evaluate the export. The flow models are written, planned and evaluated. A part reuses the files of earlier
+parts in `--folder`. The JSON is written after each part; memory is that of all processes of the part, sampled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gpu import LARGE
+from safetensors.torch import save_file
+from torch import nn
+
+from embodyrl.config.paths import assets_dir
+from embodyrl.files import available_cores
+from embodyrl.policies.flow.layouts import EMBEDDING, OPENPI, SMOLVLA_LEROBOT, Layout
+from embodyrl.policies.flow.specs import Pi0Spec, SmolVlaSpec, read_spec
+from embodyrl.policies.flow.vla.network import Pi0, SmolVla
+from embodyrl.policies.openvla_oft.config import OftOptions, read_config
+from embodyrl.policies.openvla_oft.model import OpenVlaOft
+from embodyrl.policies.openvla_oft.settings import OftSettings
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model of this benchmark."""
+
+    preset: str
+    tiny: str
+    """The shipped folder with small sizes and a tokenizer."""
+    chunk: int
+    """Executed actions of a chunk."""
+    parts: tuple[str, ...]
+    sizes: dict[str, Any]
+    """Published sizes, in the format of the published config.json."""
+
+
+EVALUATION = ("write", "plan", "eval")
+MODELS = {
+    "openvla_oft": Choice(
+        "openvla_oft", "openvla_oft_tiny", 8, ("write", "plan", "train", "resume", "export", "eval"), LARGE
+    ),
+    "smolvla": Choice("smolvla_libero", "smolvla_tiny", 10, EVALUATION, {
+        "type": "smolvla", "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct", "chunk_size": 50,
+        "n_action_steps": 10, "max_action_dim": 32, "max_state_dim": 32,
+    }),
+    "pi05": Choice("pi05_libero", "pi05_tiny", 5, EVALUATION, {
+        "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m", "action_horizon": 10, "action_dim": 32,
+    }),
+}  # fmt: skip
+SHARDS = 4
+BLOCK = 2**24 + 3
+"""Random values that all weights repeat; odd, so that no two rows of a matrix are equal."""
+SAMPLE_S = 0.5
+REWARD = """def effort(step):
+    return -0.01 * float(abs(step.action).sum())
+"""
+"""A module of its own, because env workers do not import torch."""
+
+
+@dataclass
+class Peak:
+    """Largest sampled memory of a part, bytes."""
+
+    host: int = 0
+    """Memory of all processes: unshared memory, and shared memory once, without mapped files."""
+    gpu: int = 0
+    """Memory of all GPUs, in addition to what was used before the part."""
+    processes: dict[str, int] = field(default_factory=dict)
+    """Host memory of each process by name."""
+
+    def take(self, processes: dict[str, int], gpu: int) -> None:
+        """Add a sample."""
+        self.host = max(self.host, sum(processes.values()))
+        self.gpu = max(self.gpu, gpu)
+        for name, used in processes.items():
+            self.processes[name] = max(self.processes.get(name, 0), used)
+
+    def row(self) -> dict[str, Any]:
+        """Return the peaks in GiB."""
+        named = {name: round(used / GIB, 3) for name, used in self.processes.items() if used > GIB / 100}
+        return {"host_gib": self.host / GIB, "gpu_gib": self.gpu / GIB, "processes_gib": named}
+
+
+def memory_of(pid: int) -> dict[str, int]:
+    """Return the memory of a process and its descendants by name; shared memory is divided among its users."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (stat := _text(entry / "stat")):
+            children.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
+    used: dict[str, int] = {}
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        waiting += children.get(one, [])
+        name = _text(Path(f"/proc/{one}/comm")).strip()
+        found = re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB", _text(Path(f"/proc/{one}/smaps_rollup")), re.MULTILINE)
+        used[name] = used.get(name, 0) + 1024 * sum(map(int, found))
+    return used
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""  # the process has exited
+
+
+def gpu_bytes() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30)
+    return 2**20 * sum(map(int, done.stdout.split()))
+
+
+@contextmanager
+def sampled(pid: int) -> Iterator[Peak]:
+    """Sample the memory of a process tree and of the GPUs until the block ends."""
+    peak, done, before = Peak(), threading.Event(), gpu_bytes()
+
+    def sample() -> None:
+        while not done.wait(SAMPLE_S):
+            peak.take(memory_of(pid), gpu_bytes() - before)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        thread.join()
+
+
+@dataclass
+class Job:
+    """One model at one size in one folder."""
+
+    args: argparse.Namespace
+    ends: float
+    """Time of `time.monotonic` at which no part may run any more."""
+
+    @property
+    def model(self) -> Choice:
+        return MODELS[self.args.model]
+
+    @property
+    def trains(self) -> bool:
+        return "train" in self.model.parts
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.args.folder / "checkpoint"
+
+    @property
+    def exported(self) -> Path:
+        return self.args.folder / "exported"
+
+    @property
+    def run(self) -> Path:
+        return max((self.args.folder / "train").iterdir(), key=lambda path: path.stat().st_mtime)
+
+    def words(self, command: str) -> list[str]:
+        """Return the arguments of a short job of this model; what trains is evaluated as exported."""
+        steps, slots = self.args.chunks * self.model.chunk, self.args.slots
+        path = self.exported if command == "eval" and self.trains else self.checkpoint
+        words = [
+            command, "env=libero_10", f"model={self.model.preset}", f"model.path={path}", "model.precision=bf16",
+            "env.fast_physics=true", f"env.eval.max_episode_steps={steps}", f"env.eval.total_num_envs={slots}",
+            f"runner.output_dir={self.args.folder / command}", "runner.logger.backends=[jsonl]",
+        ]  # fmt: skip
+        if command == "train":
+            words += [
+                "model.is_lora=true", "runner.max_steps=1", f"env.train.max_episode_steps={steps}",
+                f"env.train.total_num_envs={slots}", f"algorithm.group_size={slots}", "env.train.task_ids=[0]",
+                "reward.path=effort:effort",
+            ]  # fmt: skip
+        else:
+            words += ["env.eval.task_ids=[0]", f"eval.episodes={slots}"]
+        return words + self.args.set
+
+
+def embodyrl(job: Job, part: str, *words: str) -> dict[str, Any]:
+    """Run a command, and return its exit code, seconds, peak memory and last lines."""
+    log = job.args.folder / f"{part}.log"
+    left = job.ends - time.monotonic()
+    if left <= 0:
+        return {"exit": None, "tail": "not started: the deadline has passed"}
+    started = time.perf_counter()
+    with log.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "embodyrl.cli.main", *words]
+        path = os.pathsep.join([str(job.args.folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environ = os.environ | {"PYTHONPATH": path}
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ)
+        with sampled(process.pid) as peak:
+            try:
+                code: int | None = process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                code = None
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+    seconds = time.perf_counter() - started
+    lines = log.read_text(encoding="utf-8").splitlines()
+    row = {"command": " ".join(words), "exit": code, "seconds": seconds}
+    return row | peak.row() | ({} if code == 0 and part != "plan" else {"tail": lines[-25:]})
+
+
+def plan(job: Job) -> dict[str, Any]:
+    command = "train" if job.trains else "eval"
+    return embodyrl(job, "plan", *job.words(command), "--dry-run")
+
+
+def train(job: Job) -> dict[str, Any]:
+    return embodyrl(job, "train", *job.words("train")) | {"metrics": last_metrics(job)}
+
+
+def resume(job: Job) -> dict[str, Any]:
+    words = ("train", "--resume", str(job.run), "runner.max_steps=2", "trust=true")
+    return embodyrl(job, "resume", *words) | {"metrics": last_metrics(job)}
+
+
+def last_metrics(job: Job) -> dict[str, Any]:
+    lines = _text(job.run / "metrics.jsonl").splitlines() if (job.args.folder / "train").is_dir() else []
+    return json.loads(lines[-1]) if lines else {}
+
+
+def export(job: Job) -> dict[str, Any]:
+    shutil.rmtree(job.exported, ignore_errors=True)
+    return embodyrl(job, "export", "ckpt", "export", str(job.run), str(job.exported))
+
+
+def evaluate(job: Job) -> dict[str, Any]:
+    return embodyrl(job, "eval", *job.words("eval"))
+
+
+def write(job: Job) -> dict[str, Any]:
+    """Write the checkpoint folder: side files, and random weights under the public names."""
+    folder, model = job.checkpoint, job.args.model
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started = time.perf_counter()
+    with sampled(os.getpid()) as peak:
+        names = write_side_files(folder, model, job.args.size)
+        shapes = {names(name): shape for name, shape in shapes_of(folder, model).items()}
+        total = write_weights(folder, shapes)
+    seconds = time.perf_counter() - started
+    return {"exit": 0, "seconds": seconds, "weights_gib": total / GIB} | peak.row()
+
+
+def write_side_files(folder: Path, model: str, size: str) -> Callable[[str], str]:
+    """Write all files but the weights; return the function from our names of weights to the public ones."""
+    source = assets_dir() / MODELS[model].tiny
+    for path in source.iterdir():
+        if path.suffix == ".json" and (size == "tiny" or path.name != "tiny_vit_specs.json"):
+            shutil.copy(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text())
+    del config["embodyrl_init"]
+    if size == "full":
+        config = (config if model == "openvla_oft" else {}) | MODELS[model].sizes
+    elif model != "openvla_oft":
+        config["embodyrl_flow"]["horizon"] = 50
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if model == "openvla_oft":
+        return str
+    write_statistics(folder, model)
+    layout = SMOLVLA_LEROBOT if model == "smolvla" else OPENPI
+    return lambda name: _public_name(layout, name)
+
+
+def _public_name(layout: Layout, name: str) -> str:
+    return layout.tied if name == EMBEDDING and layout.tied else layout.theirs(name)
+
+
+def write_statistics(folder: Path, model: str) -> None:
+    """Write the data set's statistics: lerobot's file for SmolVLA, openpi's for pi0.5."""
+    rows = {"mean": 0.0, "std": 0.5, "q01": -1.0, "q99": 1.0}
+    sizes = {"state": 8, "actions": 7}
+    if model == "pi05":
+        numbers = {part: {name: [value] * size for name, value in rows.items()} for part, size in sizes.items()}
+        (folder / "norm_stats.json").write_text(json.dumps({"norm_stats": numbers}))
+        return
+    names = {"state": "observation.state", "actions": "action"}
+    tensors = {f"{names[p]}.{n}": torch.full((size,), v) for p, size in sizes.items() for n, v in rows.items()}
+    save_file(tensors, folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+
+
+def shapes_of(folder: Path, model: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all weights by our names; no memory is allocated."""
+    with torch.device("meta"):
+        module: nn.Module
+        if model == "openvla_oft":
+            cfg = OftSettings(model_type="openvla_oft", path=str(folder))
+            module = OpenVlaOft(read_config(folder), OftOptions(cfg=cfg))
+        else:
+            spec = read_spec(folder, adaptive=model == "pi05")
+            assert isinstance(spec, Pi0Spec | SmolVlaSpec)
+            module = Pi0(spec) if isinstance(spec, Pi0Spec) else SmolVla(spec)
+    return {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
+
+
+def write_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> int:
+    """Stream random bfloat16 weights into shards of about equal size; return their bytes.
+
+    Matrices have a standard deviation of 0.02, biases are 0, and scales of norms are 1.
+    """
+    sizes = {name: 2 * int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
+    total, begun = sum(sizes.values()), 0
+    shards: list[list[str]] = [[] for _ in range(SHARDS)]
+    for name, size in sizes.items():
+        shards[min(SHARDS * begun // total, SHARDS - 1)].append(name)
+        begun += size
+    shards = [names for names in shards if names]
+    block = (0.02 * torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))).bfloat16().view(torch.int16).numpy()
+    files = [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    with ThreadPoolExecutor(min(SHARDS, available_cores())) as pool:
+        tasks = [
+            pool.submit(write_shard, folder / file, {name: shapes[name] for name in names}, block)
+            for file, names in zip(files, shards, strict=True)
+        ]
+        for task in tasks:
+            task.result()
+    index = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+    content = {"metadata": {"total_size": total}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2))
+    return total
+
+
+def write_shard(path: Path, shapes: dict[str, tuple[int, ...]], block: np.ndarray) -> None:
+    """Write one safetensors file, a piece of the block at a time."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape, dtype=np.int64))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            count = int(np.prod(shape, dtype=np.int64))
+            if len(shape) < 2:
+                value = 0.0 if name.endswith("bias") else 1.0
+                file.write(torch.full((count,), value).bfloat16().view(torch.int16).numpy())
+                continue
+            start = zlib.crc32(name.encode()) % BLOCK
+            while count:
+                piece = block[start : start + count]
+                file.write(np.ascontiguousarray(piece))
+                count, start = count - len(piece), 0
+
+
+RUN = {"write": write, "plan": plan, "train": train, "resume": resume, "export": export, "eval": evaluate}
+
+
+def machine() -> dict[str, Any]:
+    device = "no GPU"
+    if shutil.which("nvidia-smi"):
+        words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        device = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    return {"device": device, "cpu": platform.machine(), "cores": available_cores(), "memory_gib": memory} | {
+        "torch": torch.__version__
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoint, runs and logs: 35 GB at full size")
+    parser.add_argument("--model", choices=[*MODELS], default="openvla_oft")
+    parser.add_argument("--size", choices=["full", "tiny"], default="full")
+    parser.add_argument("--parts", nargs="+", choices=[*RUN], help="default: all parts of the model")
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--chunks", type=int, default=2, help="of an episode")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="further keys of train and eval")
+    parser.add_argument("--deadline", type=float, default=14400.0, metavar="S", help="seconds for all parts")
+    args = parser.parse_args()
+    if unknown := set(args.parts or ()) - set(MODELS[args.model].parts):
+        parser.error(f"--model {args.model} has no part {', '.join(sorted(unknown))}")
+    args.folder = args.folder.resolve()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / "effort.py").write_text(REWARD, encoding="utf-8")
+    job, rows = Job(args, time.monotonic() + args.deadline), []
+    for part in args.parts or job.model.parts:
+        rows.append({"part": part} | RUN[part](job))
+        content = {"model": args.model, "size": args.size, "machine": machine(), "parts": rows}
+        args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        print(json.dumps({key: rows[-1][key] for key in rows[-1] if key not in ("command", "metrics")}), flush=True)
+        if rows[-1]["exit"] != 0:
+            sys.exit(f"{part} failed; its log: {args.folder / f'{part}.log'}")
+
+
+if __name__ == "__main__":
+    main()
