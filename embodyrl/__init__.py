@@ -1,9 +1,9 @@
 """embodyrl: reinforcement learning for vision-language-action policies inside simulators.
 
-compose, train, evaluate, collect, sft      the commands as functions
-make_env                                    an environment as a Gymnasium one
-load_policy                                 a trained policy: .act(observation)
-GRPO                                        text: GRPO(model, reward, rows).train()
+compose, train, evaluate, collect, sft      run the commands
+make_env                                    create a Gymnasium environment
+load_policy                                 load a trained policy: .act(observation)
+GRPO                                        train a language model: GRPO(model, reward, rows).train()
 """
 
 import importlib

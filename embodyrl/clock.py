@@ -9,7 +9,7 @@ _LONGEST_S = 1.0
 class RunClock:
     """Clock without time in which the process was suspended: Ctrl-Z and fg, a paused container, a closed lid.
 
-    One thread must read it often.
+    One thread must read the clock often.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ _NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 def join_messages(messages: Sequence[Message]) -> str:
     """Join a conversation into one instruction, which `split_messages` parses.
 
-    Content loses the separators of turns: otherwise a model could write user turns, or answer its own tool calls.
+    Separators of turns are removed from the content: otherwise a model could write user turns or tool answers.
     """
     return "".join(f"{_TURN}{m.role}{_ROLE}{m.content.translate(_NO_TURNS)}" for m in messages)
 

@@ -56,7 +56,7 @@ class Gpu:
     """Free memory in bytes."""
     total: int
     split: bool
-    """In MIG mode: CUDA lists slices of the GPU."""
+    """MIG mode: CUDA lists slices of the GPU."""
     driver: int
     """Major version of the driver; 0 if unknown."""
     name: str
@@ -99,7 +99,7 @@ class Gpus:
 
     @property
     def free(self) -> int:
-        """Free memory in bytes of the visible GPU with the least; 0 if unknown."""
+        """Free memory in bytes of the visible GPU with the least free memory; 0 if unknown."""
         return min((free for free, _ in self._memory), default=0)
 
     @property
@@ -148,7 +148,7 @@ def _seen_by_torch() -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """One GPU for each process that uses one; empty on a host without GPUs."""
+    """GPUs of the processes of a run; empty on a host without GPUs."""
 
     policies: tuple[str, ...] = ()
     """GPUs of the actor ranks, then of the inference processes."""
@@ -167,6 +167,6 @@ class Devices:
 
 
 def deal_devices(gpus: Sequence[str], policies: int) -> Devices:
-    """Assign a GPU to each of n policy processes; simulators use the remaining GPUs, or else share all."""
+    """Assign a GPU to each of n policy processes; simulators use the remaining GPUs, or share all GPUs."""
     used = tuple(gpus[number % len(gpus)] for number in range(policies if gpus else 0))
     return Devices(policies=used, simulators=tuple(gpu for gpu in gpus if gpu not in used) or tuple(gpus))

@@ -45,7 +45,7 @@ class ConfigError(EmbodyError):
 
 
 class UnknownNameError(ConfigError):
-    """A name is not registered."""
+    """Unknown registered name."""
 
 
 class MissingDependencyError(ConfigError):
@@ -53,7 +53,7 @@ class MissingDependencyError(ConfigError):
 
 
 class EnvError(EmbodyError):
-    """An environment broke its contract (shape, dtype, non-finite value)."""
+    """An environment violated its interface contract (shape, dtype, non-finite value)."""
 
 
 class WorkerError(EmbodyError):
@@ -63,7 +63,7 @@ class WorkerError(EmbodyError):
 
 
 class ClusterLost(WorkerError):
-    """No worker can be started any more; the running ones may still reply, so state is saved before exit."""
+    """No worker can be started any more; running workers may still reply, so state is saved before exit."""
 
 
 class ChannelClosed(EmbodyError):
@@ -111,7 +111,7 @@ processes first, so this signal never counts as the second one, which exits imme
 
 
 class StoppedAtOnce(KeyboardInterrupt):
-    """A second signal arrived: exit without waiting."""
+    """A second signal arrived: exit without waiting for running work."""
 
     def __init__(self, signum: int) -> None:
         self.exit_code = 128 + signum

@@ -1,7 +1,7 @@
-"""Cleanup of threads and child processes of foreign code that would keep a process alive, or outlive it.
+"""Cleanup of threads and child processes of user code that would keep a process alive or outlive it.
 
-Run as a program with a process id and a mark, it waits for the end of that process and kills all processes with the
-mark.
+As a program with a process id and a mark, this module waits for the end of that process and kills all processes with
+the mark.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from pathlib import Path
 _PATIENCE_S = 5.0
 """Time for threads and processes to exit by themselves, seconds."""
 _NAMED = 3
-"""Leftovers that a message names."""
+"""Maximum number of leftovers in a message."""
 _PR_SET_PDEATHSIG = 1
 _TRACKER = b"multiprocessing.resource_tracker"
-"""Process that exits without a signal, and frees the shared memory of killed processes."""
+"""Resource tracker of `multiprocessing`, which frees the shared memory of killed processes."""
 _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).encode())
 _OWNER = "EMBODYRL_OWNER"
-"""Environment variable of worker processes, which all processes that they start inherit."""
+"""Environment variable that marks worker processes and is inherited by their child processes."""
 _POLL_S = 0.2
 
 
@@ -39,10 +39,10 @@ def signal_at_parents_end(signum: int) -> None:
 
 @contextlib.contextmanager
 def owning(name: str) -> Iterator[None]:
-    """Mark the processes that start in the block, with all that they start: they do not outlive this process.
+    """Mark the processes that start in the block and their descendants, which are killed when this process ends.
 
-    Children of a worker do not end with a worker that is killed. A process in a session of its own kills all that
-    carry the mark when this one has ended, also after a kill.
+    Children of a worker survive a killed worker. A separate process kills all marked processes when this process has
+    ended, also after SIGKILL.
     """
     before = os.environ.get(_OWNER)
     os.environ[_OWNER] = f"{_mark(os.getpid())}/{name}"
@@ -56,13 +56,13 @@ def owning(name: str) -> Iterator[None]:
 
 
 def end_owned(name: str) -> None:
-    """Kill the remaining processes that started in blocks `owning` the name, or name/more."""
+    """Kill the remaining processes of blocks `owning` the name, or name/more."""
     _end_marked(f"{_mark(os.getpid())}/{name}")
 
 
 @functools.lru_cache(maxsize=1)
 def _mark(pid: int) -> str:
-    """Return the mark of this process's children, and start the process that waits for its end."""
+    """Return the mark of this process's children, and start the process that waits for the end of this process."""
     mark = f"{pid}-{secrets.token_hex(8)}"
     watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
     libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
@@ -72,7 +72,7 @@ def _mark(pid: int) -> str:
 
 
 def _end_marked(mark: str) -> None:
-    """Kill the processes with this mark or mark/more; repeat, as they may start others."""
+    """Kill the processes with this mark or mark/more; repeat, because they may start others."""
     ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
     while time.monotonic() < ends:
         found = []
@@ -117,7 +117,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Return threads and child processes that still run after some time, except the given ones; empty: none."""
+    """Return threads and child processes that still run after a waiting time, except the given ones."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),
@@ -137,7 +137,7 @@ def _listed(names: list[str]) -> str:
 def end_children() -> None:
     """Kill the children of this process, wait for them, and free the resources of `multiprocessing` for them.
 
-    Semaphores and temporary folders would outlive a process that ends by `os._exit`.
+    Semaphores and temporary folders would outlive a process that exits by `os._exit`.
     """
     util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     for pid in children_left():
@@ -148,7 +148,7 @@ def end_children() -> None:
 
 
 def exit_in_spite_of_leftovers(code: int) -> None:
-    """Exit with `code`; report and end threads and processes that keep the interpreter alive."""
+    """Exit with `code`; report and kill threads and processes that keep the interpreter alive."""
 
     def watch() -> None:
         ends = time.monotonic() + _PATIENCE_S

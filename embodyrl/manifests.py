@@ -1,4 +1,4 @@
-"""Extensions of this distribution, read from the file `extension.toml` in the folder of each."""
+"""Extensions of this distribution, read from the file `extension.toml` of each folder."""
 
 import functools
 import tomllib
@@ -9,22 +9,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 FOLDERS = ("extensions", "envs", "policies")
-"""Folders of the package that contain one folder for each extension."""
+"""Folders of the package with one folder per extension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extension:
-    """A part that the core does not need: delete its folders to remove it."""
+    """An optional part of the package, removed by deleting its folders."""
 
     summary: str
     paths: tuple[str, ...]
     """Folders of the extension, and its files in other folders, relative to the package."""
     imports: tuple[str, ...] = ()
-    """Other extensions that it may import."""
+    """Names of extensions that this extension may import."""
     requires: Mapping[str, str] = field(default_factory=dict)
-    """Modules that it needs beyond the dependencies of the core, and the pip extra that installs each."""
+    """Modules required beyond the dependencies of the core, with the pip extra that installs each."""
     entry_points: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Group, name, `package.module:attr`: the tables that an outside package writes in its `pyproject.toml`."""
+    """Entry points (group, name, `package.module:attr`), as in the `pyproject.toml` of a package."""
 
     def install_line(self) -> str:
         """Return the command that installs missing dependencies, or an empty string."""
@@ -34,7 +34,7 @@ class Extension:
 
 @functools.cache
 def extensions() -> Mapping[str, Extension]:
-    """Return the extensions by name, which is that of the folder."""
+    """Return the extensions by name, the name of the folder."""
     found: dict[str, Extension] = {}
     for file in sorted(file for folder in FOLDERS for file in PACKAGE.glob(f"{folder}/*/extension.toml")):
         raw = tomllib.loads(file.read_text(encoding="utf-8"))

@@ -77,7 +77,7 @@ def _entry_points(path: tuple[str, ...]) -> Any:
 
 
 def _found_here(module: str) -> str:
-    """Return the argument for a module in the working folder or a subfolder, as written by `embodyrl new`."""
+    """Return a hint about a module in the working folder or a subfolder, as written by `embodyrl new`."""
     name = module.partition(".")[0]
     for folder in (Path.cwd(), Path.cwd() / name):
         if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file():
@@ -88,7 +88,7 @@ def _found_here(module: str) -> str:
 class Registry(Generic[T]):
     """Named components of one kind. Values are objects, or "module:attr" strings that are imported on first use.
 
-    The value of a name must pass `fits`, which inspects it without a call; `wants` is its description in errors.
+    Components must pass `fits`, which inspects them without a call; `wants` describes the requirement in errors.
 
     >>> numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
     >>> numbers.add("tau", "math:tau")
@@ -131,7 +131,7 @@ class Registry(Generic[T]):
         """Return the component of a name.
 
         Raises:
-            UnknownNameError: nothing has this name (the message suggests a similar one), or its kind is wrong.
+            UnknownNameError: unknown name (the message suggests a similar name), or a component of another kind.
         """
         value: Any = name
         if ":" not in name:
@@ -147,7 +147,7 @@ class Registry(Generic[T]):
         return found
 
     def _entry_point(self, name: str) -> str | None:
-        """Return the target of an entry point; those of extensions come first."""
+        """Return the target of an entry point; entry points of extensions come first."""
         if (found := declared(self.group).get(name)) is not None:
             return found
         return next((entry.value for entry in installed(group=self.group) if entry.name == name), None)

@@ -1,4 +1,4 @@
-"""Declarations of environments and policies, which the run plan joins before any worker starts."""
+"""Declarations of environments and policies; the run plan compares them before a worker starts."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +15,7 @@ class GripperConvention:
     closed: float
     index: int = -1
     binary: bool = False
-    """The receiver uses the sign only; the sender's value is snapped to `open` or `closed`."""
+    """True if the receiver uses only the sign; values are then snapped to `open` or `closed`."""
 
 
 def convert_gripper(
@@ -48,19 +48,19 @@ class ActionSpec:
     """Actions [A] of an environment, passed as float32 for every kind."""
 
     dim: int
-    """A: numbers of an action."""
+    """A: number of action dimensions."""
     kind: ActionKind = ActionKind.box
     sizes: tuple[int, ...] = ()
     """Number of categories of each dimension, ids from 0; empty for `box`."""
     low: tuple[float, ...] = ()
-    """`box`: smallest value of each dimension, maybe -inf; empty: -1."""
+    """`box`: minimum of each dimension, possibly -inf; empty: -1."""
     high: tuple[float, ...] = ()
-    """`box`: largest value of each dimension, maybe inf; empty: 1."""
+    """`box`: maximum of each dimension, possibly inf; empty: 1."""
     gripper: GripperConvention | None = None
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Smallest and largest number of each dimension, for every kind."""
+        """Return minimum and maximum of each dimension, for every kind."""
         if self.kind is ActionKind.box:
             return self.low or (-1.0,) * self.dim, self.high or (1.0,) * self.dim
         return (0.0,) * len(self.sizes), tuple(size - 1.0 for size in self.sizes)
@@ -71,20 +71,20 @@ class CameraSpec:
     """Camera images of an observation [C, H, W, 3]."""
 
     names: tuple[str, ...] = ()
-    """In the order of the image axis C."""
+    """Camera names in the order of the image axis C."""
     size: tuple[int, int] = (0, 0)
     """Height and width, pixels."""
     grey: bool = False
-    """The three colour channels are equal."""
+    """True if the three colour channels are equal."""
     rotation_deg: int = 0
     """Rotation (0 or 180) that brings a stored frame to the orientation of the benchmark's public datasets."""
     needed: bool = False
-    """The state does not describe the scene without images."""
+    """True if the state does not describe the scene without images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoalSpec:
-    """Columns of the state that contain goals, where a `GoalFactory` can compute rewards of other goals."""
+    """State columns that contain goals, if a `GoalFactory` can compute rewards of other goals."""
 
     achieved: tuple[int, int]
     """First column, and one past the last."""
@@ -96,9 +96,9 @@ class ExpertSpec:
     """Scripted expert of an environment."""
 
     tasks: tuple[int, ...] = ()
-    """Task ids that it solves."""
+    """Ids of the tasks that the expert solves."""
     reacts: bool = True
-    """Acts on the present state; false: follows a fixed plan, so it cannot label another policy's actions."""
+    """True if the expert acts on the current state; False: it follows a fixed plan and cannot label other states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,15 @@ class RewardSpec:
     """Rewards of an environment."""
 
     components: tuple[str, ...] = ()
-    """Names of the terms that are logged separately."""
+    """Names of the reward components, which are logged separately."""
     weights: tuple[float, ...] = ()
-    """Weight of each term in the reward."""
+    """Weight of each component in the reward."""
     cameras: int = 0
-    """Number of cameras, from the first, that the reward reads; independent of the policy's cameras."""
+    """Number of cameras, from the first, that the reward uses; independent of the policy's cameras."""
     factor: float = 1.0
     """Factor of every reward for learning; reported returns are divided by it."""
     reports_success: bool = True
-    """False: no step reports success, so the return is the result."""
+    """True if steps report success; False: the return is the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +122,13 @@ class TextSpec:
     """Instructions and conversations of an environment."""
 
     instructed: bool = True
-    """False: the environment has no instructions, and `EnvSpec.tasks` are names."""
+    """True if the environment has instructions; False: `EnvSpec.tasks` are names."""
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Sequences of roles of the conversations of a run."""
     max_replies: int = 0
-    """Replies (chunks) of the longest conversation; 0: env steps are limited instead."""
+    """Number of replies (chunks) of the longest conversation; 0: env steps are limited instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,13 +136,13 @@ class SimulatorSpec:
     """Execution properties of the simulators of an env worker."""
 
     lockstep: bool = False
-    """The slots of a worker are one batched simulator, which steps all slots in one call."""
+    """True if the slots of a worker are one batched simulator, which steps all slots in one call."""
     on_gpu: bool | None = None
-    """Env workers compute or render on a GPU; None: unknown, so a GPU is visible to each."""
+    """True if env workers compute or render on a GPU; None: unknown, so each worker has a visible GPU."""
     renders: bool = True
-    """The environment can render frames for recordings and `embodyrl play`."""
+    """True if the environment can render frames for recordings and `embodyrl play`."""
     may_truncate: bool = False
-    """The environment may truncate an episode itself, at any step; false: only the run's time limit does."""
+    """True if the environment may truncate an episode itself, at any step; False: only the run's time limit does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +150,9 @@ class BenchmarkSpec:
     """Properties of a published benchmark."""
 
     suites: tuple[str, ...] = ()
-    """Suite of each task where evaluations cover several, all with the tasks of the first, the training suite."""
+    """Suite of each task, if evaluations cover several suites, all with the tasks of the first, the training suite."""
     held_out: int = 0
-    """Number of initial states, from the last of each task, for evaluation, unless `state_ids` selects others."""
+    """Number of held-out initial states, the last of each task, for evaluation, unless `state_ids` selects others."""
     unnorm_key: str | None = None
     """Key of the public statistics (`dataset_statistics.json`)."""
 
@@ -166,11 +166,11 @@ class EnvSpec:
     tasks: tuple[str, ...]
     """Language instruction of each task id."""
     states_per_task: tuple[int, ...]
-    """Number of fixed initial states of each task; reset ids count through them task by task."""
+    """Number of fixed initial states of each task; reset ids enumerate them task by task."""
     instructions: tuple[str, ...] = ()
-    """Instruction of each reset id, where initial states of a task have different ones."""
+    """Instruction of each reset id, if initial states of a task have different instructions."""
     seeded_tasks: tuple[int, ...] = ()
-    """Tasks whose episodes depend on their seed too; of other tasks, the reset id determines the episode."""
+    """Tasks whose episodes also depend on the seed; for other tasks, the reset id determines the episode."""
     cameras: CameraSpec = CameraSpec()
     state_dim: int = 0
     goal: GoalSpec | None = None
@@ -180,9 +180,9 @@ class EnvSpec:
     simulator: SimulatorSpec = SimulatorSpec()
     benchmark: BenchmarkSpec = BenchmarkSpec()
     max_episode_steps: int = 0
-    """The benchmark's own horizon, env steps."""
+    """Horizon of the benchmark, env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings of the banner, a line each; they may quote observations, so equal specs may have different ones."""
+    """Warnings of the banner, one line each. They may quote observations, so equal specs may have different ones."""
 
     def suite_of(self, task_id: int) -> str:
         """Return the name of a task's suite."""
@@ -216,14 +216,14 @@ def picture_names(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """Parts of an observation that a policy reads."""
+    """Fields of an observation that a policy uses."""
 
     num_images: int = 0
-    """Camera images, from the first."""
+    """Number of camera images, from the first."""
     state: bool = False
     instructions: bool = False
     rotates_images: bool = False
-    """The policy rotates frames by `CameraSpec.rotation_deg` before it reads them."""
+    """True if the policy rotates frames by `CameraSpec.rotation_deg`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ class SteeringSpec:
     key: str
     """Key and value that freeze the weights."""
     corrects: bool
-    """The actor corrects actions, which demonstrations contain too; false: it chooses noise."""
+    """True if the actor corrects actions, which demonstrations also contain; False: it chooses noise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,37 +242,37 @@ class PolicySpec:
 
     name: str
     num_action_chunks: int
-    """K: actions of a chunk."""
+    """K: number of actions per chunk."""
     action_dim: int
-    """A: numbers of an action."""
+    """A: number of action dimensions."""
     tokens_per_chunk: int
-    """L: sampled tokens of a chunk (K*A for discrete OpenVLA-OFT)."""
+    """L: number of sampled tokens per chunk (K*A for discrete OpenVLA-OFT)."""
     scored: int = 0
-    """P: log-probabilities of an action, where it has more tokens than these; 0: one of each token."""
+    """P: number of log-probabilities per action, if it differs from the number of tokens; 0: one per token."""
     imitated: int = 0
-    """H: actions of a chunk in SFT, where they are more than it executes; 0: K."""
+    """H: number of actions per chunk in SFT, if more than executed; 0: K."""
     reply_bytes: int = 0
-    """UTF-8 bytes that are kept of a chunk's text; 0: it has none."""
+    """Maximum UTF-8 bytes of a chunk's text; 0: no text."""
     value_dim: int = 0
     """V: 0 without a value head, 1 (chunk level) or K (action level)."""
     inputs: InputSpec = InputSpec()
     gripper: GripperConvention | None = None
 
     action_kinds: frozenset[ActionKind] = frozenset({ActionKind.box})
-    """Kinds of action spaces that it can act in."""
+    """Kinds of supported action spaces."""
     untrainable: str = ""
-    """Why RL cannot train it; empty: it can, for its actions are sampled with probabilities."""
+    """Reason why RL cannot train the policy; empty: RL is supported."""
     scripted: bool = False
-    """The environment's own expert chooses the actions, step by step; the policy only requests that."""
+    """True if the environment's own expert chooses the actions, step by step."""
     takes_noise: bool = True
-    """Sampling differs from acting greedily."""
+    """True if sampling differs from acting greedily."""
     differentiable: bool = False
-    """Sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
+    """True if sampled actions are a differentiable function of the weights (`policies.protocol.SoftActor`)."""
     steering: SteeringSpec | None = None
     rates: bool = False
-    """A trained value head of this policy is a reward model for `reward.path`."""
+    """True if a trained value head of this policy is a reward model for `reward.path`."""
     doubts: tuple[str, ...] = ()
-    """Warnings of the banner, a line each: settings that work, but may not be meant."""
+    """Warnings of the banner, one line each: valid but possibly unintended settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +280,7 @@ class EnvCosts:
     """Estimated memory and time of an environment; zeros where unknown or negligible."""
 
     task_bytes: int = 0
-    """Memory of a loaded task, where a worker can hold only some of them; 0: negligible."""
+    """Memory of a loaded task, if a worker can hold only some of them; 0: negligible."""
     gpu_bytes: tuple[int, int] = (0, 0)
     """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
     chunk_s: float = 0.0
@@ -295,24 +295,24 @@ class PolicyCosts:
 
     num_parameters: int = 0
     num_trained: int | None = None
-    """Parameters, additional to them, that training changes (adapters); None: it changes all of them."""
+    """Number of additional trained parameters (adapters); None: all parameters are trained."""
     activation_bytes: int = 0
-    """Bytes that the forward pass of a sample keeps for its backward pass."""
+    """Bytes stored by the forward pass of a sample for its backward pass."""
     recomputed_bytes: int = 0
-    """The same with actor.gradient_checkpointing: the inputs of all layers."""
+    """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
-    """Largest repeated layer: parameters, and bytes that its recomputation keeps for a sample."""
+    """Largest repeated layer: parameters, and bytes stored by its recomputation per sample."""
     outside_layers: int = 0
-    """Parameters outside the repeated layers: embeddings, output matrix, projectors."""
+    """Number of parameters outside the repeated layers: embeddings, output matrix, projectors."""
     scoring_bytes: tuple[int, int] = (0, 0)
     """Bytes of log-probabilities, independent of the batch: logits of a vocabulary; the same with recomputed layers."""
     acting_bytes: int = 0
     """Bytes of acting per sample of a batch: the widest layer, or keys and values of replies."""
     sample_tokens: int = 1
-    """Tokens of the longest sample, as `Record.cost` counts them."""
+    """Number of tokens of the longest sample, as in `Record.cost`."""
     forward_flops: float = 0.0
     """FLOPs of the forward pass of a sample."""
     act_passes: int = 1
-    """Forward passes, each of which reads all weights, for a batch of chunks."""
+    """Number of forward passes per batch of chunks; each pass reads all weights."""
     steering_features: int = 0
-    """F: numbers that the replay buffer keeps of an observation where frozen weights are steered."""
+    """F: number of features per observation in the replay buffer, if frozen weights are steered."""

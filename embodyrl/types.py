@@ -60,7 +60,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationOut:
-    """Target of one slot's observation: views into the arena."""
+    """Views into the arena for the observation of one slot."""
 
     images: ByteArray
     """[C, H, W, 3] uint8 view."""
@@ -80,25 +80,25 @@ class EpisodeStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkResult:
-    """Outcome of one action chunk for n slots; arrays are [n, K]. Entries where `valid` is False were not executed."""
+    """Result of one action chunk for n slots; arrays are [n, K]. Entries with `valid` False were not executed."""
 
     reward: FloatArray
     terminated: BoolArray
-    """The episode ended in a terminal state, without bootstrapping."""
+    """True if the episode ended in a terminal state, without bootstrapping."""
     truncated: BoolArray
-    """A limit ended the episode: the step limit, and then it is not `terminated`; or the token limit of the last
+    """True if a limit ended the episode: the step limit (then not `terminated`), or the token limit of the last
     reply."""
     valid: BoolArray
     success: BoolArray
-    """The goal is reached after this action."""
+    """True if the goal is reached after this action."""
     components: FloatArray | None = None
-    """[n, C] the parts of the chunk's reward, in the order of `EnvSpec.components`."""
+    """[n, C] reward components of the chunk, in the order of `EnvSpec.components`."""
     reward_errors: dict[int, str] = field(default_factory=dict)
     """Errors of unknown rewards, which count as 0, by slot."""
 
     @classmethod
     def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:
-        """Return an empty result of a chunk to fill in."""
+        """Return an empty result of a chunk."""
         terminated, truncated, valid, success = np.zeros((4, slots, actions), np.bool_)
         return cls(
             reward=np.zeros((slots, actions), np.float32),
@@ -111,7 +111,7 @@ class ChunkResult:
 
     @property
     def done(self) -> BoolArray:
-        """Mask [n] of slots whose episode ended inside this chunk."""
+        """Return a mask [n] of slots whose episode ended inside this chunk."""
         return np.asarray((self.terminated | self.truncated).any(axis=1))
 
 
@@ -132,7 +132,7 @@ class EpisodeSpec:
 
 
 class EarlierPart(NamedTuple):
-    """The part of an episode before a training step cut it; the next step continues it."""
+    """The part of an episode before a training step cut it; the next step continues the episode."""
 
     spec: EpisodeSpec  # spec of the episode's start
     length: int
@@ -148,7 +148,7 @@ class Episode:
     spec: EpisodeSpec
     records: IntArray  # [T] of the arena, one of each chunk step
     reward: FloatArray
-    """[T, K] shaped reward per action, like the next two; 0 where not valid."""
+    """[T, K] shaped reward per action; 0 where not valid, like the next two fields."""
     valid: BoolArray
     success: BoolArray
     value: FloatArray
@@ -157,19 +157,19 @@ class Episode:
     rollout."""
     terminated: bool
     truncated: bool
-    """Ended by the time limit, or cut by the step's quota: the return bootstraps."""
+    """True if the time limit ended the episode, or the step's quota cut it: the return bootstraps."""
     cut: bool = False
-    """Cut by the quota of chunk steps: excluded from success statistics."""
+    """True if the quota of chunk steps cut the episode, which is then excluded from success statistics."""
     counted: bool = True
-    """The remaining quota at its beginning sufficed for the longest episode; otherwise only short episodes would
+    """True if the remaining quota at its start sufficed for the longest episode; otherwise only short episodes would
     finish."""
     final_record: int = -1
     """Arena record of the observation after the last chunk; -1 if not kept."""
     earlier: EarlierPart | None = None
-    """The part before this step, if the episode continued a cut one."""
+    """The part before this step, if the episode continues a cut episode."""
     instruction: str = ""
     components: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """[T, C] parts of the reward of each chunk."""
+    """[T, C] reward components of each chunk."""
     action: FloatArray = field(default_factory=lambda: np.zeros((0, 0, 0), np.float32))
     """[T, K, A] chosen actions, executed where `valid`."""
     top: ByteArray = field(default_factory=lambda: np.zeros((0, 0), np.uint8))
@@ -177,7 +177,7 @@ class Episode:
     duration_s: float = 0.0
     video: str | None = None
     solved_at_reset: bool = False
-    """The goal was already reached before the first action."""
+    """True if the goal was already reached before the first action."""
 
     @property
     def length(self) -> int:
@@ -218,9 +218,9 @@ class PreparedBatch:
     returns: FloatArray
     """[B, V] value targets."""
     valid: BoolArray
-    """[B, K] actions that were executed."""
+    """[B, K] True for executed actions."""
     has_signal: bool
-    """False: the gradient of the whole batch is exactly zero, so there is no update."""
+    """False if the gradient of the whole batch is exactly zero, so there is no update."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -237,11 +237,11 @@ class PolicyOutput:
     replies: tuple[str, ...] = ()
     """Text of each chunk; empty without text."""
     top: tuple[str, ...] = ()
-    """JSON of each reply: for each token [[text, log-probability], ...], itself first, then the most probable ones."""
+    """JSON of each reply: for each token [[text, log-probability], ...], first the token, then the most probable."""
     cut_off: BoolArray | None = None
-    """[B] replies that hit the token limit, if there are replies."""
+    """[B] True for replies that hit the token limit; None without replies."""
     cost: IntArray | None = None
-    """[B] tokens of prompt and reply, for micro-batches of equal cost; None: all samples cost the same."""
+    """[B] number of tokens of prompt and reply, for micro-batches of equal cost; None: equal costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +259,7 @@ class ImitationScores:
 
     loss: torch.Tensor
     accuracy: torch.Tensor
-    """[B] share of the chunk's numbers whose greedy bin or category equals the target."""
+    """[B] fraction of the chunk's dimensions whose greedy bin or category equals the target."""
     error: torch.Tensor | None = None
-    """[B] mean absolute error of greedy actions in their own units, for actions without categories; logged instead of
+    """[B] mean absolute error of greedy actions in their units, for actions without categories; logged instead of
     `accuracy`."""

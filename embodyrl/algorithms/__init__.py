@@ -1,1 +1,1 @@
-"""Advantage estimators and policy losses. Each is one file and one registry line; none imports torch."""
+"""Advantage estimators and policy losses, one file and one registry entry each; no module imports torch."""

@@ -24,7 +24,7 @@ def importance_weights(
         log_weight: [B, ...] log w of each unit.
         valid: bool, same shape.
         cap: upper bound of w.
-        mode: what happens above it.
+        mode: treatment of larger weights.
         level: one w per unit, or one per sample: the product over its units (sequence) or their geometric mean.
     """
     kept = log_weight.where(valid, log_weight.new_zeros(()))

@@ -102,7 +102,7 @@ def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) 
 
 
 class GigpoSettings(StdSettings, DiscountSettings):
-    """GiGPO: group-in-group policy optimization."""
+    """Settings of GiGPO (group-in-group policy optimization)."""
 
     step_advantage_weight: Positive = 1.0
     """gigpo: weight of the step-level advantage, which compares visits of the same state."""
@@ -136,7 +136,7 @@ GIGPO = AdvantageEstimator(compute=_gigpo, settings=GigpoSettings, needs_states=
 
 
 class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
-    """Generalised advantage estimation."""
+    """Settings of generalised advantage estimation."""
 
     gae_lambda: Share = 1.0
     """GAE lambda."""
@@ -145,11 +145,11 @@ class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):
-    """Discounted returns-to-go."""
+    """Settings of discounted returns-to-go."""
 
 
 class RemaxSettings(CreditSettings):
-    """ReMax: the baseline is the return of a greedy rollout."""
+    """Settings of ReMax, whose baseline is the return of a greedy rollout."""
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
@@ -205,7 +205,7 @@ def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSetting
 
 
 def reinforce_pp_baseline_credits(episodes: Sequence[Episode], _: Scores, cfg: GroupSettings) -> list[Credit]:
-    """Whiten R - mean_g over all executed actions of the batch (arXiv 2501.03262); longer episodes weigh more."""
+    """Whiten R - mean_g over all executed actions of the batch (arXiv 2501.03262); longer episodes have more weight."""
     del cfg
     groups = [episode.spec.group_id for episode in episodes]
     centred = grpo([episode.episode_return for episode in episodes], groups, normalize=False)

@@ -84,7 +84,7 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Credit only the best episode of a group, by its lead over the second: R1 - R2, arXiv 2503.19595.
+    """Credit only the best episode of a group, with the difference to the second: R1 - R2, arXiv 2503.19595.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
@@ -124,18 +124,18 @@ def whiten(values: npt.ArrayLike, *, eps: float = 1e-8) -> DoubleArray:
 
 
 class StdSettings(GroupSettings, NormalizeSettings):
-    """An estimator that divides by the standard deviation of a group."""
+    """Settings of estimators that divide by the standard deviation of a group."""
 
     std_unbiased: bool = True
     """Use n - 1 instead of n in the denominator of a group's standard deviation."""
 
 
 class PassAtKSettings(GroupSettings, NormalizeSettings):
-    """pass@k: credit the best episode of a group."""
+    """Settings of pass@k, which credits the best episode of a group."""
 
 
 class GdpoSettings(GroupSettings):
-    """GDPO: normalise each part of the reward separately."""
+    """Settings of GDPO, which normalises each reward component separately."""
 
     needs = {
         "never: gdpo credits each part of the reward separately": "reward_scale reward_bias reward_clip reward_norm "

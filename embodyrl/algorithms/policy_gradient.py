@@ -57,8 +57,8 @@ class Algorithm:
 
         Args:
             cfg: the keys below `algorithm`.
-            longest_episode: chunks of an episode at its time limit; for `weights`.
-            scored: log-probabilities of an action (`PolicySpec.scored`); 0: one for each token.
+            longest_episode: number of chunks of an episode at its time limit; for `weights`.
+            scored: number of log-probabilities per action (`PolicySpec.scored`); 0: one per token.
 
         Raises:
             ConfigError: unknown names or contradictory settings.
@@ -68,9 +68,9 @@ class Algorithm:
         self._cfg = cfg
         self.settings = cfg
         self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
-        """Training steps at the start that train only the value head."""
+        """Number of initial training steps that train only the value head."""
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
-        """Rounds of refill groups that replace filtered groups."""
+        """Number of rounds in which new groups replace filtered groups."""
         self._longest_episode = longest_episode
         self.scored = scored
         self._estimator = ADVANTAGES.get(cfg.adv_type)
@@ -81,20 +81,20 @@ class Algorithm:
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
         self.needs_finals = self.needs_values or cfg.transitions
-        """The final observation of truncated episodes is needed."""
+        """True if the final observation of truncated episodes is needed."""
         self.needs_all_ends = cfg.needs_all_ends
-        """The final observation of terminated episodes is needed too: with another goal the episode may not have
+        """True if the final observation of terminated episodes is needed too: for another goal the episode may not have
         terminated."""
         self.needs_states = self._estimator.needs_states
         self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
-        """`prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
+        """True if `prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
         self.recomputes_logprob = cfg.old_logprob == OldLogprob.recompute
-        """The actor recomputes the log-probabilities before the update, for the denominator of the ratio."""
+        """True if the actor recomputes the log-probabilities before the update, for the denominator of the ratio."""
         self._reward_kl_beta = cfg.kl_beta
         self.seen: Outcomes = {}
-        """Outcomes of earlier steps, for a curriculum; the driver updates them."""
+        """Outcomes of earlier steps for the curriculum; updated by the driver."""
         self._scale = None
         if isinstance(cfg, ReturnScaleSettings) and cfg.normalize_returns:
             self._scale = ReturnScale(cfg.gamma)

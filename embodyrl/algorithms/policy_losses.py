@@ -29,7 +29,7 @@ SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:
-    """Return the columns [B, K * P] of tokens [B, K * D] that carry a log-probability, torch or numpy.
+    """Return the columns [B, K * P] of tokens [B, K * D] that have a log-probability (torch or numpy).
 
     Records of flow and diffusion policies have more tokens than log-probabilities: the first P of each action.
 
@@ -140,23 +140,23 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 class ClipSettings(Settings):
-    """Clip range of the ratio."""
+    """Settings of the clip range of the ratio."""
 
     clip_ratio_low: Annotated[float, Field(gt=0, le=100)] = 0.2
-    """Lower clip range of PPO (1 - this); 1 or more: no lower bound, because ratios are positive."""
+    """Distance of the lower PPO clip bound from 1; 1 or more: no lower bound, because ratios are positive."""
     clip_ratio_high: Positive = 0.28
-    """Upper clip range of PPO (1 + this)."""
+    """Distance of the upper PPO clip bound from 1."""
 
 
 class DualClipSettings(ClipSettings):
-    """Clip range of the ratio, and bound of the loss."""
+    """Settings of the clip range of the ratio, and of the bound of the loss."""
 
     clip_ratio_c: Annotated[float, Field(gt=1, le=10**9)] | None = None
     """Dual clip bound for negative advantages (> 1); null: off."""
 
 
 class SapoSettings(Settings):
-    """Temperatures of SAPO."""
+    """Settings of SAPO."""
 
     sapo_tau_pos: Positive = 1.0
     """sapo: temperature of the sigmoid for positive advantages."""
@@ -165,28 +165,28 @@ class SapoSettings(Settings):
 
 
 class TruncatedRatioSettings(Settings):
-    """Truncated importance weights."""
+    """Settings of truncated importance weights."""
 
     ratio_max: Positive = 2.0
     """aipo: upper bound of the importance weight."""
 
 
 class LogRatioSettings(Settings):
-    """Penalty on the log-ratio."""
+    """Settings of the penalty on the log-ratio."""
 
     log_ratio_coef: Weight = 1.0
     """dro: weight of half the squared log-ratio; kl_cov: weight of the absolute log-ratio."""
 
 
 class CovarianceSettings(Settings):
-    """Selection of tokens with a large covariance."""
+    """Settings of the selection of tokens with a large covariance."""
 
     cov_share: Annotated[float, Field(gt=0, le=1)] = 2.0e-4
     """clip_cov: fraction of tokens without gradient; kl_cov: fraction of tokens with the KL penalty."""
 
 
 class ClipCovSettings(DualClipSettings, CovarianceSettings):
-    """Clip-Cov."""
+    """Settings of Clip-Cov."""
 
     cov_bounds: Annotated[list[float], RISING, Must("[low,high] with low < high")] = [1.0, 5.0]
     """clip_cov: [low, high] range of the covariance of advantage and log-probability; only tokens in this range are
@@ -194,7 +194,7 @@ class ClipCovSettings(DualClipSettings, CovarianceSettings):
 
 
 class KlCovSettings(LogRatioSettings, CovarianceSettings):
-    """KL-Cov."""
+    """Settings of KL-Cov."""
 
 
 def _log_ratio(u: Units) -> torch.Tensor:

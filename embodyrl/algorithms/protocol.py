@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Inputs of an estimator other than the episodes, aligned with them; empty if the algorithm does not need them."""
+    """Inputs of an estimator in addition to the episodes, in the same order; empty unless the algorithm needs them."""
 
     logprob: tuple[FloatArray, ...] = ()
     """[T, L] log-probabilities of the behaviour policy."""
@@ -26,7 +26,7 @@ class Scores:
     states: tuple[IntArray, ...] = ()
     """[T] hash of the observation before each chunk."""
     greedy: tuple[Episode | None, ...] = ()
-    """Greedy episode of the group of each episode; None: lost to a crash."""
+    """Greedy episode of each episode's group; None: lost in a worker crash."""
     part_weights: tuple[float, ...] = ()
     """[C] weight of each part of the reward, `EnvSpec.component_weights`."""
 
@@ -114,15 +114,15 @@ class AdvantageEstimator:
     """Advantage estimator, selected by `adv_type`."""
 
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
-    """Returns credits aligned with the episodes of one training step."""
+    """Function that returns the credits of the episodes of one training step, in the same order."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
     """Settings class of the estimator's keys below `algorithm`; `compute` gets an instance."""
     counts_chunk_steps: bool = False
-    """Count chunk steps per slot (episodes are cut and bootstrapped) instead of a list of episodes."""
+    """Collect a fixed number of chunk steps per slot (episodes are cut and bootstrapped) instead of whole episodes."""
     needs_states: bool = False
-    """Needs `Scores.states`."""
+    """Requires `Scores.states`."""
     needs_greedy: bool = False
-    """Needs `Scores.greedy`."""
+    """Requires `Scores.greedy`."""
     learner: str = "embodyrl.learners.policy_gradient:PolicyGradientLearner"
     """package.module:class of the learner (`learners/protocol.py`). Settings of a learner without a `loss_type` are
     subclasses of `BufferSettings`."""
@@ -181,7 +181,7 @@ class PolicyLoss:
     """Policy loss, selected by `loss_type`."""
 
     compute: Callable[[Units, Any], LossTerms]
-    """Returns the loss of each unit; for sequence-level methods, the units of a sample are the sequence."""
+    """Function that returns the loss of each unit; for sequence-level methods, a sample is the sequence."""
     settings: type[Settings] = Settings
     """Settings class of this loss's own keys below `algorithm`; `compute` gets an instance."""
     needs_all_samples: bool = False

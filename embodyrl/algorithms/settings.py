@@ -31,7 +31,7 @@ _SHARES = only(lambda v: len(v) == 2 and 0 <= v[0] < v[1] <= 1)
 
 
 class ActingAlgorithm(Settings):
-    """Keys of an algorithm that acting needs."""
+    """Algorithm keys that affect sampling."""
 
     sampling_params: SamplingSettings = SamplingSettings()
 
@@ -49,9 +49,9 @@ class AlgorithmSettings(ActingAlgorithm):
     }
 
     imitates: ClassVar[bool] = False
-    """True if the loss is that of SFT."""
+    """True if the loss is the SFT loss."""
     transitions: ClassVar[bool] = False
-    """True if updates sample transitions of a replay buffer, in one process; last observations are kept for them."""
+    """True if updates sample transitions from a replay buffer in one process; final observations are stored as well."""
     adv_type: str = "grpo"
     """Advantage estimator."""
     loss_type: str = "ppo_clip"
@@ -130,7 +130,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def method(self) -> str:
-        """Description of the algorithm in one line."""
+        """Return a one-line description of the algorithm."""
         return f"{self.adv_type} + {self.loss_type}"
 
     @property
@@ -182,21 +182,21 @@ class GroupSettings(AlgorithmSettings):
 
 
 class NormalizeSettings(Settings):
-    """Keys of estimators that may divide by a standard deviation."""
+    """Keys of estimators that optionally divide by a standard deviation."""
 
     normalize_advantages: bool = True
     """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
 
 
 class DiscountSettings(Settings):
-    """Keys of estimators that discount."""
+    """Keys of estimators with a discount."""
 
     gamma: Share = 1.0
     """Discount per credited step (chunk or action, see reward_type)."""
 
 
 class ReturnScaleSettings(DiscountSettings):
-    """Keys of estimators that may normalise the scale of rewards."""
+    """Keys of estimators that optionally normalise the scale of rewards."""
 
     normalize_returns: bool = False
     """Divide rewards by the running standard deviation of discounted returns; reported returns are unscaled."""
@@ -260,6 +260,6 @@ class BufferSettings(AlgorithmSettings):
 
     @property
     def method(self) -> str:
-        """Description of the algorithm in one line."""
+        """Return a one-line description of the algorithm."""
         shown = f", {self.demonstration_share:.0%} demonstrated" if self.demonstrations else ""
         return f"{self.adv_type}, {self.updates_per_sample:g} updates per sample{shown}"

@@ -1,4 +1,4 @@
-"""Reward shaping before credit: scale, clip, normalisation, KL to the reference."""
+"""Reward shaping before advantage estimation: scale, clip, normalisation, KL to the reference."""
 
 from __future__ import annotations
 

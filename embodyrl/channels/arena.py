@@ -61,7 +61,7 @@ def records_of(tickets: Tickets) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaHandle:
-    """Data with which another process attaches."""
+    """Path of the owner's file descriptor below /proc."""
 
     path: str
     """Path of the owner's file descriptor below /proc."""
@@ -131,7 +131,7 @@ class Arena:
         """Map an arena that another process owns.
 
         Raises:
-            StaleTicketError: the owner is gone.
+            StaleTicketError: the owner exited.
         """
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)

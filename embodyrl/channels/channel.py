@@ -32,14 +32,14 @@ class PipeChannel:
         self._poll.register(connection.fileno(), select.POLLIN)
         self._part = memoryview(bytearray(_PART))
         self._begun = bytearray()
-        """Start of an incomplete message."""
+        """Received part of an incomplete message."""
         self.arrived: deque[Any] = deque()
-        """Messages that arrived while a long one was sent; `get` returns them first."""
+        """Messages received while a long message was sent; `get` returns them first."""
 
     def put(self, message: Any, timeout_s: float | None = None) -> None:
         """Send a message.
 
-        One of both ends sets a deadline; messages that it receives while sending are stored in `arrived`.
+        One of both ends sets a deadline; messages received while sending are stored in `arrived`.
 
         Raises:
             ChannelClosed: the other end is closed.

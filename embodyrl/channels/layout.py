@@ -85,7 +85,7 @@ class Record:
     instruction = Column("instruction", "uint8", "instruction_bytes")
     """UTF-8, padded (`encode_instruction`)."""
     tokens = Column("tokens", "int64", "L")
-    """Sampled tokens, which are scored again in training."""
+    """Sampled tokens; training recomputes their log-probabilities."""
     logprob = Column("logprob", "float32", "L")
     """Log-probability of each token under the weights that sampled it."""
     value = Column("value", "float32", "V")
@@ -111,7 +111,7 @@ class Record:
     cut_off = Column("cut_off", "bool")
     """The reply hit the length limit."""
     cost = Column("cost", "int64")
-    """Tokens of the sample including the prompt, for micro-batches of even size."""
+    """Number of tokens of the sample including the prompt, for micro-batches of even size."""
     components = Column("components", "float32", "components")
     """Parts of the reward (`EnvSpec.components`), summed over the chunk."""
     ref_logprob = Column("ref_logprob", "float32", "L")
@@ -141,7 +141,7 @@ STEP_RESULT = (Record.reward, Record.terminated, Record.truncated, Record.valid,
 def record_layout(env: EnvSpec, policy: PolicySpec, *, with_reference: bool = False, top: int = 0) -> RecordLayout:
     """Derive the record of one chunk step from the specs of environment and policy.
 
-    `top`: rollout.logprobs.
+    `top`: value of rollout.logprobs.
     """
     height, width = env.cameras.size
     sizes = {

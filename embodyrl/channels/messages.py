@@ -68,7 +68,7 @@ class Request:
     """
 
     sequence: int = 0
-    """Set by the sender."""
+    """Sequence number, set by the sender."""
     read_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
     """Fields that the worker reads, by the attribute with the tickets. The state of the record is always included."""
     written_fields: ClassVar[Mapping[str, tuple[str, ...] | None]] = {}
@@ -114,7 +114,7 @@ class EnvRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A finished recording, or the reason why there is none."""
+    """A finished video recording, or the reason for its absence."""
 
     slot: int
     path: str | None
@@ -132,9 +132,9 @@ class EnvReport:
     reset_s: float
     recordings: tuple[Recording, ...] = ()
     reward_errors: tuple[tuple[int, str], ...] = ()
-    """Slots with an unknown reward, and the errors."""
+    """Errors by slot, for slots with an unknown reward."""
     solved: tuple[int, ...] = ()
-    """Slots that were reset to a state in which the goal is already reached."""
+    """Slots that were reset to a state with the goal already reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class InferRequest(Request):
     greedy: bool
     version: int
     temperature: float | None = None
-    """Sampling temperature; None: that of training."""
+    """Sampling temperature; None: the training temperature."""
     padded_size: int = 0
     """Fixed batch size; 0: number of tickets."""
     rows: Sequence[int] | IntArray = ()
@@ -189,9 +189,9 @@ class UpdateRequest(Request):
     episode: Sequence[int] | IntArray
     """Episode id of each ticket."""
     finals: tuple[tuple[int, int], ...] = ()
-    """Off-policy: record of the final observation by episode id; of terminated episodes only with hindsight."""
+    """Off-policy: record of the final observation by episode id; for terminated episodes only with hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: episodes that continue one of an earlier request, with its number in that request's `open`."""
+    """Hindsight: episodes that continue an episode of an earlier request, with its number in `open` of that request."""
     open: tuple[tuple[int, int], ...] = ()
     """Hindsight: episodes that may continue in the next request, each with a unique number."""
     in_parts: bool = False
@@ -295,5 +295,5 @@ class RankInfo:
 
     # Round-robin: the ranks get equally many parts, or differ by one part.
     def share(self, count: int, size: int) -> list[slice]:
-        """Return this rank's slices of at most `size` of `count` items, as a single rank would slice them."""
+        """Return this rank's slices of `count` items, each of at most `size` items."""
         return [slice(start, start + size) for start in range(self.rank * size, count, self.world * size)]

@@ -1,1 +1,1 @@
-"""Checkpoints: atomic, verified before use, free of code."""
+"""Checkpoints: atomic writes, verification before use, no code execution."""

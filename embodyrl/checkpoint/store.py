@@ -1,4 +1,4 @@
-"""A folder of checkpoints. Each is written to a scratch folder and renamed, so that a step is complete or absent."""
+"""A folder of checkpoints. A checkpoint is written to a scratch folder and renamed, so a step is complete or absent."""
 
 import errno
 import hashlib
@@ -21,7 +21,7 @@ from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-"""Version of the manifest format; newer ones are rejected."""
+"""Version of the manifest format; newer formats are rejected."""
 LOOP_FILE = "loop.json"
 """State of the training loop."""
 HEADROOM = 1.2
@@ -47,7 +47,7 @@ class Manifest(BaseModel, frozen=True):
     step: int
     """Training step."""
     version: str
-    """Version of embodyrl that wrote it."""
+    """Version of embodyrl that wrote the checkpoint."""
     created: str
     """ISO 8601, UTC."""
     files: dict[str, FileEntry]

@@ -103,7 +103,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the state of `rng_state`; CUDA states only for devices that exist on both sides."""
+    """Restore the state of `rng_state`; CUDA states only for devices that exist in both processes."""
     torch.set_rng_state(state["torch"])
     for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(one, index)

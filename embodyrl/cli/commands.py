@@ -1,4 +1,4 @@
-"""The commands of the program, from commands.toml here and in the folders of extensions. Light: read for every call."""
+"""The commands of the program, from commands.toml here and in the folders of extensions; imports nothing heavy."""
 
 import shutil
 import textwrap
@@ -35,7 +35,7 @@ class Command:
     """`--flag` with its argparse options."""
     examples: tuple[str, ...] = ()
     long_help: bool = False
-    """Add groups and the commonest keys to the help."""
+    """Add groups and common keys to the help."""
     own_flags: bool = False
     """Flags after the first argument are passed to the program that the command starts."""
 
@@ -48,7 +48,7 @@ class Command:
 
 
 def _read(surface: Mapping[str, Any], targets: Mapping[str, str]) -> dict[str, Command]:
-    """Return the commands of a file; an entry point is the target of a command that names no other."""
+    """Return the commands of a file; an entry point is the default target."""
     known, found = _SURFACE["flags"] | surface.get("flags", {}), {}
     for name, raw in surface["commands"].items():
         flags = {f"--{flag}": dict(known[flag]) for flag in raw.get("flags", ())}
@@ -70,7 +70,7 @@ def _of_extensions() -> dict[str, Command]:
 
 
 COMMANDS = _of_extensions()
-"""Commands of the core and of extensions, the commonest first."""
+"""Commands of the core and of extensions, the most common first."""
 
 
 def of_packages() -> dict[str, Command]:

@@ -44,7 +44,7 @@ def list_things(args: argparse.Namespace) -> int:
 
 
 _POINTS = {"envs": "embodyrl.envs", "models": "embodyrl.policies", "launchers": "embodyrl.launchers"}
-"""Groups of entry points from which each list comes."""
+"""Entry-point groups of each list."""
 
 
 def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:

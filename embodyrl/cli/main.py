@@ -25,7 +25,7 @@ from embodyrl.registry import closest
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports usage mistakes the way configuration mistakes are reported."""
+    """Argument parser that reports usage errors like configuration errors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `{self.prog} --help` shows the usage.")
@@ -64,7 +64,7 @@ _ERROR = "embodyrl: error: "
 _MOVED = {
     "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
 }
-"""Commands that left the package, with their place."""
+"""Commands that moved out of the package, with their new place."""
 
 
 def _run(arguments: list[str]) -> int:
@@ -154,7 +154,7 @@ def _report(lines: list[str], arguments: list[str]) -> None:
 
 
 def _tell(line: str) -> None:
-    """Write a line to standard error, if anybody is there."""
+    """Write a line to standard error, if the stream is open."""
     with contextlib.suppress(OSError):
         print(printable(masked(line)), file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Output of commands, flushed early: lines for people, or JSON."""
+"""Output of commands, flushed early: text lines or JSON."""
 
 import argparse
 import gc

@@ -102,7 +102,7 @@ def _compose(args: argparse.Namespace) -> tuple[Config, dict[str, Path | None]]:
 def compose_with_ckpt(args: argparse.Namespace) -> Any:
     """Compose the config of a command that uses weights, with that of the run in `ckpt=` as the base.
 
-    A first argument without a key is that run, as in commands about a run.
+    A first argument without a key is the run, as in commands about a run.
     """
     if args.words and "=" not in args.words[0]:
         args.words[0] = write_word("ckpt", args.words[0])
@@ -111,7 +111,7 @@ def compose_with_ckpt(args: argparse.Namespace) -> Any:
 
 
 def _resumed(args: argparse.Namespace) -> Path:
-    """Return the run that `--resume` names; without a name, the newest run of this command."""
+    """Return the run of `--resume`; without a name, the newest run of this command."""
     if args.resume != NEWEST:
         return Path(args.resume) if args.command != "eval" else find_run(args.resume)
     return latest_run(f"embodyrl {args.command} --resume", trained=args.command != "eval")
@@ -120,8 +120,8 @@ def _resumed(args: argparse.Namespace) -> Path:
 def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
     """Compose the config and find the run to resume.
 
-    A named run brings its own config. `auto` means "start this experiment or resume it", so there the command
-    line defines the config, and a missing run is a fresh start.
+    A named run uses its saved config. `auto` starts or resumes the experiment: it uses the config of the command
+    line, and a missing run is a fresh start.
     """
     marker = "runner.resume_dir="
     asked = (
@@ -149,7 +149,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
 
 
 def only_look(args: argparse.Namespace, cfg: Config) -> bool:
-    """Check the config against its components and serve the flags that stop before anything runs."""
+    """Check the config against its components and handle the flags that stop before the run."""
     from embodyrl.plan.checks import check_components
 
     check_components(cfg)

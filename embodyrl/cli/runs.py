@@ -15,7 +15,7 @@ NEWEST = "newest"
 
 
 def describe_run(folder: Path) -> dict[str, Any]:
-    """Name, place, local start time, last step, newest success rate (0 to 1) and return; None before the first."""
+    """Return name, path, local start time, last step, newest success rate (0 to 1) and return; None if unknown."""
     from embodyrl.monitor.history import METRICS_FILE, TABLE_FILE, newest_values, read_table
 
     step, success, earned = newest_values(folder / METRICS_FILE, ("step", "eval/success_once", "eval/return"))
@@ -51,7 +51,7 @@ def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
     """Return the newest run in ./runs: a training, an evaluation, or either.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no run.
     """
     for folder in run_folders(Path("runs")):
         if trained is None or (folder / "checkpoints").is_dir() == trained:
@@ -60,10 +60,10 @@ def latest_run(wanted_by: str, *, trained: bool | None = None) -> Path:
 
 
 def find_run(word: str) -> Path:
-    """Return the run folder that a word on the command line names.
+    """Return the run folder of a command-line argument.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such run.
     """
     for path in (Path(word), Path("runs") / word):
         if (path / "config.yaml").is_file():

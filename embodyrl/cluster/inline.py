@@ -156,7 +156,7 @@ class InlineLauncher:
             self._died(name, error)
 
     def _owning(self, simulates: bool) -> AbstractContextManager[None]:
-        """Mark the processes that an environment starts: they end with the run."""
+        """Mark processes started by an environment; they end with the run."""
         return owning(self._owner) if simulates else nullcontext()
 
     def _died(self, name: str, error: BaseException) -> None:

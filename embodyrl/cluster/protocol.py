@@ -30,7 +30,7 @@ OnNonfinite = StrEnum("OnNonfinite", ["stop", "skip"])
 
 
 class FaultSettings(Settings):
-    """Responses to failing workers and updates, and time limits of workers."""
+    """Settings of faults: responses to failing workers and updates, and time limits of workers."""
 
     needs = {"on_env_crash=restart": "max_restarts_per_worker"}
 
@@ -134,7 +134,7 @@ class Launcher(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Return replies and deaths; empty if nothing happened within the timeout or a second.
+        """Return replies and deaths; empty after the timeout, or one second, without events.
 
         Deadlines count the time in which the driver ran, so call this method often.
         """
@@ -170,7 +170,7 @@ def parse_placement(
 ) -> dict[str, tuple[int, ...]]:
     """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
 
-    Of two entries for one component the later wins. Unless they are `separate`, rollout and actor need the same nodes.
+    If a component has two entries, the later one applies. Unless `separate`, rollout and actor need equal nodes.
 
     Args:
         placement: nodes of each component, as numbers or as names or addresses of hosts.
@@ -328,4 +328,4 @@ class OpenRequests(Generic[H]):
         self._events.append(Event(worker=name, message=died))
 
     def interrupt(self) -> None:
-        """Do nothing: the driver only waits."""
+        """Do nothing, because only the driver waits."""

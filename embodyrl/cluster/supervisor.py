@@ -98,7 +98,7 @@ class Supervisor:
         self._specs: dict[str, WorkerSpec] = {}
         self._callbacks: dict[str, Callback] = {}
         self.starting: set[str] = set()
-        """Workers that are not ready yet, or died and will be restarted."""
+        """Workers that are not ready: starting, or dead and to be restarted."""
         self._restarts: dict[str, int] = {}
         self._restart_at: dict[str, float] = {}
         self._failures: dict[str, str] = {}

@@ -10,7 +10,7 @@ from embodyrl.plan.schema import READS, Config
 
 
 def describe(cfg: Config) -> str:
-    """Return the derived sizes of a run, a line each, by the function that the config of its command names."""
+    """Return the lines of a dry run; the config of the command selects the function."""
     module, _, name = READS[cfg.command].dry_run.partition(":")
     lines: list[tuple[str, str]] = getattr(importlib.import_module(module), name)(cfg)
     if launcher := getattr(cfg, "launcher", None):

@@ -29,22 +29,22 @@ class TaskResult:
     task: str
     episodes: int
     states: int
-    """Different initial states among them."""
+    """Number of different initial states."""
     solved: int | None
     """Share of states with at least one success; None: the environment does not report success."""
     voted: float | None
-    """Share of states whose most frequent final answer is right; None: one answer each, or no words."""
+    """Share of states whose most frequent final answer is correct; None: one answer per state, or no text."""
     effective_episodes: float
     """Effective number of independent episodes."""
     successes: int | None
-    """None, like the next four: the environment does not report success."""
+    """None, as for the next four fields: the environment does not report success."""
     success_once: float | None
     low: float | None
     high: float | None
     success_at_end: float | None
     mean_return: float
     return_low: float | None
-    """None, like the next: a single state has no interval."""
+    """None, as for the next field: a single state has no interval."""
     return_high: float | None
     mean_steps: float
     suite: str = ""
@@ -54,12 +54,12 @@ class TaskResult:
 
     @property
     def rate(self) -> Rate:
-        """Success; False if the environment does not report it."""
+        """True if the score is a success rate; False if the environment reports only returns."""
         return Rate(self.successes or 0, self.episodes, self.states, self.effective_episodes)
 
     @property
     def score(self) -> Score:
-        """Success, or the return where success is not known."""
+        """Success rate, or the mean return if success is unknown."""
         if self.successes is not None:
             return self.rate
         low = -math.inf if self.return_low is None else self.return_low
@@ -69,7 +69,7 @@ class TaskResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EvalResult:
-    """An evaluation's table and files."""
+    """Results and files of an evaluation."""
 
     dropped: int
     """Episodes dropped after repeated worker crashes; the results exclude them."""
@@ -82,13 +82,13 @@ class EvalResult:
     wall_s: float
     env_steps: int
     lengths: tuple[int, int]
-    """Fewest and most steps of an episode of the own suite."""
+    """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
     """Share of replies that reached the token limit; None: no text."""
     solved_at_reset: tuple[int, ...] = ()
-    """Numbers of the episodes whose goal held before the first action; they count as they ended."""
+    """Numbers of the episodes with the goal reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
-    """Each suite, the own one first, where several were evaluated."""
+    """Results by suite, the environment's own suite first, if several suites were evaluated."""
     paired: tuple[Paired, ...] = ()
     """Comparison with `eval.baseline`, suite by suite."""
     baseline: str | None = None
@@ -149,7 +149,7 @@ class EvalResult:
 
 
 def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
-    """Show an evaluation: tasks, suites, the comparison with an earlier one, protocol, files."""
+    """Print an evaluation: tasks, suites, the comparison with an earlier evaluation, protocol, files."""
     if result.dropped:
         say(f"  {result.losses}")
     known = result.overall.success_once is not None
@@ -183,7 +183,7 @@ def print_table(result: EvalResult, say: Callable[[str], None]) -> None:
 
 
 def _say_matrix(result: EvalResult, what: str, say: Callable[[str], None]) -> None:
-    """Print a table of tasks and suites, then the interval of each suite and its loss against the first suite."""
+    """Print a table of tasks and suites, then the interval of each suite and its difference to the first suite."""
     suites = result.suites
     cells = {(row.number, row.suite): row for row in result.tasks}
     names = {number: row.task for (number, _), row in reversed(cells.items())}  # in the words of the first suite
@@ -274,7 +274,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
 
 
 def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
-    """Record of an episode; its return excludes the reward scale of training."""
+    """Return the row of an episode; its return excludes the reward scale of training."""
     number = episode.spec.task_id
     # An environment that does not declare success may report it: some do so only at the end.
     known = env.reward.reports_success or episode.success_once
@@ -307,7 +307,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
 
 
 def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
-    """Score per task, of all of them and per suite, before and after; both validations ran the same episodes."""
+    """Return the scores per task, overall and per suite, before and after; both validations ran the same episodes."""
     own = first.suites[0].task if first.suites else ""
     before = {row.task_id: row for row in first.tasks if row.suite == own}
     found = [_alike(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
@@ -322,5 +322,5 @@ def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, 
 
 
 def paired_changes(first: EvalResult, last: EvalResult) -> list[Paired]:
-    """Compare in pairs for each suite."""
+    """Compare the paired episodes of each suite."""
     return pair_suites(*(read_episodes(result.folder / EPISODES_FILE) for result in (first, last)))

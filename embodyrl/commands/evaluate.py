@@ -48,11 +48,11 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
 
     Args:
         cfg: settings of the evaluation.
-        overrides: as typed, for the run's records.
-        resume: an interrupted evaluation's run folder; every episode counts exactly once.
+        overrides: command-line arguments, for the run's records.
+        resume: run folder of an interrupted evaluation, whose finished episodes are not repeated.
 
     Raises:
-        EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
+        EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=False)
     if cfg.eval.baseline is not None:
@@ -97,9 +97,9 @@ def _step_of(weights: Path | None) -> int:
 def run_evaluation(
     run_plan: RunPlan, workers: Workers, run: RunFolder, monitor: Fanout, step: int, *, resume: bool = False
 ) -> EvalResult:
-    """Evaluate the weights that the workers hold and write `eval.json` and `episodes.jsonl` into the step's folder.
+    """Evaluate the workers' weights and write `eval.json` and `episodes.jsonl` into the folder of the step.
 
-    With `resume`, episodes that an interrupted evaluation has finished there count and are not run again.
+    With `resume`, the finished episodes of an interrupted evaluation count and are not repeated.
 
     Raises:
         EmbodyError: recordings failed and `faults.on_video_error=stop`, or no episode could be finished.
@@ -175,7 +175,7 @@ def _read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
     """Return the episodes of `eval.baseline`.
 
     Raises:
-        ConfigError: the run has no evaluation that can be compared, or no extension reads runs.
+        ConfigError: the run has no comparable evaluation, or no extension reads runs.
     """
     for read in BASELINES.every():
         return read(cfg)
@@ -183,7 +183,7 @@ def _read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
 
 
 def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Path, step: int) -> VideoChoice | None:
-    """Turn `none | failures | first:N | all` into the choice per episode; `changed:N` is chosen afterwards."""
+    """Return the video choice per episode for `none | failures | first:N | all`; `changed:N` is resolved afterwards."""
     if pattern == "none" or pattern.startswith("changed:"):
         return None
     order = [e.episode_id for e in plan.episodes]
@@ -196,7 +196,7 @@ def video_choice(pattern: str, plan: EpisodeList, run_plan: RunPlan, videos: Pat
 
 
 def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
-    """Name of an episode's recording, before outcome and length."""
+    """Return the name of an episode's recording, without outcome and length."""
     task = re.sub(r"[^a-z0-9]+", "_", env.tasks[spec.task_id].lower()).strip("_")[:48]
     _, state = env.task_of(spec.reset_id)
     return f"step{step:06d}_task{spec.task_id:02d}_{task}_state{state:02d}_seed{spec.seed}_ep{spec.episode_id:03d}"
@@ -236,7 +236,7 @@ def read_evaluation(folder: Path, env: EnvSpec) -> EvalResult | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """First and last validation with the recordings that were added, and videos of both next to each other."""
+    """First and last validation, the recordings that were added, and the side-by-side videos."""
 
     first: EvalResult
     last: EvalResult

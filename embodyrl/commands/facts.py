@@ -21,7 +21,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
-    """Name and text of the banner's lines."""
+    """Return name and text of the banner lines."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
     workers = len(run_plan.env_workers)
     split = cfg.env.splits["train" if run_plan.algorithm or run_plan.single_step else "eval"]
@@ -103,7 +103,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return samples per step, steps, memory and disk of a training run.
 
     Raises:
-        ConfigError: there is too little of them.
+        ConfigError: memory or disk space is too small.
     """
     cfg = run_plan.cfg
     assert run_plan.algorithm is not None

@@ -12,13 +12,13 @@ from embodyrl.types import ActionKind, EnvSpec, Episode
 _CLOCK_DEPENDENT = CLOCK_METRICS | {
     *("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
 }
-"""Depend on the machine; in deterministic mode they move below `time/`, where nothing is compared."""
+"""Metrics that depend on the machine; in deterministic mode they move below `time/`, which is not compared."""
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:
     """Return success, return and length of episodes, throughput, times and worker restarts.
 
-    Only episodes that no quota could cut are counted. If the quota is too short for such an episode, finished episodes
+    Only episodes that the step quota cannot cut are counted. If the quota is too short for them, finished episodes
     are counted, although they are shorter, and without any the truncated ones. If episodes continue in the next step,
     the episodes that end in this step are counted as a whole; there may be none.
     """
@@ -82,7 +82,7 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
 
 
 def split_clock_metrics(metrics: Mapping[str, float], *, deterministic: bool) -> dict[str, float]:
-    """Move clock-dependent metrics below `time/` where runs are compared to the last digit."""
+    """Move clock-dependent metrics below `time/` in deterministic mode."""
     if not deterministic:
         return dict(metrics)
     return {f"time/{name}" if name in _CLOCK_DEPENDENT else name: value for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""The run folder: its name, its records of the start, its lock, and the source of weights."""
+"""The run folder: name, records of the start, lock, and source of the weights."""
 
 import contextlib
 import fcntl
@@ -77,7 +77,7 @@ class RunFolder:
         return "logs", f"tail -F {shlex.quote(str(self.logs))}/*.log"
 
     def discard(self) -> None:
-        """Remove a run that could not begin, unless it is an older one."""
+        """Delete the new folder of a run that did not start."""
         if self.is_new:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -97,7 +97,7 @@ def open_run(cfg: Config, command: str, overrides: Sequence[str], resume: Path |
     Raises:
         ConfigError: the folder exists and `runner.on_existing=error`.
         EmbodyError: another process uses the run, or a folder is not writable.
-        CheckpointError: the model's own path leads into a damaged checkpoint.
+        CheckpointError: `model.path` is inside a damaged checkpoint.
     """
     for path in (cfg.model.weights, cfg.model.lora.path if isinstance(cfg.model, AdapterSettings) else None):
         _verify_ours(resolve_asset(path or ""))
@@ -180,10 +180,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take(lock: Path, folder: Path) -> int:
-    """Lock a file for this process; the system releases the lock when the process ends, however it ends.
+    """Lock a file for this process; the system releases the lock when the process ends, even after a crash.
 
     Raises:
-        EmbodyError: another process holds it; names it.
+        EmbodyError: another process holds the lock; the message names the process.
     """
     while True:
         handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -257,7 +257,7 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
 
     Raises:
         ConfigError: its weights are of another model, were made for another environment, or would replace an adapter.
-        CheckpointError: nothing usable is there.
+        CheckpointError: the path contains no usable weights.
     """
     model = cfg.model
     if cfg.ckpt is None:
@@ -286,7 +286,7 @@ def weight_facts(cfg: Config, weights: Path | None) -> list[tuple[str, str]]:
     """Return name and text of the banner's line about initial weights and adapters.
 
     Args:
-        cfg: of the run.
+        cfg: config of the run.
         weights: the result of `first_weights`.
     """
     model = cfg.model
@@ -314,7 +314,7 @@ def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
     """Compare the newest weights of a run with the model and the environment of its continuation.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the weights do not fit.
     """
     # Before `open_run` writes the config: the run could not be resumed without those arguments.
     if newest := CheckpointStore(run / "checkpoints").latest():

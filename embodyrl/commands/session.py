@@ -32,15 +32,15 @@ from embodyrl.version import __version__
 W = TypeVar("W", bound=Started)
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
-"""Called with the number of steps that are done and the metrics of the last one; returning True ends the run there: a
-checkpoint is written and the result returned."""
+"""Called with the number of completed steps and the metrics of the last step; returning True ends the run: a
+checkpoint is written and the result is returned."""
 
 Facts = Sequence[tuple[str, str]]
 """Name and text of the banner's lines."""
 
 
 def screen_only(cfg: Config) -> Fanout:
-    """Return the monitor of a command without training: it has no steps to log."""
+    """Return the monitor of a command without training, which logs no steps."""
     return build_monitor([name for name in cfg.runner.logger.backends if name == "console"])
 
 
@@ -89,10 +89,10 @@ class Session:
         self._store.clean_stale()
         self._warnings = self._store.set_aside()
         self.restarts = 0
-        """Restarts of env workers before this process took over."""
+        """Number of env worker restarts in earlier processes of the run."""
         self._row: dict[str, Any] = {}
         self._telling = False
-        """A callback is running, or has raised."""
+        """True while a callback runs, and after a callback raised an exception."""
         # One thread, so that checkpoints are moved into place in their order.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[None] | None = None
@@ -129,9 +129,9 @@ class Session:
         return latest
 
     def owes_validation(self, interval: int) -> dict[str, float]:
-        """Return the metrics of the resumed step if its validation was interrupted, else nothing.
+        """Return the metrics of the resumed step if its validation was interrupted, else an empty mapping.
 
-        Log it again with the results.
+        The step is logged again with the results.
         """
         row = {name: math.nan if value is None else value for name, value in self._row.items() if name != "step"}
         return row if self.step and self.due(interval) and "time/validate" not in row else {}
@@ -166,7 +166,7 @@ class Session:
         return interval != -1 and (self.step % interval == 0 or self.step == self.total)
 
     def tell(self, callback: Callable[[int, Any], bool | None] | None, news: Any) -> None:
-        """Call a callback, if there is one; its answer True makes this step the last one."""
+        """Call a callback, if there is one; the result True ends the run after this step."""
         if callback is None:
             return
         self._telling = True
@@ -209,9 +209,9 @@ class Session:
             self._best, self._best_step = [*score], self.step
 
     def save(self, fill: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
-        """Write a checkpoint of the current step, once, and drop old ones.
+        """Write a checkpoint of the current step, at most once, and delete old checkpoints.
 
-        With `checkpoint.async_save` it is complete when `wait_for_save` returns.
+        With `checkpoint.async_save` the checkpoint is complete when `wait_for_save` returns.
         """
         self._tolerate(self.wait_for_save)
         path = self._store.path(self.step)
@@ -238,7 +238,7 @@ class Session:
         """Raise the error of the last checkpoint; `wait` until it is complete.
 
         Raises:
-            CheckpointError: it could not be written, or takes longer than `faults.update_timeout_s`.
+            CheckpointError: the checkpoint could not be written, or takes longer than `faults.update_timeout_s`.
         """
         if self._saving is None or not (wait or self._saving.done()):
             return

@@ -49,7 +49,7 @@ _NOTHING = PreparedBatch(
 
 
 OnEval = Callable[[int, EvalResult], bool | None]
-"""Called with the number of steps that are done and each validation's result; True ends the run, see `OnStep`."""
+"""Called with the number of completed steps and the result of each validation; True ends the run, as in `OnStep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -75,10 +75,10 @@ def train(
     on_step: OnStep | None = None,
     on_eval: OnEval | None = None,
 ) -> TrainResult:
-    """Train from `cfg`, or continue the run in `resume`; either callback may end it by returning True.
+    """Train with `cfg`, or resume the run in `resume`; a callback ends the run by returning True.
 
     Raises:
-        EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
+        EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=True)
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
@@ -91,7 +91,7 @@ def train(
 
 @dataclass
 class _Training:
-    """One process's share of a run."""
+    """State of a training run in this process."""
 
     run_plan: RunPlan
     folder: RunFolder
@@ -101,7 +101,7 @@ class _Training:
     first: EvalResult | None = None
     last: EvalResult | None = None
     compared: tuple[Path, ...] = ()
-    """Videos of the first and the last validation next to each other."""
+    """Side-by-side videos of the first and the last validation."""
 
     def __post_init__(self) -> None:
         assert self.run_plan.algorithm is not None
@@ -250,7 +250,7 @@ class _Training:
         return self.cfg.runner.val_check_interval != -1
 
     def _validates_after(self, step: int) -> bool:
-        """Return whether a validation follows this step; it uses the slots, so no episode may wait in them."""
+        """Return whether a validation follows this step; then no unfinished episode may occupy a slot."""
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 

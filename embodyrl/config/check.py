@@ -1,4 +1,4 @@
-"""Find wrong values, and typed keys that have no effect."""
+"""Find wrong values, and command-line keys without effect."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from embodyrl.registry import closest
 
 
 def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Iterator[str]:
-    """Return one line for each of these keys that has no effect with the values of the others.
+    """Return one line for each of these keys that has no effect, given the other values.
 
     `needs` are conditions in addition to those of the classes.
     """

@@ -21,7 +21,7 @@ _PACKAGE = re.compile(r"\s*#\s*@package\s+(\S+)")
 
 
 def compose(command: str, groups: Mapping[str, str], config_dirs: Sequence[Path]) -> list[Setting]:
-    """Return the values that the files of a command and of options of groups set, unresolved; later ones win.
+    """Return the values set by the files of a command and of options of groups, unresolved; later values win.
 
     Raises:
         ConfigError: one line; see `compose_files`.
@@ -41,8 +41,8 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
 
     Args:
         root: name of the file with the defaults list.
-        typed: options of groups; they win over those of files.
-        folders: where files are looked up, the first one that has a file wins.
+        typed: options of groups from the command line; they override the options of files.
+        folders: search folders; the first folder with a file wins.
 
     Raises:
         ConfigError: no such file or group, a file that is not plain YAML, or a defaults list that Hydra cannot read.

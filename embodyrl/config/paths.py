@@ -1,4 +1,4 @@
-"""Location of the shipped data: in the installed package, or in the source checkout."""
+"""Location of the included data: in the installed package, or in the source checkout."""
 
 import re
 from pathlib import Path
@@ -14,14 +14,14 @@ def conf_dir() -> Path:
 
 
 def assets_dir() -> Path:
-    """Return the folder of the shipped data: tiny checkpoints, text tasks, images."""
+    """Return the folder of the included data: tiny checkpoints, text tasks, images."""
     return _shipped("assets", marker="")
 
 
 def resolve_asset(path: str) -> Path:
     """Return the path of an asset, of a snapshot in the hub's cache, or of a file.
 
-    `assets/<name>` is shipped data in any working directory, `owner/name@commit` a downloaded snapshot; any other path
+    `assets/<name>` is included data in any working directory, `owner/name@commit` a downloaded snapshot; any other path
     is used unchanged.
     """
     head, _, rest = path.partition("/")

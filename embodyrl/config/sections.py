@@ -20,7 +20,7 @@ class Chosen:
     values: Mapping[str, Any]
     """Leaves of the config by dotted name, untyped."""
     reads_rows: bool
-    """The environment is about rows of text (`EnvFactory.reads_rows`), and the command plays its episodes."""
+    """The environment consists of rows of text (`EnvFactory.reads_rows`), and the command runs its episodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 
 
 def only(holds: Callable[[Any], bool]) -> AfterValidator:
-    """Accept only values for which the condition holds; the field's `Must` words the error."""
+    """Accept only values that satisfy the condition; the field's `Must` is the error text."""
 
     def check(value: Any) -> Any:
         if not holds(value):
@@ -36,7 +36,7 @@ def only(holds: Callable[[Any], bool]) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class Must:
-    """Constraint of a field as in its error message, after "must be"."""
+    """Text of a constraint in error messages, after "must be"."""
 
     wording: str
 
@@ -45,7 +45,7 @@ Says = Must  # alias for one release
 
 
 class NumbersStates:
-    """Marks a key that maps numbers to initial states."""
+    """Marker of a key that maps numbers to initial states."""
 
 
 Count = Annotated[int, Field(ge=1, le=10**6)]
@@ -122,7 +122,7 @@ def _is_joined(kind: type[Settings]) -> bool:
 
 
 def join(*parts: type[Settings]) -> Any:
-    """Return the class with the keys of all parts; the first one wins where two have the same key."""
+    """Return the class with the keys of all parts; if two parts have the same key, the first one applies."""
     # A base class of another part adds no keys, and would break the order of the bases.
     kept = tuple(
         p for i, p in enumerate(parts) if not any(q != p and issubclass(q, p) for q in parts) and p not in parts[:i]

@@ -13,7 +13,7 @@ from embodyrl.config.paths import conf_dir
 from embodyrl.errors import ConfigError
 
 _YAML_LIMIT = 1 << 20
-"""Bytes of a saved config."""
+"""Maximum size of a saved config, in bytes."""
 _YAML_DEPTH = 100
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -44,7 +44,7 @@ _Loader.add_implicit_resolver(
 
 
 def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
-    """Return the folders with options: the shipped folder first, then the user's folders.
+    """Return the folders with options: the included folder first, then the user's folders.
 
     Raises:
         ConfigError: a folder does not exist.
@@ -56,7 +56,7 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 
 def root_file(command: str) -> str:
-    """Name of the file that composes a command: its own, or the one of `train`."""
+    """Return the name of the root file of a command: its own, or that of `train`."""
     return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
 
 
@@ -116,7 +116,7 @@ def variants(group: str) -> dict[str, Variant]:
 
 
 def about(group: str, option: str, file: Path) -> str:
-    """Return the line of help of an option."""
+    """Return the help line of an option."""
     variant = variants(group).get(option)
     return one_line(file) if variant is None else variant.about
 
@@ -133,7 +133,7 @@ def one_line(file: Path) -> str:
 
 
 def read_plain_yaml(file: Path) -> dict[Any, Any]:
-    """Read YAML that holds nothing but mappings, lists and scalars.
+    """Read YAML that contains only mappings, lists and scalars.
 
     Raises:
         ConfigError: broken YAML, an explicit tag such as `!!python/object`, an alias (which can expand to

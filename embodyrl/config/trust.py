@@ -17,16 +17,16 @@ _PLAIN = (
     *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
 )
-"""Keys whose text names nothing."""
+"""Keys whose text is never a path or an address."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
-"""Modules of version 0.1 that stored runs name, and where they are."""
+"""Moved modules: the name in stored runs of version 0.1, and the current name."""
 
 
 def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -> list[str]:
-    """Return one line for each value of a saved config that could run code or call a server and was not typed.
+    """Return one line for each value of a saved config that could run code or call a server.
 
-    Accepted are names of registered parts, paths that an installed package registers or the shipped conf/ uses, and
-    values that were also typed. With `trust=true` on the command line all values are accepted.
+    Accepted are names of registered parts, paths that an installed package registers or the included conf/ uses, and
+    values that are also on the command line. With `trust=true` on the command line all values are accepted.
 
     Args:
         saved: leaves of the file by dotted name, unresolved.
@@ -46,7 +46,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
 
 
 def split_trust(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into those that trust a run and all others."""
+    """Split the arguments into trust arguments and all others."""
     return [word for word in words if word == TRUST], [word for word in words if word != TRUST]
 
 

@@ -33,16 +33,16 @@ class Setting:
     source: str
     """`COMMAND_LINE`, or the file."""
     words: str = ""
-    """The override as typed."""
+    """The override as written."""
 
     @property
     def typed(self) -> bool:
-        """A person wrote it just now."""
+        """True for a key of the command line."""
         return self.source == COMMAND_LINE
 
     @property
     def text(self) -> str | None:
-        """Text of a number as typed, for keys that are texts: the run name 2026_11_24 is not 20261124."""
+        """Text of a number as written, for keys that are texts: the run name 2026_11_24 is not 20261124."""
         name, _, said = self.words.partition("=")
         return said.strip() if name == self.key else None
 
@@ -153,6 +153,6 @@ def read_saved(file: Path) -> list[Setting]:
 
 
 def short(text: str) -> str:
-    """Return a text that fits into a message."""
+    """Return a shortened text for a message."""
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"

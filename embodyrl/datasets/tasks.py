@@ -1,3 +1,3 @@
-"""Former place of the generated text tasks, which stored runs name."""
+"""Former module of the generated text tasks; stored runs refer to it."""
 
 from embodyrl.extensions.text.tasks import *  # noqa: F403

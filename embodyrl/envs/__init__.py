@@ -1,4 +1,4 @@
-"""Environments. Each has its own folder and is found through the registry."""
+"""Environments. Each environment has its own folder and is registered by name."""
 
 from embodyrl.envs.protocol import ENVS
 

@@ -15,7 +15,7 @@ Choice = Callable[[IntArray, int, IntArray], FloatArray]
 """(rows of the chunk [n], step k, slots [n]) -> actions [n, A]"""
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
-"""Phases of a slot."""
+"""States of a slot: no episode, running episode, ended episode."""
 
 
 class ChunkedEnv:
@@ -50,7 +50,7 @@ class ChunkedEnv:
         self._ignores, self._reward_failed = np.zeros((2, num_slots), np.bool_)
         self._last_reward = np.zeros(num_slots, np.float64)
         self._final: dict[int, ObservationOut] = {}
-        """Final observations of truncated slots, saved before the rest of a lock-step batch was stepped."""
+        """Final observations of truncated slots, saved before other slots of a lock-step batch continued."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot.
@@ -211,7 +211,7 @@ class ChunkedEnv:
         actions: FloatArray,
         simulated: DoubleArray,
     ) -> DoubleArray:
-        """Call the user's function for each slot; `simulated` [n]: the reward without it."""
+        """Call the user's function for each slot; `simulated` [n]: the simulator's reward."""
         earned = np.zeros(len(slots))
         assert result.components is not None
         for place, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
@@ -295,7 +295,7 @@ class ChunkedEnv:
         )
 
     def _name_slots(self, error: Exception, slots: IntArray) -> None:
-        """Add the interrupted episode to an error of the simulator."""
+        """Add the interrupted episodes to an error of the simulator."""
         if (slot := self._sims.current_slot) is not None:
             error.add_note(self._where(slot))
         else:

@@ -1,4 +1,4 @@
-"""Base factory of environments made of slot simulators, and shared config checks."""
+"""Base factory of environments with slot simulators, and shared config checks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
@@ -18,7 +18,7 @@ S = TypeVar("S", contravariant=True)
 
 
 class SimFactory(ABC, Generic[S]):
-    """Implements `EnvFactory`; subclasses add keys, checks, a description and simulators."""
+    """Base class of an `EnvFactory`; subclasses add keys, checks, a description and simulators."""
 
     settings: Any
     """Settings class, a subclass of `EnvSettings` and `RewardSettings`."""
@@ -33,7 +33,7 @@ class SimFactory(ABC, Generic[S]):
         return ()
 
     def own_suite(self, cfg: S) -> str | None:
-        """Return the name of the configured suite; None: it has no name."""
+        """Return the name of the configured suite; None: the suite has no name."""
         return None
 
     @abstractmethod
@@ -58,7 +58,7 @@ class SimFactory(ABC, Generic[S]):
         return list(self.problems(cfg))
 
     def spec(self, cfg: S, context: EnvContext) -> EnvSpec:
-        """Return the description, with the parts of the user's reward."""
+        """Return the environment's spec, with the components of the user's reward."""
         own = context.reward
         spec = self.describe(cfg, context)
         spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))

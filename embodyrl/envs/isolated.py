@@ -35,7 +35,7 @@ answer()
 
 
 class NoAnswerError(Exception):
-    """The process crashed, exited or did not answer in time; the message gives the reason."""
+    """The process crashed, exited or did not reply in time; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Ended:
 def run_isolated(
     code: str, given: bytes = b"", *, arguments: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
 ) -> Ended:
-    """Run Python code in a separate process, and kill the children that it leaves."""
+    """Run Python code in a separate process, and kill its remaining child processes."""
     # Files instead of pipes: a child of the process may keep a pipe open.
     with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as log:
         stdin.write(given)
@@ -97,7 +97,7 @@ def call_isolated(function: str, *arguments: Any, kind: type[T], timeout_s: floa
 
     Raises:
         EmbodyError: raised by the function.
-        NoAnswerError: the process crashed, exited or did not answer in time.
+        NoAnswerError: the process crashed, exited or did not reply in time.
     """
     given = pickle.dumps([path or os.getcwd() for path in sys.path]) + pickle.dumps((function, arguments))
     ended = run_isolated(_CALL, given, timeout_s=timeout_s)

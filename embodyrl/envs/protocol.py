@@ -1,4 +1,4 @@
-"""Interface and registry of environments. Environments are independent of policies."""
+"""Interface and registry of environments. Environments do not depend on policies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,7 +83,7 @@ class Env(Protocol):
         ...
 
     def render(self, slot: int) -> np.ndarray:
-        """Return an upright RGB frame [H, W, 3] uint8 of the slot for people."""
+        """Return an upright RGB video frame [H, W, 3] uint8 of the slot."""
         ...
 
     def close(self) -> None:
@@ -93,15 +93,15 @@ class Env(Protocol):
 
 @runtime_checkable
 class ReportsSolvedStarts(Env, Protocol):
-    """An environment that reports episodes whose goal is already reached at the start."""
+    """Interface of environments that report episodes whose goal is already reached at the start."""
 
     def solved_at_reset(self, slots: Sequence[int]) -> Sequence[int]:
-        """Return those of the just reset slots whose goal is reached before the first action."""
+        """Return the slots, of those reset last, whose goal is reached before the first action."""
         ...
 
 
 class TextEnv(Env, Protocol):
-    """An environment whose actions are texts."""
+    """Interface of environments whose actions are texts."""
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies of the next chunk of each slot, and whether each hit the length limit [n]."""
@@ -116,13 +116,13 @@ class EnvContext:
     num_workers: int = 1
     """Number of processes that build the environment in parallel."""
     parts: Mapping[str, Any] = field(default_factory=dict)
-    """Parts from other sections of the config, by `EnvFactory.complete`."""
+    """Parts from other sections of the config, set by `EnvFactory.complete`."""
     pictures: bool = True
-    """`render` may be called; False: no video is recorded."""
+    """True if `render` may be called; False: no video is recorded."""
     reward: StepRewardSettings | None = None
     """Settings of the section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
-    """Description of the run plan, if the environment was described before; None: describe it."""
+    """Environment description from the run plan; None: describe the environment."""
     suites: tuple[str, ...] = ()
     """Further suites to evaluate, a subset of the factory's `suites`."""
 
@@ -131,9 +131,9 @@ class EnvFactory(Protocol):
     """Interface of registered environments: checks without a simulator, construction only in a worker."""
 
     settings: type[EnvSettings]
-    """Keys below `env`. The methods get an instance, which also contains the splits of the command."""
+    """Settings class of the keys below `env`. The methods receive an instance, with the splits of the command."""
     reads_rows: bool
-    """True: uses the rows of `data` and the rewards of `reward`, and has both groups of keys. Optional, False by
+    """True if the environment uses rows of `data` and rewards of `reward`, with both groups of keys. Optional, False by
     default."""
     sections: Mapping[str, type[Settings]]
     """Further config sections of runs with this environment, by name. Optional."""
@@ -169,7 +169,7 @@ class EnvFactory(Protocol):
 
 @runtime_checkable
 class EstimatesEnvCosts(Protocol):
-    """An `EnvFactory` that estimates memory and time of its environments."""
+    """Interface of an `EnvFactory` that estimates memory and time of its environments."""
 
     def costs(self, cfg: Any, spec: EnvSpec) -> EnvCosts:
         """Estimate the costs of an environment; imports nothing heavy."""
@@ -177,7 +177,7 @@ class EstimatesEnvCosts(Protocol):
 
 
 class GoalJudge(Protocol):
-    """Computes rewards of executed actions for other goals."""
+    """Interface of rewards of executed actions for other goals."""
 
     def __call__(self, achieved: FloatArray, desired: FloatArray) -> tuple[FloatArray, BoolArray | None]:
         """Return rewards [n] and terminations [n] of env steps that reached `achieved` [n, G], for goals `desired` [n,
@@ -199,7 +199,7 @@ class GoalFactory(EnvFactory, Protocol):
     """Factory of environments whose `EnvSpec` has a `goal`."""
 
     def judge(self, cfg: Any) -> GoalJudge:
-        """Build a `GoalJudge` in this process, which is the actor's."""
+        """Build a `GoalJudge` in the actor's process."""
         ...
 
 
@@ -212,6 +212,6 @@ ENVS: Registry[EnvFactory] = Registry(
 
 
 def env_costs(cfg: EnvSettings, spec: EnvSpec) -> EnvCosts:
-    """Return the estimated costs of an environment; zeros where its factory estimates none."""
+    """Return the estimated costs of an environment; zeros if its factory has no estimate."""
     factory = ENVS.get(cfg.env_type)
     return factory.costs(cfg, spec) if isinstance(factory, EstimatesEnvCosts) else EnvCosts()

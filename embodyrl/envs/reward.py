@@ -1,4 +1,4 @@
-"""Rewards of users, for every simulator: a function of an env step, or a reward model in a folder."""
+"""Reward functions of users, for every simulator: a function of an env step, or a reward model in a folder."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,11 +17,11 @@ from embodyrl.types import EnvSpec, FloatArray, ObservationOut
 
 RewardMode = StrEnum("RewardMode", ["replace", "add"])
 SIMULATOR, ERRORS = "simulator", "errors"
-"""Parts of the reward other than those of the function: the simulator's own, and failed steps."""
+"""Reward components in addition to those of the function: the simulator's reward, and failed steps."""
 
 
 class StepRewardSettings(Settings):
-    """Reward of an env step."""
+    """Keys of the reward of an env step."""
 
     needs = {"path": "mode"}
 
@@ -31,16 +31,16 @@ class StepRewardSettings(Settings):
     mode: RewardMode = RewardMode.replace
     """replace the simulator's reward by that of reward.path, or add both."""
     weights: dict[str, float] = {}
-    """Weight of each part by name, 1 by default; with reward.mode=add, `simulator` is one of the parts."""
+    """Weight of each component by name, 1 by default; with reward.mode=add, `simulator` is one of the components."""
 
     def problems(self) -> Iterator[str]:
-        """Yield weights without a reward."""
+        """Yield an error for weights without a reward."""
         if self.weights and self.path is None:
             yield "reward.weights: reward.path is not set; set it to a function, or remove the weights."
 
 
 def changed_reward(cfg: Any) -> dict[str, Any]:
-    """Return the keys of `reward` if the config replaces the simulator's reward; else nothing."""
+    """Return the keys of `reward` if the config replaces the simulator's reward; else an empty mapping."""
     reward = getattr(cfg, "reward", None)
     return {"reward": plain(reward)} if isinstance(reward, StepRewardSettings) and reward.path is not None else {}
 
@@ -60,7 +60,7 @@ class RewardStep:
     task_id: int
     instruction: str
     action: FloatArray
-    """[A] as executed."""
+    """[A] executed action."""
     reward: float
     """The simulator's own reward after the action, neither relative nor scaled."""
     success: bool
@@ -77,7 +77,7 @@ class RewardStep:
 
     @cached_property
     def info(self) -> Mapping[str, Any]:
-        """Further values of the simulator by name; may be empty."""
+        """Further values of the simulator by name; possibly empty."""
         return self.ask()
 
 
@@ -119,7 +119,7 @@ class StepReward:
         """Look up the function.
 
         Raises:
-            UnknownNameError: there is none at that path.
+            UnknownNameError: the path contains no function.
         """
         assert cfg.path is not None
         self._function = _reward_model(cfg.path) or STEP_REWARDS.get(cfg.path)
@@ -129,7 +129,7 @@ class StepReward:
         self.weights = (*(cfg.weights.get(name, 1.0) for name in self.components[:-1]), 0.0)
 
     def declare(self, spec: EnvSpec) -> EnvSpec:
-        """Add the parts of the reward to an environment's spec.
+        """Add the reward components to an environment's spec.
 
         Raises:
             ConfigError: a reward model was trained with other cameras, or in another order.
@@ -146,7 +146,7 @@ class StepReward:
     def parts(self, step: RewardStep, simulated: float) -> tuple[list[float], str | None]:
         """Call the function; return the components, and the error if it failed.
 
-        `simulated`: the reward without the function.
+        `simulated`: the simulator's reward.
         """
         why = None
         try:
@@ -162,7 +162,7 @@ class StepReward:
         return [*parts, *([simulated] if self._adds else []), float(why is not None)], why
 
     def total(self, parts: list[float]) -> float:
-        """Return the weighted sum of the parts."""
+        """Return the weighted sum of the components."""
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
 
 

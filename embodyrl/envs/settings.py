@@ -20,7 +20,7 @@ Slots = Annotated[int, Field(ge=1, le=65536)]
 
 
 class EnvSplit(Settings):
-    """Training or evaluation episodes."""
+    """Keys of training or evaluation episodes."""
 
     total_num_envs: Slots = 8
     """Number of env slots."""
@@ -35,7 +35,7 @@ class EnvSplit(Settings):
 
 
 class TrainSplit(EnvSplit):
-    """Training episodes."""
+    """Keys of training episodes."""
 
     task_weights: (
         Annotated[list[Positive], Field(min_length=2), Must("a list of two or more numbers above 0, [1,0.5]")] | None
@@ -43,7 +43,7 @@ class TrainSplit(EnvSplit):
     """Relative sampling frequency of the selected tasks; null: uniform."""
 
     auto_reset: bool = True
-    """Start the next episode of a slot immediately when one ends; false: one episode per slot and rollout epoch."""
+    """Start the next episode of a slot when an episode ends; false: one episode per slot and rollout epoch."""
     continue_episodes: bool = False
     """With algorithms that count steps (GAE): continue an episode that the end of a step cuts in the next step. Every
     episode then starts from a separate initial state."""
@@ -76,7 +76,7 @@ class EnvSettings(Settings):
 
     @property
     def max_chunks(self) -> int:
-        """Replies of an episode, where its length counts in chunks; 0: it counts in env steps."""
+        """Maximum number of replies per episode, if episode lengths count in chunks; 0: lengths count in env steps."""
         return 0
 
     @property
@@ -86,7 +86,7 @@ class EnvSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """Scaling of the reward of every simulator."""
+    """Keys of the reward scale of every simulator."""
 
     use_rel_reward: bool = True
     """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""
@@ -95,7 +95,7 @@ class RewardSettings(Settings):
 
 
 class InitParams(Settings):
-    """Cameras."""
+    """Keys of cameras."""
 
     camera_heights: Annotated[int, Field(ge=1, le=8192)] = 256
     """Height of every camera image, pixels."""
@@ -106,7 +106,7 @@ class InitParams(Settings):
 
 
 class CameraSettings(Settings):
-    """An environment with cameras."""
+    """Keys of an environment with cameras."""
 
     init_params: InitParams = InitParams()
 

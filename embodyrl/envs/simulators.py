@@ -45,7 +45,7 @@ class Simulators(ABC):
     task_limit: int | None = None
     """See `Env.task_limit`."""
     sequential: bool = False
-    """Run the whole chunk of one slot before the next slot's, because changing the slot is expensive."""
+    """Run the whole chunk of one slot before the chunk of the next slot, because switching slots is expensive."""
     current_slot: int | None = None
     """Current slot for error messages, if slots are processed one by one."""
 

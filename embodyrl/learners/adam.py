@@ -38,7 +38,7 @@ _STEP = unwrap(AdamW.step)
 
 
 def build_adam(groups: list[dict[str, Any]], **settings: Any) -> Optimizer:
-    """Return AdamW, fused for plain weights on a CPU, and on a GPU, where the default copies all trained weights."""
+    """Return AdamW, fused for plain weights on a CPU and on a GPU; torch's default copies all trained weights."""
     parameters = [p for group in groups for p in group["params"]]
     plain = all(
         type(p) in (Tensor, torch.nn.Parameter) and p.is_cpu and p.dtype == torch.float32 and p.is_contiguous()

@@ -41,7 +41,7 @@ class _Part:
     """A micro-batch of B samples."""
 
     seen: IntArray | Observation
-    """Observations, or their records [B]: images are read when they are needed."""
+    """Observations, or their records [B]; images are read on demand."""
     tokens: IntArray
     """[B, L]"""
     inputs: LossInputs
@@ -49,7 +49,7 @@ class _Part:
 
 
 class PolicyGradientLearner(Learner):
-    """One training rank of the policy, which it shares with the rollout worker."""
+    """Learner of a training rank whose policy the rollout worker shares."""
 
     def __init__(self, context: LearnerContext) -> None:
         self._trainer = trainer = context.trainer
@@ -103,7 +103,7 @@ class PolicyGradientLearner(Learner):
         return result | {"memory_gib": peak_memory() / 2**30}
 
     def save(self, folder: Path) -> None:
-        """Save a reference that follows the policy, below a checkpoint's folder."""
+        """Save a moving reference policy below a checkpoint's folder."""
         if self._reference is not None and self._rules.reference_interval:
             (folder / _REFERENCE).mkdir()
             self._reference.save(folder / _REFERENCE)
@@ -164,7 +164,7 @@ class PolicyGradientLearner(Learner):
         return [merge_metrics(self._ranks.exchange([next(parts) for _ in said])) | numbers for numbers, said in taken]
 
     def _proximal(self, batch: PreparedBatch) -> InParts[_Proximal]:
-        """Recompute the batch's log-probabilities if the algorithm needs it; else use those of the rollout."""
+        """Recompute the batch's log-probabilities if the algorithm needs them; else use those of the rollout."""
         behaviour = torch.from_numpy(self._arena[Record.logprob][batch.records])
         if not self._algorithm.recomputes_logprob:
             return _Proximal(logprob=behaviour, correction=None, metrics={})

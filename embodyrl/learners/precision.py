@@ -8,8 +8,8 @@ VALUE_HEAD = "value_head"
 def halve(module: nn.Module, *, sharded: bool) -> None:
     """Store weights in bfloat16 if they are only used in bfloat16; results do not change.
 
-    Autocast casts the weights of matrix products and convolutions, and FSDP all of a layer (`extensions/sharded`).
-    Embeddings, other norms and the value head stay as they are.
+    Autocast casts the weights of matrix products and convolutions; FSDP casts all weights of a layer.
+    Embeddings, other norms and the value head are unchanged.
     """
     products = (nn.Linear, nn.modules.conv._ConvNd)
     whole = [*layers(module)] if sharded else []

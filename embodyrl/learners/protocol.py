@@ -19,13 +19,13 @@ class LearnerContext:
     """Arguments of a learner."""
 
     trainer: Trainer
-    """Trainer of the policy, which acts in this process or in others."""
+    """Trainer of the policy; the policy acts in this process or in others."""
     arena: Arena
     algorithm: Algorithm | None
-    """None: SFT."""
+    """Algorithm; None: SFT."""
     actor: ActorSettings
     objective: Any = None
-    """Objective of SFT, settings."""
+    """Settings of the SFT objective."""
     seed: int
     env: EnvSpec
     judge: EnvSettings | None = None
@@ -35,7 +35,7 @@ class LearnerContext:
 
 
 class Learner(Protocol):
-    """Update of a policy in one actor rank.
+    """Base class of the update of a policy in one actor rank.
 
     `AdvantageEstimator.learner` or `learner` of an objective is the name of a class that is called with a
     `LearnerContext`. Subclasses inherit methods without effect.
@@ -49,7 +49,7 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write further state of a checkpoint; all ranks call this, the first one writes."""
+        """Write additional state of a checkpoint; all ranks call this method, the first rank writes."""
 
     def load(self, folder: Path) -> None:
         """Load the files of `save`."""

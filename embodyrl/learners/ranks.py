@@ -1,4 +1,4 @@
-"""Process groups of the processes that train one policy; `OneRank` is a group of one."""
+"""Process groups for data-parallel training of one policy; `OneRank` is a group of one."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +13,7 @@ S = TypeVar("S", PolicyScores, ImitationScores)
 
 
 class Ranks(Protocol):
-    """A rank of the processes that train one policy.
+    """Interface of a training rank.
 
     All ranks must call collective methods. Before each use, move the weights: `train` for an update, `act` for
     inference, `reshard` for the next request of any kind.
@@ -21,10 +21,10 @@ class Ranks(Protocol):
 
     rank_info: RankInfo
     shards: bool
-    """The module contains shards of the weights, except between `act` and `train`."""
+    """True if the module contains shards of the weights, except between `act` and `train`."""
 
     def score(self, compute: Callable[[], S], *, last: bool) -> S:
-        """Run a forward pass; `last`: its backward pass ends the gradient accumulation. Collective."""
+        """Run a forward pass; `last`: the backward pass ends the gradient accumulation. Collective."""
         ...
 
     def exchange(self, parts: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ class Schedule:
         self._warmup = own if cfg.warmup_steps is None else cfg.warmup_steps
         self._total = total
         self.taken = 0
-        """Optimizer steps so far."""
+        """Number of optimizer steps so far."""
         self.warm_until = 0.0
         """Position at which the warm-up ended."""
 
@@ -38,7 +38,7 @@ class Schedule:
         return cfg.min_lr_ratio + (1.0 - cfg.min_lr_ratio) * self._decay(left, max(share, self.warm_until))
 
     def _decay(self, left: float, warm_until: float) -> float:
-        """Return the decay factor, with `left` training steps to go."""
+        """Return the decay factor with `left` training steps remaining."""
         progress = 1.0 - left / max(1e-9, self._total - warm_until)
         if self._cfg.schedule == "linear":
             return 1.0 - progress

@@ -12,7 +12,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class CriticSettings(Settings):
-    """Critic of a language model."""
+    """Keys of the critic of a language model."""
 
     path: Path | None = None
     """Language models: folder of a separate critic in the public layout with the same tokens, trained with
@@ -20,7 +20,7 @@ class CriticSettings(Settings):
 
 
 class FsdpSettings(Settings):
-    """Number of training processes, and sharding of the weights."""
+    """Keys of the training processes and of weight sharding."""
 
     size: CountOrAll = -1
     """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
@@ -36,7 +36,7 @@ class FsdpSettings(Settings):
 
 
 class OptimSettings(Settings):
-    """AdamW and its learning-rate schedule."""
+    """Keys of AdamW and its learning-rate schedule."""
 
     needs = {"schedule=linear|cosine|wsd": "min_lr_ratio", "schedule=wsd": "decay_ratio"}
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 P = TypeVar("P")
 M = TypeVar("M")
 InParts = Generator[None, None, T]
-"""Yields between micro-batches so inference can be interleaved."""
+"""Generator that yields between micro-batches so inference can be interleaved."""
 
 
 class Optimization:
@@ -78,7 +78,7 @@ class Optimization:
         """Clip the gradient and take an optimizer step; return the gradient norm. A non-finite norm changes no weights.
 
         Args:
-            position: finished training steps of the run, with the fraction of the current one.
+            position: number of finished training steps of the run, plus the fraction of the current one.
             values_only: update only the value head.
         """
         if values_only:
@@ -121,12 +121,12 @@ class Optimization:
         return float(self._ranks.gathered(torch.nn.utils.get_total_norm(gradients), everywhere=True))
 
     def save(self, folder: Path, policy: Policy, env: EnvSpec) -> None:
-        """Write the policy and the training state below `folder`; all ranks call this, the first one writes.
+        """Write the policy and the training state below `folder`; all ranks call this method, the first rank writes.
 
         The files are independent of the number of ranks.
 
         Raises:
-            CheckpointError: writing failed (full disk); this rank has still taken part in the collectives.
+            CheckpointError: writing failed (full disk); this rank has still run the collectives.
         """
         problems: list[CheckpointError] = []
 
@@ -198,8 +198,8 @@ class Trainer:
         """Prepare the optimizer.
 
         Args:
-            policy: its module is already wrapped by `ranks`.
-            cfg: batch sizes and optimizer.
+            policy: policy whose module is already wrapped by `ranks`.
+            cfg: settings of batch sizes and optimizer.
             skips_nonfinite: skip an optimizer step with a non-finite loss or gradient instead of raising.
             total_steps: training steps of the run, for the schedule.
             ranks: the training processes.
@@ -226,10 +226,10 @@ class Trainer:
         """Accumulate gradients over micro-batches, yielding after each, and take one optimizer step.
 
         Args:
-            parts: the micro-batches, and whether they count, as returned by `deal`.
+            parts: the micro-batches and their masks, as returned by `deal`.
             position: see `Schedule.factor`.
-            forward: scores of a micro-batch.
-            loss: its share of the loss (shares are summed), and measurements for the caller.
+            forward: function that returns the scores of a micro-batch.
+            loss: function that returns its share of the loss (shares are summed), and metrics for the caller.
             values_only: update only the value head.
 
         Returns:
@@ -267,7 +267,7 @@ class Trainer:
             weights_changed(self.policy.module)
 
     def refuse(self, what: str, *, kept: str = "the weights are unchanged") -> None:
-        """Drop the gradients and raise for a non-finite value; `kept` describes the state of the weights."""
+        """Drop the gradients and raise an error for a non-finite value; `kept` describes the state of the weights."""
         self.optimization.zero_grad()
         if not self._skips_nonfinite:
             raise NonFiniteError(
@@ -296,8 +296,8 @@ def micro_batches(cost: IntArray, size: int, budget: int | None) -> list[IntArra
 
     Args:
         cost: [n] tokens of each sample.
-        size: samples per forward pass without a budget.
-        budget: tokens per forward pass; samples are sorted by length. A sample above the budget is a batch of its own.
+        size: number of samples per forward pass without a budget.
+        budget: tokens per forward pass; samples are sorted by length. A sample above the budget is a separate batch.
     """
     if budget is None:
         return [np.arange(start, min(start + size, len(cost))) for start in range(0, len(cost), size)]
@@ -321,7 +321,7 @@ def deal(cost: IntArray, rank_info: RankInfo, size: int, max_cost: int | None) -
         max_cost: see `micro_batches`.
 
     Returns:
-        (positions, whether they count) of each micro-batch. Ranks without samples run the first sample again, because
+        (positions, mask) of each micro-batch. Ranks without samples run the first sample with mask False, because
         all ranks must take part in every collective.
     """
     # Samples of similar length go to different ranks, so that concurrent micro-batches have similar cost.

@@ -1,4 +1,4 @@
-"""Loggers of metrics, messages and videos. Each is one class and one registry line."""
+"""Loggers of metrics, messages and videos, one class and one registry entry each."""
 
 from embodyrl.monitor.protocol import MONITORS, Monitor
 

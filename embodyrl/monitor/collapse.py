@@ -4,28 +4,28 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
 WINDOW = 5
-"""Number of steps whose means are compared: the first ones and the last ones of a run."""
+"""Number of steps at the start and at the end of a run whose means are compared."""
 _ENTROPY_LEFT = 0.1
-"""Share of the first entropy below which a policy has collapsed."""
+"""Fraction of the initial entropy below which the policy has collapsed."""
 _SOLVED = 0.9
-"""Success rate above which a low entropy is no problem."""
+"""Success rate above which a low entropy is not reported."""
 _RISE = 0.05
-"""Rise of the return, at least, in addition to a tenth of its first value."""
+"""Minimum rise of the return, in addition to a tenth of its initial value."""
 _PART_LEFT, _LENGTH_LEFT, _CUT_OFF = 0.5, 1 / 3, 0.5
-"""Share of a reward, and of the reply length, that is left after a collapse; share of replies that are cut off."""
+"""Fraction of a reward, and of the reply length, after a collapse; fraction of truncated replies."""
 _PART_AT_FIRST = 0.1
-"""Mean of a reward that can collapse, at least."""
+"""Minimum initial mean of a reward that can collapse."""
 
 
 class CollapseCheck:
-    """Compares the last steps with the first ones; each warning appears once per run."""
+    """Comparison of the last steps with the first steps; each warning appears once per run."""
 
     def __init__(self, *, rewards: Sequence[str], text: bool) -> None:
-        """Store what to compare.
+        """Store the compared metrics.
 
         Args:
             rewards: names of the reward components with a positive weight.
-            text: episodes are replies, so that their lengths and the entropy of their tokens are compared.
+            text: episodes are replies; their lengths and token entropies are compared.
         """
         self._parts = [f"train/reward_{name}" for name in rewards]
         self._text = text

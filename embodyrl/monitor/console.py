@@ -1,4 +1,4 @@
-"""The terminal: a live dashboard on a TTY where an extension has one, one line per step elsewhere."""
+"""The terminal: a live dashboard on a TTY if an extension provides one, otherwise one line per step."""
 
 import sys
 import textwrap
@@ -26,7 +26,7 @@ PROGRESS_PERIOD_S = 30.0
 _READER_S = 1.0
 """Timeout for a blocked reader of standard output; text that does not fit is dropped."""
 _PIECE = 1024
-"""Number of characters that fit into any pipe with room."""
+"""Number of characters that fit into any pipe that is not full."""
 
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("time/step", "{:.1f} s"),
@@ -66,7 +66,7 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 def _says_nothing(name: str, metrics: Mapping[str, float]) -> bool:
-    """Return True for the validation return if there is a success rate."""
+    """Return True for the validation return if a success rate is shown."""
     return name == "eval/return" and "eval/success_once" in metrics
 
 

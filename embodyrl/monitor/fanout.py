@@ -20,7 +20,7 @@ _BACKLOG = 1000
 
 
 class BackgroundMonitor(Monitor):
-    """Runs the calls of a logger in order in a thread; an error there is raised by the next call."""
+    """Logger that runs the calls of another logger in order in a thread; the next call raises their errors."""
 
     def __init__(self, monitor: Monitor, *, patience_s: float = 120.0, close_s: float = 30.0) -> None:
         """Wrap `monitor`; `patience_s` limits one call, and `close_s` the final flush."""
@@ -33,7 +33,7 @@ class BackgroundMonitor(Monitor):
         self._thread = threading.Thread(target=self._work, name="logger", daemon=True)
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
-        """Start the thread and open the logger in it; return when that is done or timed out."""
+        """Start the thread and open the logger in it; return when the logger is open or timed out."""
         opened = threading.Event()
         self._calls.put(partial(self._monitor.open, run_dir, info))
         self._calls.put(opened.set)
@@ -120,7 +120,7 @@ def build_monitor(backends: Sequence[str]) -> Fanout:
 
 
 class Fanout(Monitor):
-    """Logger that forwards to several loggers, by backend name."""
+    """Logger that forwards to several loggers by backend name."""
 
     def __init__(self, monitors: Mapping[str, Monitor]) -> None:
         self._monitors = dict(monitors)

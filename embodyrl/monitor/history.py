@@ -25,7 +25,7 @@ VIDEO_FOLDER = "videos"
 
 
 _DOUBTS = 5
-"""Number of a reply's least probable tokens to show."""
+"""Number of least probable tokens shown per reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class EpisodeRow:
     reset_id: int
     seed: int
     success_once: bool | None
-    """None: the environment reports no success."""
+    """True if the goal was reached at any step; None: the environment does not report success."""
     success_at_end: bool | None
     episode_return: float
     steps: int
@@ -53,7 +53,7 @@ class EpisodeRow:
     conversation: tuple[tuple[str, str], ...] = ()
     """(role, text) of every turn of a text task, including the last reply."""
     solved_at_reset: bool = False
-    """The goal was already reached before the first action."""
+    """True if the goal was already reached before the first action."""
     logprobs: tuple[Sequence[tuple[str, float]], ...] = ()
     """`rollout.logprobs`: for each token of all replies (text, log-probability), then of the most probable tokens."""
 
@@ -99,7 +99,7 @@ _KINDS: Mapping[str, Any] = {
 def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
     """Return the success rate of episodes, or their mean return if no success is known.
 
-    `known`: other episodes of the evaluation have a known success.
+    `known`: True if other episodes of the evaluation report success.
     """
     if episodes and not known and all(e.success_once is None for e in episodes):
         return Mean.of((e.reset_id, e.episode_return) for e in episodes)
@@ -107,12 +107,12 @@ def score_of(episodes: Sequence[EpisodeRow], *, known: bool = False) -> Score:
 
 
 def own_suite(episodes: Sequence[EpisodeRow]) -> str:
-    """Return the environment's own suite, which has the first tasks."""
+    """Return the environment's own suite, the suite of its first tasks."""
     return min(episodes, key=lambda e: e.task_id).suite if episodes else ""
 
 
 _LONGEST_LINE = 1 << 24
-"""Maximum bytes of a line, and of the end of a file that is searched for the newest values."""
+"""Maximum bytes of a line, and of the last part of a file searched for the newest values."""
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

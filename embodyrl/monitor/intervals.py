@@ -70,8 +70,8 @@ def effective_episodes(groups: Sequence[Sequence[float]]) -> float:
 def mcnemar(differences: Sequence[int]) -> float:
     """Return the two-sided p value of a paired comparison: exact McNemar test, by initial state.
 
-    `differences` has one number per initial state: pairs that only the second policy won, minus those that only the
-    first won. Under the null hypothesis each could have the opposite sign, so signs are randomised per state, not per
+    `differences` has one number per initial state: pairs won only by the second policy, minus pairs won only by the
+    first. Under the null hypothesis each could have the opposite sign, so signs are randomised per state, not per
     pair; with one pair per state this is the binomial test with 1/2.
 
     >>> mcnemar([1] * 9 + [-1]), mcnemar([10, 10])
@@ -100,7 +100,7 @@ class Rate:
     states: int | None = None
     """Number of different initial states; None: one for each episode."""
     effective: float | None = None
-    """Effective number of independent episodes; None: all of them."""
+    """Effective number of independent episodes; None: all episodes."""
 
     @classmethod
     def of(cls, outcomes: Outcomes) -> Rate:
@@ -111,7 +111,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """Share of successes; 0 without episodes."""
+        """Fraction of successes; 0 without episodes."""
         return self.successes / self.episodes if self.episodes else 0.0
 
     @property

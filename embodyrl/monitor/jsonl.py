@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class JsonlMonitor(Monitor):
-    """Logger of rows such as `{"step": 3, "train/return": 0.25, ...}`.
+    """Logger that writes rows such as `{"step": 3, "train/return": 0.25, ...}`.
 
     A value that is not finite is written as null and reported once. The newest step may be logged again: the row is
     replaced.

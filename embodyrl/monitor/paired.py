@@ -18,12 +18,12 @@ class Paired:
     """Result of a paired comparison."""
 
     suite: str
-    """Empty: the environment has one suite."""
+    """Suite of the pairs; empty: the environment has one suite."""
     pairs: int
     states: int
     """Number of different initial states of the pairs."""
     only_first: int = 0
-    """Pairs in which only the first succeeded."""
+    """Number of pairs in which only the first policy succeeded."""
     only_second: int = 0
     p_value: float | None = None
     """Exact McNemar test over states; None: the environment reports no success."""

@@ -18,11 +18,11 @@ class RunInfo:
     run_id: str
     project: str = "embodyrl"
     offline: bool = False
-    """Write files only, connect to no server."""
+    """Write local files only, without contacting a server."""
     total_steps: int = 0
     """Training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
-    """First step that this process will log; rows of this and later steps of an earlier process are discarded."""
+    """First step that this process logs; rows of this and later steps of an earlier process are discarded."""
     tasks: Sequence[str] = ()
     """Instruction of each task id of the environment."""
     summary: Mapping[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Monitor:
     """
 
     prompt: ClassVar[bool] = False
-    """Call the logger in the training thread. False: a background thread calls it, without output for a screen."""
+    """Call the logger in the training thread. False: a background thread calls the logger, without terminal output."""
 
     def open(self, run_dir: Path, info: RunInfo) -> None:
         """Open the logger; an error here ends the run."""
@@ -57,7 +57,7 @@ class Monitor:
         """Show that `done` of `total` parts of a long phase are finished; called often."""
 
     def results(self, rows: Sequence[tuple[str, Score, Score]]) -> None:
-        """Show success rate or return by task in the first and the last validation, at the end."""
+        """Show success rate or return by task for the first and the last validation, at the end."""
 
     def close(self) -> None:
         """Flush and close; idempotent."""

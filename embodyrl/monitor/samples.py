@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from embodyrl.monitor.history import EpisodeRow
 
 _LINE = 160
-"""Characters of a turn in a terminal."""
+"""Maximum number of characters of a turn in a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Sample:
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Select conversations: newly solved ones, failures and others, alternately."""
+    """Select conversations: alternately newly solved ones, failures and others."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer: torch's writer would import torch."""
+"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer, because torch's writer imports torch."""
 
 import time
 from collections.abc import Mapping
@@ -54,6 +54,6 @@ class TensorboardMonitor(Monitor):
 
 
 def _text(tag: str, markdown: str) -> dict[str, Any]:
-    """Return a value that the text dashboard shows."""
+    """Return a summary value for the text dashboard."""
     tensor = {"dtype": "DT_STRING", "tensor_shape": {"dim": [{"size": 1}]}, "string_val": [markdown.encode()]}
     return {"tag": tag, "metadata": {"plugin_data": {"plugin_name": "text"}}, "tensor": tensor}

@@ -10,7 +10,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (),
     "validate": (),
 }
-"""Sequential phases with their parts. Parts run in parallel (env workers and policy) and may overlap."""
+"""Sequential phases with their parts. Parts run concurrently (env workers and policy) and may overlap."""
 
 
 def step_seconds(metrics: Mapping[str, float | None]) -> float:

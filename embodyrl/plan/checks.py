@@ -1,4 +1,4 @@
-"""Checks that join the config with the chosen environment and policy; no simulator, no model, no torch."""
+"""Checks of the config against environment and policy; imports no simulator, no model, no torch."""
 
 import logging
 
@@ -21,15 +21,15 @@ _INERT = (
     *(f"algorithm.sampling_params.{name}" for name in _SAMPLING),
     *("actor.max_tokens_per_mbs", "eval.show_replies", "rollout.logprobs", "algorithm.reference_model"),
 )
-"""Keys for text without an effect on policies of actions."""
+"""Text keys without an effect on policies of actions."""
 
 
 def check_components(cfg: Config) -> None:
-    """Validate the config with the chosen environment and policy.
+    """Validate the config against its environment and policy.
 
     Raises:
         CheckpointError: `algorithm.reference_path` has no weights.
-        ConfigError: problems that a component reports, and keys that the command cannot do without; one line each.
+        ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
     problems: list[str] = []
     if cfg.command == "check-env" and cfg.reads_rows:
@@ -61,7 +61,7 @@ def check_components(cfg: Config) -> None:
 
 
 def key_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Return keys that the policy cannot follow, one line each."""
+    """Return keys that the policy does not support, one line each."""
     factory = POLICIES.get(cfg.model.model_type)
     if hasattr(factory, "run_problems"):
         return factory.run_problems(cfg, policy)

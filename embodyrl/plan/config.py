@@ -41,18 +41,18 @@ def load_config(
 
     Args:
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
-        words: `group=option` and `key=value` as typed by the user.
-        config_dirs: further folders with YAML groups, searched after the shipped one.
-        base: the config.yaml of a run whose weights are used: it is the base of the config; typed groups replace its
-            sections, typed keys its values.
+        words: `group=option` and `key=value` of the command line.
+        config_dirs: further folders with YAML groups, searched after the included one.
+        base: config.yaml of the run with the weights, the base of the config; command-line groups replace its
+            sections, command-line keys its values.
         fetch: download names on the hub and log `warnings`; false: only read the config.
 
     Returns:
         A `Config` with the sections of the command.
 
     Raises:
-        ConfigError: one line per problem: a word that cannot be parsed, an unknown key or option, a wrong type, a
-            value out of range, a key that nothing reads, and, once those are clean, what contradicts itself.
+        ConfigError: one line per problem: an argument that cannot be parsed, an unknown key or option, a wrong type, a
+            value out of range, an unused key, and, after these are fixed, contradictions.
     """
     problems: list[str] = []
     groups, typed = split_words(command, words, config_dirs, problems)
@@ -74,13 +74,13 @@ def load_config(
 def load_saved_config(
     path: Path, words: Sequence[str], *, command: str | None = None, unread: Sequence[str] = ()
 ) -> Any:
-    """Load the `config.yaml` of a run (a folder or the file) and apply typed overrides to it.
+    """Load the `config.yaml` of a run (a folder or the file) and apply overrides.
 
-    Values below the keys in `unread` are never looked up by the caller, so they need no `trust=true`.
+    The caller never uses values below the keys in `unread`, so they need no `trust=true`.
 
     Raises:
-        ConfigError: missing file, YAML tags (they could construct objects), group overrides, and everything that
-            `load_config` refuses.
+        ConfigError: missing file, YAML tags (they could construct objects), group overrides, and all errors of
+            `load_config`.
     """
     file = path / "config.yaml" if path.is_dir() else path
     if not file.is_file():
@@ -96,7 +96,7 @@ def load_saved_config(
 
 
 def _no_group(command: str, group: str, option: str) -> str:
-    """Report an option of a group where a saved run decides, and name the key that means the same if there is one."""
+    """Report a group option for a saved run, with an equivalent key if there is one."""
     key, example = f"{group}.{SELECTORS[group][0]}" if group in SELECTORS else "", "env.reward_coef=2"
     with suppress(ConfigError):
         if any((s.key, s.value) == (key, option) for s in compose(command, {group: option}, ())):
@@ -120,7 +120,7 @@ def _protocol(settings: Sequence[Setting], problems: list[str]) -> list[Setting]
 
 
 def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
-    """Remove typed options of groups that the command has for the sake of its files only; return these."""
+    """Remove command-line options of groups that only select files; return these options."""
     unread = [group for group in groups if group in SELECTORS and selected(command, group) is None]
     return [Setting(group, groups[group], COMMAND_LINE, f"{group}={groups.pop(group)}") for group in unread]
 
@@ -150,13 +150,13 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
     """Turn leaves into typed settings.
 
     Args:
-        settings: values with their sources; later ones win.
-        command: the command, which determines the keys together with some values.
+        settings: values with their sources; later values win.
+        command: the command, which determines the keys together with the group choices.
         problems: earlier errors; new ones are appended.
 
     Returns:
-        The settings, where each value came from (absent: the default), and a warning of the typed keys that have no
-        effect because the command or the chosen parts do not read it.
+        The settings, the source of each value (absent: the default), and a warning about command-line keys without
+        effect for the command or the chosen components.
 
     Raises:
         ConfigError: one line per problem.
@@ -213,7 +213,7 @@ def _covers(name: str, other: str) -> bool:
 
 
 def _resolved(last: Mapping[str, Setting], command: str, problems: list[str]) -> dict[str, Any]:
-    """Resolve `${...}` (of values that are set, or defaults) and `???`; report and remove unresolvable values."""
+    """Resolve `${...}` (of set values or defaults) and `???`; report and remove unresolvable values."""
     values = {name: setting.value for name, setting in last.items()}
     marked = [name for name, value in values.items() if "${" in str(value) or "???" in str(value)]
     if not marked:
@@ -251,7 +251,7 @@ def _env_value(name: str, *default: str | None) -> Any:
 
 
 def _derived(cfg: Config) -> dict[str, Any]:
-    """Return the values that follow from others: lengths of replies, and settings of an evaluation protocol."""
+    """Return the derived values: lengths of replies, and settings of an evaluation protocol."""
     found = {key: value for section in sections_of(cfg).values() for key, value in section.derive(cfg).items()}
     if cfg.acts and cfg.env.max_chunks:
         chunk = cfg.algorithm.sampling_params.max_new_tokens or cfg.model.num_action_chunks
@@ -286,7 +286,7 @@ def overridden(cfg: Config, values: Mapping[str, Any]) -> Config:
 
 
 def check_values(cfg: Config) -> None:
-    """Check a config that may have been changed since it was composed.
+    """Check a config that may have been changed after composition.
 
     Raises:
         ConfigError: one line per problem.

@@ -91,7 +91,7 @@ def slot_problems(split: TrainSplit, size: int, launcher: LauncherSettings) -> I
 
 
 def staleness_problems(lag: int, fsdp: FsdpSettings, mode: RolloutMode, *, deterministic: bool) -> Iterator[str]:
-    """Yield the settings that an asynchronous run excludes, one line each with the fix."""
+    """Yield the settings that asynchronous rollouts do not support, one line each with the fix."""
     if lag and deterministic:
         yield (
             f"algorithm.max_staleness={lag}: the weights of an asynchronous rollout depend on timing, so "

@@ -1,4 +1,4 @@
-"""The environment of a run: its context and its description."""
+"""The environment of a run: construction arguments and spec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes of a step, planned before the step starts."""
+"""Episode lists of a step, planned before the step starts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _EVAL_SEED = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """Episodes that may run at the same time; a wave starts when the one before has ended."""
+    """Episodes that may run at the same time; a wave starts after the previous wave has ended."""
 
     queues: tuple[Sequence[EpisodeSpec], ...]
-    """One queue per slot, or a single queue that all slots share."""
+    """One queue per slot, or a single queue shared by all slots."""
     quota_chunks: int | None = None
-    """Chunk steps per slot; the running episode is cut when they are used up."""
+    """Number of chunk steps per slot; afterwards the running episode is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class EpisodeList:
     """The episodes of one rollout."""
 
     num_slots: int
-    """Number of slots for them, in all env workers."""
+    """Number of slots for the episodes, in all env workers."""
     max_episode_steps: int
     """Env steps after which an episode is truncated."""
     ignore_terminations: bool
@@ -44,16 +44,16 @@ class EpisodeList:
 
     @property
     def episodes(self) -> Iterator[EpisodeSpec]:
-        """All of them, wave by wave and queue by queue."""
+        """All episodes, by wave and queue."""
         return (episode for wave in self.waves for queue in wave.queues for episode in queue)
 
     @property
     def num_episodes(self) -> int:
-        """Episodes of all waves."""
+        """Number of episodes of all waves."""
         return sum(len(queue) for wave in self.waves for queue in wave.queues)
 
     def without(self, episodes: Set[int]) -> EpisodeList:
-        """Return the same list without the episodes with these ids."""
+        """Return the list without the episodes with these ids."""
         waves = (
             replace(wave, queues=tuple(tuple(e for e in q if e.episode_id not in episodes) for q in wave.queues))
             for wave in self.waves
@@ -115,23 +115,23 @@ def reset_ids_of(env: EnvSpec, split: EnvSplit, task: int) -> range:
 
 
 def rows_of(env: EnvSpec, split: str) -> list[int] | None:
-    """Return the first and the last initial state of a split where the environment holds some out; None: all."""
+    """Return the first and the last initial state of a split if the environment has held-out states; None: all."""
     last = env.states_per_task[0] - 1
     border = last - env.benchmark.held_out
     return None if not env.benchmark.held_out else [0, border] if split == "train" else [border + 1, last]
 
 
 def groups_per_step(cfg: Config) -> int:
-    """Return the number of groups that one training step samples reset ids for."""
+    """Return the number of groups per training step."""
     return cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch // cfg.algorithm.group_size
 
 
 def train_episodes(
     cfg: Config, env: EnvSpec, step: int, *, counts_chunk_steps: bool, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan training step `step`: a pure function of config, step and, with a curriculum, of what was `seen` before it.
+    """Plan a training step: a pure function of config, step and, with a curriculum, of the outcomes `seen` before.
 
-    So a resumed run has the same episodes.
+    Therefore a resumed run has the same episodes.
     """
     split, algorithm = cfg.env.train, cfg.algorithm
     slots, size = split.total_num_envs, algorithm.group_size
@@ -152,7 +152,7 @@ def train_episodes(
 def refill_episodes(
     cfg: Config, env: EnvSpec, step: int, attempt: int, groups: int, *, seen: Outcomes | None = None
 ) -> EpisodeList:
-    """Plan further groups for training step `step`, that replace filtered groups."""
+    """Plan groups that replace filtered groups of a training step."""
     size, first = cfg.algorithm.group_size, (attempt + 1) * groups_per_step(cfg)
     # Behind all groups that the step could have planned: an episode id, which keys the noise, is used once a step.
     index = np.arange(first * size, (first + groups) * size)
@@ -166,7 +166,7 @@ def refill_episodes(
 
 
 def greedy_episodes(cfg: Config, plan: EpisodeList) -> EpisodeList:
-    """Plan one more episode of each group of a training step, from its initial state."""
+    """Plan an additional greedy episode for each group of a training step, from its initial state."""
     first = {e.group_id: e for e in plan.episodes}
     return one_wave(cfg, cfg.env.train, [first[group] for group in sorted(first)])
 
@@ -178,13 +178,13 @@ def repeats_exactly(cfg: Config, env: EnvSpec, policy: PolicySpec, task: int) ->
 
 
 def count_asked(cfg: Config, env: EnvSpec) -> int:
-    """Return the number of episodes that the settings request for an evaluation."""
+    """Return the number of episodes requested for an evaluation."""
     each = cfg.eval.episodes or cfg.eval.episodes_per_task * len(selected_tasks(env, cfg.env.eval, across=True))
     return each * cfg.eval.samples
 
 
 def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]:
-    """Yield the reset ids of an evaluation of n episodes, distributed evenly over tasks with these ids."""
+    """Yield n reset ids for an evaluation, distributed evenly over tasks with these ids."""
     for place in range(min(episodes, len(tasks) * max(map(len, tasks)))):
         lap, task = divmod(place, len(tasks))
         yield from tasks[task][lap : lap + 1]
@@ -193,7 +193,7 @@ def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]
 def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     """Plan an evaluation: tasks, initial states and seeds are the same for every seed of the run.
 
-    An episode that would be an exact copy of another is left out.
+    Exact copies of other episodes are skipped.
     """
     split = cfg.env.eval
     tasks = selected_tasks(env, split, across=True)
@@ -237,7 +237,7 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -
 
 
 def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
-    """Reset ids of the step's groups: walk through seeded permutations, so that every id is visited equally often."""
+    """Yield the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if _is_weighted(cfg):
         return _weighted_ids(cfg, env, count, seen, np.random.default_rng(derive(cfg.seed, "curriculum", step)))
@@ -255,7 +255,7 @@ def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None
 
 @lru_cache(maxsize=1)
 def _permutation(seed: int, lap: int, count: int) -> IntArray:
-    """Return the order of a lap, cached: for 90 000 ids it takes longer than a training step of SAC."""
+    """Return the order of one pass, cached: for 90 000 ids the permutation takes longer than a training step of SAC."""
     return np.random.default_rng(derive(seed, "reset-ids", lap)).permutation(count)
 
 
@@ -264,7 +264,7 @@ def _is_weighted(cfg: Config) -> bool:
 
 
 def weighs_tasks(env: EnvSpec, split: EnvSplit) -> bool:
-    """Return whether a curriculum weighs tasks; with one selected task, it weighs its reset ids."""
+    """Return whether the curriculum weights tasks; with one selected task, it weights reset ids."""
     return len(selected_tasks(env, split)) > 1
 
 
@@ -293,7 +293,7 @@ def _weighted_ids(cfg: Config, env: EnvSpec, count: int, seen: Outcomes | None, 
 
 
 def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: list[int]) -> Wave:
-    """Return per-slot queues that outlast the quota even if every episode ended with its first chunk."""
+    """Return per-slot queues that exceed the quota even if every episode ends with its first chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
     quota = -(-steps // cfg.model.num_action_chunks)
@@ -304,7 +304,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
     @cache
     def specs(nth: int) -> list[EpisodeSpec]:
-        """Return the nth episodes of all queues at once; batching makes thousands as cheap as ten."""
+        """Return the nth episodes of all queues at once; batching thousands costs as much as ten."""
         ids = np.asarray(reset_ids)
         if choices is not None:
             ids = choices[derive(cfg.seed, "free-reset", step, members, np.full_like(members, nth)) % len(choices)]
@@ -316,7 +316,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
 
 @dataclass(frozen=True, slots=True)
 class _LazyEpisodes(Sequence[EpisodeSpec]):
-    """Episodes that are created on access, because most of the episodes after the quota never start."""
+    """Episodes created on access, because most episodes after the quota never start."""
 
     specs: Callable[[int], list[EpisodeSpec]]
     slot: int
@@ -349,7 +349,7 @@ def _train_episodes(
 
 
 def _deal(wave: Wave, slots: int) -> Wave:
-    """Turn a shared queue into one queue per slot: the assignment no longer depends on timing."""
+    """Distribute a shared queue over one queue per slot, so that the assignment does not depend on timing."""
     if len(wave.queues) != 1 or slots == 1:
         return wave
     (queue,) = wave.queues

@@ -1,4 +1,4 @@
-"""Names on the hub: download, and the commit in place of a branch."""
+"""Names on the hub: download, and replacement of branches by commits."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_on_hub(path: str) -> bool:
-    """Return whether a typed path can only be a repository: neither the file nor a folder of its first part exists."""
+    """Return whether a path can only be a repository: neither the file nor a folder of its first part exists."""
     found = HUB_NAME.fullmatch(path)
     if found is None or Path(path).exists() or Path(path).suffix in (".json", ".jsonl", ".parquet"):
         return False
@@ -60,7 +60,7 @@ def hub_errors(before: str, after: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     of_http = HfHubHTTPError.__bases__[0]
-    """Base error of the HTTP library of `huggingface_hub`, which depends on its version."""
+    """Base error of the HTTP library of `huggingface_hub`, which differs between versions."""
     try:
         yield
     except HfHubHTTPError as error:

@@ -1,4 +1,4 @@
-"""The keys of a command with its parts, all keys there are, and which one was meant by a name that is none."""
+"""The keys of a command and its components, all existing keys, and suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from embodyrl.registry import closest
 
 @functools.cache
 def all_keys() -> Mapping[str, Key]:
-    """Return every key of every command with any registered part, by dotted name."""
+    """Return every key of every command with any registered component, by dotted name."""
     groups = dict.fromkeys([*Config.model_fields, *_FURTHER, *_sections()])
     return {name: key for group in groups for name, key in keys_below(group).items()}
 
 
 @functools.cache
 def keys_below(group: str) -> Mapping[str, Key]:
-    """Return the keys of one group, or the key of that name, for all commands and parts."""
+    """Return the keys of one group, or the key of that name, for all commands and components."""
     found = {name: key for name, key in keys_of(Config).items() if name.partition(".")[0] == group}
     parts = [settings for _, settings in _settings_of(group)]
     for settings in (*parts, *_FURTHER.get(group, ()), *(_sections()[group].kinds if group in _sections() else ())):
@@ -46,7 +46,7 @@ def keys_below(group: str) -> Mapping[str, Key]:
 
 @functools.cache
 def state_keys() -> frozenset[str]:
-    """Return the keys, and groups of keys, on which the meaning of a state id depends."""
+    """Return the keys, and groups of keys, that determine the meaning of a state id."""
     found = {**keys_below("env"), **keys_below("data")}
     return frozenset(name for name, key in found.items() if NumbersStates in key.metadata)
 
@@ -67,7 +67,7 @@ def _sections() -> Mapping[str, Section]:
 
 
 def _settings_of(group: str) -> Iterator[tuple[str, type[Settings]]]:
-    """Yield the parts of a group with their names."""
+    """Yield the components of a group with their names."""
     for registry in _PARTS.get(group, ()):
         for name in registry.names():
             # A part may need a package that is not there, or is damaged.
@@ -82,11 +82,11 @@ _RETIRED = frozenset(
         *("env.eval.use_fixed_reset_state_ids", "env.eval.max_steps_per_rollout_epoch", "eval.standard"),
     }
 )
-"""Keys of earlier versions that never did anything; runs of those versions have them in their config.yaml."""
+"""Keys of earlier versions without an effect; runs of those versions contain them in their config.yaml."""
 
 
 def is_known(name: str) -> bool:
-    """Return whether some command with some part reads this key, or one below or above it."""
+    """Return whether any command with any component has this key, or a key below or above it."""
     known = keys_below(name.partition(".")[0])
     inner = any(key.startswith(f"{name}.") for key in known)
     above = any(p in _RETIRED or (p in known and known[p].free) for p in parents_of(name))
@@ -95,7 +95,7 @@ def is_known(name: str) -> bool:
 
 @functools.cache
 def _synonyms() -> dict[str, str]:
-    """Return names of other frameworks for our keys, each with the last part of our key."""
+    """Return the names of keys in other frameworks, each with the last part of our key."""
     table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
     return {word: key for key, words in table.items() for word in words.split()}
 
@@ -105,8 +105,8 @@ def suggest(name: str, likely: type[Settings] | None = None) -> str:
 
     The candidates are a typo, the same last part elsewhere, a synonym and the nearest spelling.
 
-    `likely`: what the command reads with the chosen parts. It is searched first, as all other parts would have to be
-    imported.
+    `likely`: keys of the command with the chosen components. They are searched first, because searching all components
+    imports them.
     """
     if likely is not None and (found := _nearest(name, _with_parents(keys_of(likely)), 0.75)):
         return found
@@ -135,7 +135,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
-    """Return the class with all keys of a command, and the groups whose keys are unknown after a wrong choice."""
+    """Return the class with all keys of a command, and the groups whose keys are unknown because of a wrong choice."""
     fields: dict[str, type[Settings]] = {}
     unclear = set()
     for group, (_, settings) in SELECTORS.items():
@@ -156,7 +156,7 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
 
 
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
-    """Return the command or part that would read this key with these values."""
+    """Return the command or component that would use this key with these values."""
     group = name.partition(".")[0]
     if section := _sections().get(group):
         without, within = (
@@ -178,10 +178,10 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
 
 
 def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
-    """Return whether `embodyrl train` with these parts reads a key, for example of the user's own loss.
+    """Return whether `embodyrl train` with these components has a key, for example of the user's own loss.
 
-    True also if that is unknown, because the config is not trusted or its code cannot be imported; `problems` has a
-    line about it.
+    True also if this is unknown, because the config is not trusted or its code cannot be imported; `problems`
+    then contains an error.
     """
     if any(TRUST in problem for problem in problems):
         return True
@@ -192,12 +192,12 @@ def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bo
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Return whether a group may exist, or have other keys, after a wrong choice is corrected."""
+    """Return whether a group may exist, or have other keys, once a wrong choice is corrected."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 
 def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
-    """Return the line about a key that does not exist."""
+    """Return the error about an unknown key."""
     name = setting.key
     if name in branches_of(root):
         if setting.value == {}:
@@ -208,9 +208,9 @@ def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
 
 
 def is_for_others(command: str, setting: Setting) -> bool:
-    """Return whether a typed key is meant for other commands and may be ignored here.
+    """Return whether a command-line key belongs to other commands and may be ignored.
 
-    This holds for groups of `embodyrl train`, so that one line of arguments serves all commands; for a command without
+    True for groups of `embodyrl train`, so that the same arguments serve all commands; for a command without
     a policy, also for weights, reward and data.
     """
     name = setting.key
@@ -220,7 +220,7 @@ def is_for_others(command: str, setting: Setting) -> bool:
 
 
 def report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]) -> None:
-    """Record a known key that has no effect here; reject a key of another environment or model, and a wrong value."""
+    """Record a known key without effect; reject a key of another environment or model, and a wrong value."""
     name = setting.key
     if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
         problems.append(f"{setting.where}{reader} does not read {short(name)}; leave it out.")
@@ -236,7 +236,7 @@ def report_unread(setting: Setting, value: Any, reader: str, problems: list[str]
 
 
 def unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
-    """Return a warning for each reader, with the keys that it does not read."""
+    """Return one warning per component or command, with its unused keys."""
     return [
         f"{short(names[0])} has no effect: {reader} does not read {short(names[0])}."
         if len(names) == 1

@@ -13,7 +13,7 @@ _HORIZON = "env.eval.max_episode_steps"
 
 
 def horizon_of(cfg: Config) -> dict[str, Any]:
-    """Return the time limit that the protocol of `eval.protocol` sets for this environment; a typed limit stays."""
+    """Return the time limit of the protocol `eval.protocol` for this environment; a command-line limit has priority."""
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return {}
     horizon = _horizon(cfg, cfg.env.title)
@@ -23,7 +23,7 @@ def horizon_of(cfg: Config) -> dict[str, Any]:
 
 
 def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
-    """Return a line where the protocol does not list the environment."""
+    """Return an error if the protocol does not list the environment."""
     if not cfg.evaluates or not (protocol := cfg.eval.protocol).horizons or protocol.settled:
         return []
     known = ", ".join(protocol.horizons)
@@ -33,7 +33,7 @@ def protocol_problems(cfg: Config, env: EnvSpec) -> list[str]:
 def departures(cfg: Config, env: EnvSpec) -> list[str]:
     """Return the differences between an evaluation and its protocol, one line each.
 
-    Differences of all evaluations by this package come last.
+    Known differences of embodyrl come last.
     """
     values = dict(leaves(cfg))
     found = [
@@ -62,7 +62,7 @@ def _asked(cfg: Config, env: EnvSpec) -> dict[str, Any]:
 
 
 def _horizon(cfg: Config, env: str) -> int | None:
-    """Return the horizon of the environment, or of the suite that it varies: the longest matching prefix."""
+    """Return the horizon of the environment, or of its base suite: the longest matching prefix."""
     horizons = cfg.eval.protocol.horizons
     fitting = [name for name in horizons if env == name or env.startswith(f"{name}_")]
     return horizons[max(fitting, key=len)] if fitting else None

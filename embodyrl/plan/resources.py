@@ -1,4 +1,4 @@
-"""Choices of a run that depend on memory, made by a planner: an entry point of the group `embodyrl.planners`."""
+"""Memory-dependent settings of a run, chosen by a planner: an entry point of the group `embodyrl.planners`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from embodyrl.registry import Registry, takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Choices of a run that depend on memory."""
+    """Memory-dependent settings of a run."""
 
     gradient_sync: str = "micro_batch"
     """Gradient synchronization between ranks: step or micro_batch."""
     sleeps: bool = False
-    """vLLM frees its memory while weights are trained."""
+    """True if vLLM frees its memory during updates."""
     engine_share: float = 0.4
-    """Share of a GPU's memory for vLLM."""
+    """Fraction of a GPU's memory for vLLM."""
     checkpoint: int = 0
     """Bytes of a checkpoint on disk; 0: unknown."""
 

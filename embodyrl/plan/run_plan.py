@@ -1,4 +1,4 @@
-"""Joins environment, policy, algorithm and workers; every mismatch is found before a process starts."""
+"""Joins environment, policy, algorithm and workers; mismatches are reported before a process starts."""
 
 from __future__ import annotations
 
@@ -43,37 +43,37 @@ class WorkerSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """A run, fully described but not started."""
+    """Complete description of a run before its start."""
 
     cfg: Config
     env_settings: EnvSettings
-    """Settings of the environment, with the cameras that policy and reward read."""
+    """Settings of the environment, with the cameras used by policy and reward."""
     context: EnvContext
     env: EnvSpec
     policy: PolicySpec
     algorithm: Algorithm | None
-    """None: evaluation only."""
+    """Algorithm; None: evaluation only."""
     layout: RecordLayout
     capacity: int
-    """Records of the arena: the largest rollout that can be under way."""
+    """Number of records of the arena: the maximum in use during a rollout."""
     env_workers: tuple[WorkerSlots, ...]
     total_steps: int
-    """Training steps."""
+    """Number of training steps."""
     optimizer_steps_per_step: int
-    """Optimizer steps of a training step with `max_samples`."""
+    """Number of optimizer steps per training step with `max_samples`."""
     max_samples: int
     """Return the maximum number of chunk samples of one training step."""
     ranks: int
-    """Processes that train the policy."""
+    """Number of processes that train the policy."""
     devices: Devices
     gpus: Gpus = field(default_factory=Gpus, compare=False)
     resources: Resources = field(default_factory=Resources)
     nodes: Mapping[str, tuple[int, ...]]
-    """Hosts of each component; 0 is the driver's."""
+    """Host number of each component; 0 is the driver's host."""
     single_step: bool = False
-    """Every env step is a record."""
+    """True if every env step is a record."""
     labelled: bool = False
-    """Each action is recorded with the expert's action for the same state."""
+    """True if each action is recorded with the expert's action for the same state."""
 
     def config(self, kind: type[C]) -> C:
         """Return `cfg` as the config class of its command."""
@@ -81,7 +81,7 @@ class RunPlan:
         return self.cfg
 
     def policy_node(self, number: int) -> int:
-        """Return the host of an actor rank or, after them, of a process that only acts."""
+        """Return the host of an actor rank or, after the ranks, of a rollout process."""
         return _policy_node(self.nodes, number, self.ranks)
 
     def env_node(self, number: int) -> int:
@@ -90,7 +90,7 @@ class RunPlan:
 
     @property
     def env_workers_per_node(self) -> int:
-        """Env workers of a host, at most."""
+        """Maximum number of env workers per host."""
         return -(-len(self.env_workers) // len(self.nodes["env"]))
 
     @property
@@ -110,15 +110,15 @@ class RunPlan:
 
     @property
     def num_slots(self) -> int:
-        """Slots of all env workers."""
+        """Number of slots of all env workers."""
         return self.env_workers[-1].slots.stop
 
 
 def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
-    """Describe the run.
+    """Build the run plan.
 
     Raises:
-        ConfigError: parts that do not fit together, one line each.
+        ConfigError: incompatible components, one line each.
         MissingDependencyError: the environment's packages or libraries are missing.
     """
     context = env_context(cfg)
@@ -174,7 +174,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
 
 
 def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the requirements of the command that environment and policy do not meet."""
+    """Return violated requirements of the command on environment and policy."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
@@ -186,7 +186,7 @@ def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]
 
 
 def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return the requirements of training that environment and policy do not meet."""
+    """Return violated requirements of training on environment and policy."""
     problems = []
     seen = policy.inputs.num_images or env.action.kind is ActionKind.text
     if env.cameras.needed and not seen and not policy.untrainable:
@@ -231,7 +231,7 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
 
 
 def _weight_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec) -> list[str]:
-    """Return wrong keys that select initial states: one weight per task, and none where slots choose their states
+    """Return wrong keys that select initial states: one weight per task, and no weights if slots choose their states
     freely.
     """
     split = cfg.env.train
@@ -311,7 +311,7 @@ def _in_process(cfg: Config) -> bool:
 
 
 def count_ranks(cfg: Config) -> int:
-    """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU where the run can be distributed."""
+    """Return the number of actor ranks: `actor.fsdp.size`, or one per free GPU if the run supports several ranks."""
     if cfg.actor.fsdp.size != -1:
         return cfg.actor.fsdp.size
     acting = cfg.acting_processes if cfg.acts else 0
@@ -367,7 +367,7 @@ def count_env_workers(cfg: Config, env: EnvSpec, devices: Devices, slots: int) -
 
 
 def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
-    """Chunk samples of one training step, at most."""
+    """Return the maximum number of chunk samples of one training step."""
     split = cfg.env.train
     steps = split.max_episode_steps
     if algorithm.counts_chunk_steps:

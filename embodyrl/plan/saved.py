@@ -1,4 +1,4 @@
-"""Configs of runs: written, read back, and used as the base of another config."""
+"""Saved configs of runs: written, read back, and used as the base of another config."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from embodyrl.plan.schema import Config
 
 _REPLY = "algorithm.sampling_params.max_new_tokens"
 ENVIRONMENT_FILE = "environment.yaml"
-"""In an SFT run: the settings of the demonstrations' environment."""
+"""File of an SFT run with the settings of the demonstrations' environment."""
 _OF_THE_RUN = (
     *("trust", "ckpt", "runner.experiment_name", "runner.on_existing", "runner.resume_dir", "runner.only_eval"),
     *("eval.baseline", "eval.protocol.settled"),
 )
 """Keys of a run that are not inherited with its weights."""
 _WITH_ENV = ("env", "data", "reward", "eval", "runner.val_suites", _REPLY)
-"""Keys of the environment: if another environment is typed, the run's values do not apply."""
+"""Keys of the environment: if the command line selects another environment, the run's values do not apply."""
 
 
 def run_config(path: Path) -> Path | None:
@@ -39,7 +39,7 @@ def run_config(path: Path) -> Path | None:
 
 
 def config_of_ckpt(words: Sequence[str]) -> Path | None:
-    """Return the saved config of the run in `ckpt=`, so that its model need not be typed again."""
+    """Return the saved config of the run in `ckpt=`, so that its model need not be specified again."""
     named = [word for word in words if word.startswith("ckpt=")]
     with suppress(ConfigError):  # words that cannot be read are refused where all of them are
         return run_config(resolve_run(str(parse_word(named[-1])[1]))) if named else None
@@ -70,7 +70,7 @@ def _masked(node: Any) -> Any:
 
 
 def command_of(saved: Sequence[Setting]) -> str:
-    """Return the command that wrote a saved config; SFT writes no environment."""
+    """Return the command that wrote a saved config; configs of SFT contain no environment."""
     sections = {setting.key.partition(".")[0] for setting in saved}
     if "env" not in sections:
         return "sft"
@@ -87,7 +87,7 @@ def on_base(
     typed: Sequence[Setting],
     problems: list[str],
 ) -> list[Setting]:
-    """Return the values of the run whose weights are used, completed and replaced by those of the chosen files."""
+    """Return the values of the run with the weights, completed and overridden by those of the chosen files."""
     saved = _base_settings(base, command, groups, chosen, problems)
     check_trust(saved, typed, base, problems)
     sections = {setting.key.partition(".")[0] for setting in saved}
@@ -101,7 +101,7 @@ def _base_settings(
     base: Path, command: str, groups: Mapping[str, str], chosen: Sequence[Setting], problems: list[str]
 ) -> list[Setting]:
     """Return the settings that a command inherits from the run of its weights: the whole config, without the
-    sections of typed groups. Reinforcement learning takes environment and model only from a run of another
+    sections of command-line groups. Reinforcement learning takes environment and model only from a run of another
     command.
     """
     saved = read_saved(base)
@@ -147,13 +147,13 @@ def _played_environment(run: Path, saved: Sequence[Setting], problems: list[str]
 
 
 def _comes_with(setting: Setting, groups: Mapping[str, str]) -> bool:
-    """Return whether this value was set by the file of a typed group, or of a group that follows from it."""
+    """Return whether this value was set by the file of a command-line group, or of a group that follows from it."""
     folders = Path(setting.source).parts[-3:-1]
     return any(group in folders for group in groups) or ("model" in groups and folders[-1:] == ("start",))
 
 
 def check_trust(saved: Sequence[Setting], typed: Sequence[Setting], file: Path, problems: list[str]) -> None:
-    """Reject untrusted values of a file before any name in it is looked up, because a look-up imports code."""
+    """Reject untrusted values of a file before a name in it is looked up, because a look-up imports code."""
     values = [{setting.key: setting.value for setting in some} for some in (saved, typed)]
     if found := distrusted(values[0], values[1], file):
         raise ConfigError([*problems, *found])

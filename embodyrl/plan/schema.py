@@ -36,7 +36,7 @@ from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 
 THIS_HOST = "this host"
-"""Source label for defaults that depend on the host."""
+"""Source label of defaults that depend on the host."""
 
 
 class Config(Settings):
@@ -47,16 +47,16 @@ class Config(Settings):
     seed: Index = 0
     """Random seed; all random streams are derived from it."""
     trust: bool = False
-    """The config of the run that is resumed or whose weights are used may name code (package.module:attr) and servers;
-    counts only where it is typed."""
+    """Allow code (package.module:attr) and servers in the config of the run that is resumed or whose weights are used;
+    valid on the command line only."""
     model: ModelSettings
     runner: RunnerSettings = RunnerSettings()
     launcher: LauncherSettings
     actor: ActorSettings = ActorSettings()
     faults: FaultSettings = FaultSettings()
     ckpt: Path | None = None
-    """Weights to start from: a run, a checkpoint folder, or assets/<name>. The config of that run is the base of this
-    config, below typed groups and keys."""
+    """Initial weights: a run, a checkpoint folder, or assets/<name>. The config of that run is the base of this
+    config; command-line groups and keys override it."""
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -100,7 +100,7 @@ class Config(Settings):
 
     @property
     def reads_rows(self) -> bool:
-        """The environment is a text task, with rows in `data` and a reward function in `reward`."""
+        """True if the environment is a text task, with rows in `data` and reward functions in `reward`."""
         return self.has("env") and getattr(ENVS.get(self.env.env_type), "reads_rows", False)
 
     @property
@@ -110,19 +110,19 @@ class Config(Settings):
 
     @property
     def prefers_float32(self) -> bool:
-        """The default of a model is bfloat16, no file and no override sets it, and this host is slow in bfloat16."""
+        """True if bfloat16 is the model's default, not set by a file or override, and slow on this host."""
         default = type(self.model).model_fields.get("precision")
         chosen = "model.precision" in self.sources or self.has("cluster")
         return default is not None and default.default is Precision.bf16 and not chosen and not multiplies_bfloat16()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Return one line for each typed key that has no effect."""
+        """Return one line for each command-line key without effect."""
         return tuple(self._warnings)
 
     @property
     def changed(self) -> list[str]:
-        """Keys that were typed with another value than the default."""
+        """Command-line keys with another value than the default."""
         keys = keys_of(type(self))
         return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 
@@ -236,7 +236,7 @@ def reads(command: str, section: str) -> bool:
 
 
 def conditions(cfg: Config) -> dict[str, str]:
-    """Return the conditions of keys that concern several sections, by condition."""
+    """Return the conditions of keys that involve several sections, by condition."""
     found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS[cfg.command].needs}
     for section in sections_of(cfg).values():
         found |= section.needs
@@ -260,11 +260,11 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] 
     "launcher": ("name", lambda values: LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups whose keys depend on a choice: the key that chooses, and the class of the keys that come with the choice."""
+"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys."""
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """Return the name of the part in a key.
+    """Return the name of the component in a key.
 
     Raises:
         ConfigError: the value is not a name.

@@ -1,4 +1,4 @@
-"""Every random stream is derived from the one seed by name, never from worker counts or arrival order."""
+"""Random streams: each stream is derived from the seed by name, independent of worker counts and arrival order."""
 
 import zlib
 from itertools import accumulate, repeat
@@ -21,8 +21,8 @@ _MIXING, _DRAWING = _constants(0x43B0D7E5, 0x931E8875, 64), _constants(0x8B51F9D
 def derive(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
     """Return a 63-bit seed for a named stream, e.g. `derive(seed, "noise", step, episode)`.
 
-    Of arrays of numbers below 2**32, all of one shape, an array: one seed for each. The numbers are those of numpy's
-    `SeedSequence([seed, *path]).generate_state(2)`, which takes no arrays.
+    Arrays of numbers below 2**32 with equal shapes give an array of seeds. The numbers are those of numpy's
+    `SeedSequence([seed, *path]).generate_state(2)`, which does not support arrays.
     """
     key = [zlib.crc32(p.encode()) if isinstance(p, str) else p for p in path]
     words = [word for number in (seed, *key) for word in _words(number)]
@@ -61,5 +61,5 @@ def _words(number: int | npt.NDArray[np.int64]) -> list[int | npt.NDArray[np.int
 
 
 def derive_small(seed: int, *path: int | str | npt.NDArray[np.int64]) -> Any:
-    """Return a seed below 2**31, as simulators require, otherwise as `derive`."""
+    """Return a seed below 2**31, as simulators require (see `derive`)."""
     return derive(seed, *path) % (2**31)

@@ -1,4 +1,4 @@
-"""Keys of the loops: run length, processes, and responses to failures."""
+"""Keys of the training loop: run length, processes, and responses to failures."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -23,7 +23,7 @@ _DIFFERENT = only(lambda names: len(set(names)) == len(names))
 
 
 class LoggerSettings(Settings):
-    """Loggers of metrics."""
+    """Keys of metric loggers."""
 
     backends: Annotated[list[str], _DIFFERENT, Must("a list of different names, for example [console,jsonl,wandb]")] = [
         "console",
@@ -38,7 +38,7 @@ class LoggerSettings(Settings):
 
 
 class RunnerSettings(Settings):
-    """The loop: output folder, length of the training, and intervals of validations and checkpoints."""
+    """Keys of the training loop: output folder, run length, and intervals of validations and checkpoints."""
 
     needs = {"experiment_name": "on_existing"}
 
@@ -49,19 +49,19 @@ class RunnerSettings(Settings):
     on_existing: OnExisting = OnExisting.error
     """Response to an existing run folder."""
     max_steps: Count = 100
-    """Training steps."""
+    """Number of training steps."""
     max_epochs: CountOrAll = -1
-    """Passes over the training reset ids; -1: no limit."""
+    """Number of passes over the training reset ids; -1: no limit."""
     only_eval: bool = False
     """Evaluate `ckpt` (or the model's own weights) and stop."""
     val_check_interval: CountOrAll = -1
-    """Training steps between validations; also before the first and after the last step; -1: never."""
+    """Number of training steps between validations; also before the first and after the last step; -1: never."""
     val_suites: Annotated[list[str], _DIFFERENT, Must("a list of different names")] = []
     """Suites to evaluate in addition to the chosen suite, in evaluations and validations:
     [object,swap,lan,task,camera,robot,noise,language] and base for LIBERO, [colours,positions,phrasings]
     for tabletop, or [all]."""
     save_interval: CountOrAll = 50
-    """Training steps between checkpoints; the last step is always saved; -1: only the last."""
+    """Number of training steps between checkpoints; the last step is always saved; -1: only the last."""
     resume_dir: Path | None = None
     """Run folder to continue, or `auto` for the newest run of this experiment."""
     deterministic: bool = False
@@ -72,7 +72,7 @@ class RunnerSettings(Settings):
 
 
 class VllmSettings(Settings):
-    """Arguments of the vLLM engine that `rollout.backend=vllm` starts; null: chosen by the plan or by vLLM."""
+    """Arguments of the vLLM engine started by `rollout.backend=vllm`; null: chosen by the plan or by vLLM."""
 
     gpu_memory_utilization: Share | None = None
     """Fraction of GPU memory for vLLM; default: the memory that the run plan leaves free."""
@@ -94,12 +94,12 @@ class VllmSettings(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments that were set, under vLLM's names."""
+        """Arguments that are set, under vLLM's names."""
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
 
 class RolloutSettings(Settings):
-    """Settings of inference during rollouts."""
+    """Keys of inference during rollouts."""
 
     needs = {
         "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
@@ -132,14 +132,14 @@ class RolloutSettings(Settings):
         return self.num_workers if self.mode is RolloutMode.disaggregated else 0
 
     def problems(self) -> Iterator[str]:
-        """Yield a server without an address."""
+        """Yield an error for a server without an address."""
         yield from super().problems()
         if self.backend == "server" and self.url is None:
             yield "rollout.backend=server: rollout.url is not set; for example rollout.url=http://127.0.0.1:8000/v1."
 
 
 class EvalSamplingSettings(Settings):
-    """Action sampling in evaluations and recordings."""
+    """Keys of action sampling in evaluations and recordings."""
 
     do_sample: bool = False
     """Sample actions; false: greedy actions."""
@@ -148,7 +148,7 @@ class EvalSamplingSettings(Settings):
 
 
 class ProtocolSettings(Settings):
-    """A published way to measure, as the files of conf/eval write it down."""
+    """A published evaluation protocol, as defined by the files of conf/eval."""
 
     name: Name | None = None
     """Name of the protocol in results."""
@@ -156,7 +156,7 @@ class ProtocolSettings(Settings):
     """Settings of the protocol as key=value; values from the command line override them, and the result lists the
     differences."""
     horizons: dict[str, int] = {}
-    """Time limit in env steps by environment or suite; the protocol applies to these only."""
+    """Time limit in env steps by environment or suite; the protocol is limited to these."""
     departures: list[str] = []
     """Known differences between evaluations by embodyrl and the published protocol."""
     sources: list[str] = []
@@ -166,7 +166,7 @@ class ProtocolSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Episodes of an evaluation, and action sampling in them."""
+    """Keys of evaluation episodes and their action sampling."""
 
     needs = {
         "episodes=null or protocol.name": "episodes_per_task",
@@ -188,14 +188,14 @@ class EvalSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """Checkpoints to keep."""
+    """Keys of checkpoint retention."""
 
     keep: Count = 3
     """Number of newest checkpoints to keep."""
     keep_best: bool = True
     """Also keep the checkpoint with the best validation success (sft: the lowest validation loss)."""
     async_save: bool = False
-    """Continue training once the files are written, while they are hashed, synced to the disk and moved into place."""
+    """Continue training once the files are written; hashing, syncing and renaming continue in the background."""
     on_error: OnSaveError = OnSaveError["continue"]
     """Response to a failed intermediate checkpoint (full disk): continue with a warning, or stop."""
 
@@ -206,14 +206,14 @@ Labels = StrEnum("Labels", ["executed", "expert"])
 
 
 class DaggerSettings(Settings):
-    """DAgger."""
+    """Keys of DAgger."""
 
     rounds: Count = 3
     """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
 
 
 class CollectSettings(Settings):
-    """Demonstrations to record."""
+    """Keys of recorded demonstrations."""
 
     out: Path | None = None
     """Output folder of the demonstrations; an incomplete data set is continued."""
@@ -222,6 +222,6 @@ class CollectSettings(Settings):
     filter: EpisodeFilter = EpisodeFilter.success
     """success: keep only episodes that reach their goal; all: keep every episode."""
     labels: Labels = Labels.executed
-    """Recorded actions: the executed ones, or the expert's for the same states."""
+    """Recorded actions: the executed actions, or the expert's actions for the same states."""
     images: FrameFormat = FrameFormat.png
     """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""

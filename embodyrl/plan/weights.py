@@ -1,4 +1,4 @@
-"""The folder of the weights that a key names."""
+"""The folder of the weights in a key."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from embodyrl.errors import CheckpointError
 
 
 def resolve_weights(ckpt: str, key: str = "ckpt") -> Path:
-    """Find the policy folder that a key names: a run, a checkpoint, assets/<name>, or a folder in the public layout.
+    """Return the policy folder of a key: a run, a checkpoint, assets/<name>, or a folder in the public layout.
 
-    A checkpoint is compared with its manifest first.
+    A checkpoint is first verified against its manifest.
 
     Raises:
-        CheckpointError: nothing usable is there; names a damaged file.
+        CheckpointError: the path contains no usable weights; the message names a damaged file.
     """
     path = resolve_run(ckpt)
     if (path / "checkpoints").is_dir():

@@ -1,4 +1,4 @@
-"""Policies. Each has its own folder and is found through the registry."""
+"""Policies. Each policy has its own folder and is registered by name."""
 
 from embodyrl.policies.protocol import POLICIES, export_policy, fitting_models
 

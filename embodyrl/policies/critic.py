@@ -1,4 +1,4 @@
-"""Separate critic: a second language model that computes values only."""
+"""Separate critic: a second language model that only computes values."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ CRITIC_FOLDER = "critic"
 
 
 class WithCritic:
-    """Implements `TextPolicy` and `HasEngine`: actions and probabilities of one model, values of another.
+    """Implementation of `TextPolicy` and `HasEngine`: actions and probabilities of one model, values of another.
 
     The critic's weights are part of the module's `value_head`, so that they have the learning rate, the gradient limit
     and the warm-up of value heads.
@@ -24,7 +24,7 @@ class WithCritic:
         """Join both models.
 
         Raises:
-            ConfigError: the critic of `path` has other tokens.
+            ConfigError: the critic of `path` has another tokenizer.
         """
         own, other = (getattr(one, "vocabulary", None) for one in (policy, critic))
         if own is None or own != other:
@@ -33,7 +33,7 @@ class WithCritic:
             )
         self.vocabulary = own
         self.alone = policy
-        """The policy without critic, for a reference."""
+        """The policy without the critic, for a reference."""
         self._policy, self._critic = policy, critic
         assert isinstance(policy, TextPolicy), "only text policies have a vocabulary"
         self.values, self.imitate = critic.values, policy.imitate
@@ -58,13 +58,13 @@ class WithCritic:
         return replace(self._policy.score(obs, tokens), value=self._critic.score(obs, tokens).value)
 
     def save(self, folder: Path) -> None:
-        """Write the policy's layout, and the critic's below `critic/`."""
+        """Write the policy's layout, and the critic's layout below `critic/`."""
         self._policy.save(folder)
         (folder / CRITIC_FOLDER).mkdir()
         self._critic.save(folder / CRITIC_FOLDER)
 
     def load_weights(self, folder: Path) -> None:
-        """See `Policy.load_weights`; a critic that the folder lacks stays as it is."""
+        """Load the weights (see `Policy.load_weights`); a critic that the folder lacks is unchanged."""
         self._policy.load_weights(folder)
         if (folder / CRITIC_FOLDER).is_dir():
             self._critic.load_weights(folder / CRITIC_FOLDER)

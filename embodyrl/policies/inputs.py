@@ -33,9 +33,9 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
 
     Args:
         folder: folder of the weights; without the file there is no check.
-        policy: spec of the policy for acting.
+        policy: spec of the policy.
         env: spec of the environment.
-        renamed: names of the environment's cameras that replace those of the training (`model.cameras`).
+        renamed: names of the environment's cameras that replace the names in training (`model.cameras`).
 
     Raises:
         CheckpointError: the file is damaged.
@@ -82,7 +82,7 @@ def _ends(gripper: GripperConvention | None, env: EnvSpec) -> tuple[float, float
 
 
 def gripper_text(gripper: GripperConvention | None) -> str:
-    """Return a text for a convention."""
+    """Return the description of a gripper convention."""
     if gripper is None:
         return "no gripper convention"
     return f"a gripper that opens at {gripper.open:g} and closes at {gripper.closed:g}"

@@ -1,4 +1,4 @@
-"""Interface and registry of policies. Policies are independent of environments."""
+"""Interface and registry of policies. Policies do not depend on environments."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class PolicyRequest:
     device: str
     seed: int
     trainable: bool = True
-    """fp32 master weights with autocast to `precision`; false: weights are cast once."""
+    """True: fp32 master weights with autocast to `precision`; False: weights are cast once."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     fresh_heads: bool = False
-    """Initialise heads and projectors that the checkpoint lacks randomly instead of raising."""
+    """Initialise heads and projectors that the checkpoint lacks randomly instead of raising an error."""
     backend: str = "hf"
     """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None
@@ -54,15 +54,15 @@ class PolicyRequest:
     top: int = 0
     """Number of most probable tokens in `PolicyOutput.top`."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Arguments of vLLM's engine that the run sets."""
+    """Arguments of vLLM's engine set by the run."""
     engine_share: float = 0.4
-    """Share of the GPU memory for vLLM's weights and cache."""
+    """Fraction of the GPU memory for vLLM's weights and cache."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
-    """Sampling of replies; log-probabilities are those of all tokens at `temperature`."""
+    """Sampling settings of replies; log-probabilities are those of all tokens at `temperature`."""
 
 
 class Policy(Protocol):
-    """A policy on one device. The same module acts and is trained."""
+    """Interface of a policy on one device. The same module is used for acting and training."""
 
     spec: PolicySpec
     module: nn.Module
@@ -72,7 +72,7 @@ class Policy(Protocol):
         """Return a chunk for each observation, without gradients.
 
         `noise` [B, L] contains one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
-        `temperature` replaces the request's (evaluation). A row's result depends only on that row, its index and the
+        `temperature` overrides the request's (evaluation). A row's result depends only on the row, its index and the
         batch shape.
         """
         ...
@@ -94,7 +94,7 @@ class Policy(Protocol):
         ...
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights by those of a folder written by `save` or published in the same layout.
+        """Replace the weights by those of a folder written by `save`, or a published folder in the same layout.
 
         Raises:
             CheckpointError: missing or unexpected keys, wrong shapes, truncated files; the message names file and key.
@@ -104,7 +104,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class TextPolicy(Policy, Protocol):
-    """A policy whose actions are texts."""
+    """Interface of a policy whose actions are texts."""
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens [B, longest] of replies with their end tokens, padded with -1."""
@@ -115,7 +115,7 @@ class TextPolicy(Policy, Protocol):
         ...
 
     def served_by(self, url: str, model: str | None) -> Any:
-        """Return a reference with `score` and `module` only, computed by a server's model.
+        """Return a reference policy with `score` and `module`, computed by a model on a server.
 
         Raises:
             EmbodyError: there is no server, or its tokens differ.
@@ -125,7 +125,7 @@ class TextPolicy(Policy, Protocol):
 
 @runtime_checkable
 class TokenPolicy(Policy, Protocol):
-    """A policy whose tokens can represent any action."""
+    """Interface of a policy whose tokens can represent any action."""
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Return tokens [B, L] of actions [B, K, A] in the environment's units."""
@@ -134,32 +134,32 @@ class TokenPolicy(Policy, Protocol):
 
 @runtime_checkable
 class LearnsStatistics(Policy, Protocol):
-    """A policy whose weights contain statistics of its training observations."""
+    """Interface of a policy whose weights contain statistics of its training observations."""
 
     def take_statistics(self, obs: Observation) -> None:
-        """Update the statistics with a batch that was trained on; later inference uses them."""
+        """Update the statistics with a training batch; later inference uses them."""
         ...
 
 
 @runtime_checkable
 class HasEngine(Policy, Protocol):
-    """A policy with a separate inference engine in this process."""
+    """Interface of a policy with a separate inference engine in this process."""
 
     def rest(self) -> None:
-        """Free the memory that only inference needs, until the next inference, if the run requests it."""
+        """Free the memory of the inference engine until the next inference, if the run requests it."""
         ...
 
 
 @runtime_checkable
 class SoftActor(Policy, Protocol):
-    """A policy for soft actor-critic: reparameterised samples with gradients, and matching critics."""
+    """Interface of a policy for soft actor-critic: reparameterised samples with gradients, and critics."""
 
     encoder: Sequence[nn.Parameter]
-    """Weights below `features` that the critics train; empty: none."""
+    """Weights below `features` that the critics train; empty: no weights."""
     width: int
-    """L: sampled numbers per chunk."""
+    """L: number of sampled values per chunk."""
     frozen: bool
-    """`features` of an observation never change, so they are stored instead of the observation."""
+    """True if the `features` of an observation never change, so they are stored instead of the observation."""
 
     def features(self, obs: Observation) -> torch.Tensor:
         """Return the inputs of actor and critics [B, F], with gradients."""
@@ -170,13 +170,13 @@ class SoftActor(Policy, Protocol):
         ...
 
     def chosen(self, tokens: IntArray) -> torch.Tensor:
-        """Return chunks [B, L], within -1..1, of tokens of `act`; a repeated correction is expanded."""
+        """Return chunks [B, L], within -1..1, of tokens of `act`; repeated corrections are expanded."""
         ...
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> torch.Tensor:
         """Convert actions [B, K, A] in the units of `act` to normalised chunks [B, L], as returned by `chosen`.
 
-        `obs` are their observations, for a `frozen` policy, whose corrections of distant actions are beyond -1..1.
+        `obs` are the observations, for a `frozen` policy, whose corrections of distant actions exceed -1..1.
         """
         ...
 
@@ -196,11 +196,11 @@ class PolicyFactory(Protocol):
         ...
 
     def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy without building it or importing torch."""
+        """Return the policy spec without building the policy or importing torch."""
         ...
 
     def run_problems(self, cfg: Any, spec: PolicySpec) -> list[str]:
-        """Return keys of a whole config that the described policy does not support, one line each. Optional."""
+        """Return keys of a whole config that the policy does not support, one line each. Optional."""
         ...
 
     def build(self, cfg: Any, request: PolicyRequest) -> Policy:
@@ -210,23 +210,23 @@ class PolicyFactory(Protocol):
 
 @runtime_checkable
 class ComparesWeights(Protocol):
-    """A `PolicyFactory` that compares the weights of a folder with a config's model, based on its small files."""
+    """Interface of a `PolicyFactory` that compares the weights in a folder with a config, based on small files."""
 
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
-        """Compare them without importing torch.
+        """Compare the weights in a folder with the config, without importing torch.
 
         Raises:
-            CheckpointError: the first difference.
+            CheckpointError: contains the first difference.
         """
         ...
 
 
 @runtime_checkable
 class EstimatesCosts(Protocol):
-    """A `PolicyFactory` that estimates size, memory and work of its policies."""
+    """Interface of a `PolicyFactory` that estimates size, memory and work of its policies."""
 
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate the costs of the policy that `spec` describes (no torch)."""
+        """Estimate the costs of the policy of a spec (no torch)."""
         ...
 
 
@@ -234,7 +234,7 @@ _changes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def weights_changed(module: nn.Module) -> None:
-    """Increase the version of a module's weights; call it after changing weights."""
+    """Increase the version of a module's weights; called after changing weights."""
     _changes[module] = weights_version(module) + 1
 
 
@@ -252,20 +252,20 @@ POLICIES: Registry[PolicyFactory] = Registry(
 
 
 def policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-    """Return the estimated costs of a policy; zeros where its factory estimates none."""
+    """Return the estimated costs of a policy; zeros if its factory has no estimate."""
     factory = POLICIES.get(cfg.model_type)
     return factory.costs(cfg, env, value_dim) if isinstance(factory, EstimatesCosts) else PolicyCosts()
 
 
 def fitting_models(env: EnvSpec) -> str:
-    """Return small models that support an environment, for error messages."""
+    """Return the small models that support an environment, for error messages."""
     if env.action.kind == ActionKind.text:
         return "model=vision_lm_tiny" if env.cameras.names else "model=causal_lm_tiny"
     return "model=cnn" if env.cameras.names else "model=mlp"
 
 
 def seen_problems(who: str, env: EnvSpec) -> list[str]:
-    """Return the requirements of an image policy with box actions that an environment does not meet, one line each."""
+    """Return the unmet requirements of an image policy with box actions on an environment, one line each."""
     if not env.cameras.names or env.action.kind != ActionKind.box:
         has = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [
@@ -281,9 +281,9 @@ def export_policy(cfg: ModelSettings, env: EnvSpec, folder: Path, out: Path) -> 
     """Write a folder of `Policy.save` as a self-contained checkpoint: adapters merged, in the compute precision.
 
     Args:
-        cfg: the model of the run.
-        env: its environment.
-        folder: the saved folder; its value head is skipped.
+        cfg: model settings of the run.
+        env: environment of the run.
+        folder: saved folder, whose value head is skipped.
         out: new folder.
 
     Raises:

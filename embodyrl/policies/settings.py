@@ -8,7 +8,7 @@ from embodyrl.config.settings import Count, Path, Settings
 from embodyrl.config.shared import Precision
 
 WARMUP_STEPS = 10
-"""Default warm-up of RL: the first steps of Adam have the size of the learning rate for any gradient, which moves the
+"""Default warm-up of RL: Adam's first steps have the size of the learning rate for any gradient, which changes the
 log-probability of a chunk, a sum over all its numbers and steps, far beyond any clip."""
 
 
@@ -22,12 +22,12 @@ class ModelSettings(Settings):
 
     @property
     def weights(self) -> str | None:
-        """`path`, for a policy with weights."""
+        """Value of `path`, for a policy with weights."""
         return getattr(self, "path", None)
 
     @property
     def warmup_steps(self) -> int:
-        """Optimizer steps of warm-up in reinforcement learning where actor.optim.warmup_steps is not set."""
+        """Default number of warm-up optimizer steps in reinforcement learning."""
         return 0
 
     @property
@@ -56,11 +56,11 @@ class ModelSettings(Settings):
         return getattr(self, "is_lora", False)
 
     def whole(self, path: str | None = None) -> Self:
-        """Return a model of this kind without adapters, with the weights of the folder `path` if there is one."""
+        """Return the settings without adapters, with the weights of the folder `path` if set."""
         return self if path is None else self.model_copy(update={"path": path})
 
     def with_statistics(self, path: str, key: str) -> Self:
-        """Return the model with weights in the folder `path` and its statistics of the data set `key`."""
+        """Return the settings with weights in the folder `path` and its statistics of the data set `key`."""
         own = {"unnorm_key": key} if "unnorm_key" in type(self).model_fields else {}
         return self.model_copy(update={"path": path, **own})
 
@@ -109,6 +109,6 @@ class AdapterSettings(WeightSettings):
         return self.is_lora or self.lora.path is not None
 
     def whole(self, path: str | None = None) -> Self:
-        """Return a model of this kind without adapters, with the weights of the folder `path` if there is one."""
+        """Return the settings without adapters, with the weights of the folder `path` if set."""
         lora = self.lora if path is None else self.lora.model_copy(update={"path": None})
         return super().whole(path).model_copy(update={"is_lora": False, "lora": lora})

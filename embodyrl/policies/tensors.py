@@ -1,4 +1,4 @@
-"""Tensor functions of policies: sampling from given uniform numbers, copies to a GPU.
+"""Tensor functions of policies: sampling from given uniform numbers, and copies to a GPU.
 
 Sampling is deterministic on GPUs if requested.
 """
@@ -18,7 +18,7 @@ from embodyrl.errors import ConfigError
 
 
 def seed_everything(seed: int, *, deterministic: bool) -> None:
-    """Seed the global generators; with `deterministic`, refuse operations with varying results."""
+    """Seed the global generators; `deterministic`: raise an error for nondeterministic operations."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -28,7 +28,7 @@ def seed_everything(seed: int, *, deterministic: bool) -> None:
 
 
 def peak_memory() -> int:
-    """Return the largest number of bytes so far: memory of the GPU that torch has reserved, or resident memory."""
+    """Return the peak memory in bytes: reserved by torch on the GPU, or resident memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_reserved()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -36,7 +36,7 @@ def peak_memory() -> int:
 
 
 def best_device() -> str:
-    """Return the first visible GPU (in a worker only its own), or the CPU.
+    """Return the first visible GPU (in a worker its assigned GPU), or the CPU.
 
     Raises:
         ConfigError: there are GPUs that torch cannot use.
@@ -64,7 +64,7 @@ def cuda_problem() -> str:
 def cumulative(probability: Tensor) -> Tensor:
     """Return cumulative sums of probabilities along the last dimension.
 
-    CUDA adds floats in no fixed order, and raises in deterministic mode.
+    CUDA adds floats in varying order, and raises an error in deterministic mode.
     """
     exact = probability.device.type != "cpu" and torch.are_deterministic_algorithms_enabled()
     return integer_sums(probability) if exact else probability.cumsum(-1)
@@ -111,7 +111,7 @@ def standard_normal(noise: Tensor) -> Tensor:
 
 
 def on_device(data: Any, device: torch.device | str) -> Tensor:
-    """Copy an array, a tensor or a list to a device; on the host the memory may be shared.
+    """Copy an array, a tensor or a list to a device; on the CPU the memory may be shared.
 
     A plain copy to a GPU waits for all earlier work on the GPU. A copy from pinned memory is queued, so that the host
     can prepare the next batch; torch keeps the memory until it is copied.

@@ -22,7 +22,7 @@ from embodyrl.types import (
 
 
 class OnlyActs:
-    """Base of inference-only policies: no probabilities, no values, no weights in this process."""
+    """Base class of inference-only policies: no probabilities, no values, no weights in this process."""
 
     spec: PolicySpec
 
@@ -44,11 +44,11 @@ class OnlyActs:
         )
 
     def values(self, obs: Observation) -> FloatArray:
-        """Return [B, 0]: there is no value head."""
+        """Return [B, 0], because there is no value head."""
         return np.zeros((len(obs), 0), np.float32)
 
     def load_weights(self, folder: Path) -> None:
-        """Raise: there are no weights.
+        """Raise an error: the policy has no weights.
 
         Raises:
             CheckpointError: always.
@@ -56,7 +56,7 @@ class OnlyActs:
         raise CheckpointError(f"model '{self.spec.name}': {self.spec.untrainable}; remove ckpt={folder}.")
 
     def refuse(self, *_: object) -> NoReturn:
-        """Raise: the policy cannot be trained.
+        """Raise an error: the policy cannot be trained.
 
         Raises:
             ConfigError: always.
@@ -69,7 +69,7 @@ class OnlyActs:
 class UntrainedPolicy(OnlyActs):
     """Uniform random actions: any category, or a number between the bounds (-1..1 without bounds).
 
-    Greedy or scripted: the middle of the range.
+    Greedy or scripted: the centre of the range.
     """
 
     def __init__(self, spec: PolicySpec, space: ActionSpec) -> None:
@@ -110,11 +110,11 @@ class UntrainedFactory:
     settings: type[ModelSettings] = ModelSettings
 
     def validate(self, cfg: ModelSettings) -> list[str]:
-        """Return no errors: the schema checks everything."""
+        """Return no errors, because the schema checks everything."""
         return []
 
     def spec(self, cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy, which has the environment's action space."""
+        """Return the policy spec with the environment's action space."""
         return PolicySpec(
             name=self.name,
             num_action_chunks=cfg.num_action_chunks,

@@ -30,17 +30,17 @@ def check_weights(
     fixes: Mapping[str, str] | None = None,
     shown: Callable[[str], str] = "'{}'".format,
 ) -> None:
-    """Compare names and shapes.
+    """Compare names and shapes of weights.
 
     Args:
         mine: the model's weights by name.
         found: the checkpoint's weights by the same names.
-        where: the checkpoint.
-        may_lack: prefixes of parts that may be missing as a whole; a partial one is a damaged file.
+        where: description of the checkpoint.
+        may_lack: prefixes of parts that may be missing completely; a partial one is a damaged file.
         may_hold: prefixes of names that are ignored.
-        fix: a sentence with the fix for other mismatches; default: one for public checkpoints.
+        fix: sentence with the fix for other mismatches; default: a fix for public checkpoints.
         fixes: fixes of shape mismatches by prefix.
-        shown: the name in the checkpoint, and its file.
+        shown: function that returns the name in the checkpoint, and its file.
 
     Raises:
         CheckpointError: weights are missing, unexpected or of another shape; the message names them.
@@ -71,8 +71,8 @@ def fill_weights(mine: Mapping[str, Tensor], path: Path, *, optional: Collection
     Args:
         mine: weights by name.
         path: the file.
-        optional: prefixes of parts that either side may lack.
-        fix: a sentence with the fix for mismatches.
+        optional: prefixes of parts that are optional in the model and in the file.
+        fix: sentence with the fix for mismatches.
 
     Raises:
         CheckpointError: the file is missing or damaged; weights are missing, unexpected or of another shape.

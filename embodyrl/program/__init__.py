@@ -1,1 +1,1 @@
-"""The library as other programs use it; `import embodyrl` has all of its names."""
+"""The Python library; `import embodyrl` exports its names."""

@@ -1,4 +1,4 @@
-"""The commands as Python functions: compose a config, then train or evaluate with it.
+"""The commands as Python functions: compose a config, then train or evaluate.
 
 >>> import embodyrl
 >>> cfg = embodyrl.compose("train", "env=tabletop", "runner.max_steps=2", "launcher=inline")
@@ -39,27 +39,27 @@ def train(
     Args:
         cfg: a config of `compose("train", ...)`.
         resume: a run folder.
-        on_step: called with the number of steps that are done and the metrics of the last one (names as in
-            metrics.jsonl); returning True ends the run: a checkpoint is written and the result returned.
-        on_eval: called likewise with the `EvalResult` of each validation.
+        on_step: called with the number of completed steps and the metrics of the last step (names as in
+            metrics.jsonl); returning True ends the run: a checkpoint is written and the result is returned.
+        on_eval: called with the number of completed steps and the `EvalResult` of each validation; True ends the run.
 
     Raises:
-        EmbodyError: every failure that has a cause to name.
+        EmbodyError: any failure with a known cause.
     """
     return run("train", cfg, resume=resume, on_step=on_step, on_eval=on_eval)
 
 
 def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
-    """Measure success without training, or finish the evaluation in `resume`.
+    """Evaluate a policy without training, or finish the evaluation in `resume`.
 
     Raises:
-        EmbodyError: every failure that has a cause to name.
+        EmbodyError: any failure with a known cause.
     """
     return run("eval", cfg, resume=resume)
 
 
 def run(command: str, cfg: Config, **more: Any) -> Any:
-    """Check a config and run a command with it; `more` are arguments of the command."""
+    """Check a config and run a command with it; `more` are further arguments of the command."""
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values

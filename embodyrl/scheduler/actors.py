@@ -1,4 +1,4 @@
-"""The driver's part of a training step: rollouts, and requests to the actors to score and train."""
+"""The driver's part of a training step: rollouts, and score and train requests to the actors."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from embodyrl.types import ActionKind, Episode, IntArray, PreparedBatch
 
 
 class StepRollouts:
-    """Open rollouts of the current and the next training steps.
+    """Rollouts of the current and the next training steps.
 
     The staleness rule (arXiv 2505.24298) for fixed lists of episodes: the episodes of training step `s` start once the
     weights have version `s - algorithm.max_staleness`; with 0, all data of an update come from its own weights. An
@@ -61,7 +61,7 @@ class StepRollouts:
         return collection
 
     def ahead(self, step: int) -> None:
-        """Reset idle slots for the step after the last open one; the policy acts there once its weights are ready."""
+        """Reset idle slots for the step after the last open rollout; the policy acts once its weights are ready."""
         self._open(step, min(step + self._lag, self._run_plan.total_steps - 1))
 
     def _open(self, first: int, last: int) -> None:
@@ -77,7 +77,7 @@ class StepRollouts:
                 self._rollouts[step] = self._scheduler.open(rollout)
 
     def _refill(self, step: int, attempt: int, missing: int, collection: RolloutResult, kept: list[Episode]) -> None:
-        """Run further groups; free the records of filtered episodes, but keep their results for the metrics."""
+        """Run additional groups; free the records of filtered episodes, but keep their results for the metrics."""
         keep = {e.spec.episode_id for e in kept}
         filtered = [e for e in collection.episodes if e.spec.episode_id not in keep]
         self._scheduler.release(collection, filtered)

@@ -46,8 +46,8 @@ class PolicyClient:
 
         Args:
             supervisor: sends the requests.
-            hosts: the processes; without rollout processes, the actor ranks act.
-            timeout_s: longest wait for a reply.
+            hosts: names of the processes; without rollout processes, the actor ranks act.
+            timeout_s: maximum wait for a reply.
             bucket_arena: buckets for new weights in disaggregated mode; closed with this client.
         """
         self._supervisor = supervisor
@@ -63,12 +63,12 @@ class PolicyClient:
 
     @property
     def busy(self) -> bool:
-        """True if no process can act: all have work, or new weights are being transferred."""
+        """True if no process can act: all are busy, or new weights are being transferred."""
         return self._publishing or all(self._open[name] for name in self._acting)
 
     @property
     def idle(self) -> bool:
-        """True if no process has work."""
+        """True if no process is busy."""
         return not any(self._open.values())
 
     def submit(self, request: Request, on_done: OnDone) -> None:
@@ -187,7 +187,7 @@ class EventLoop:
     def call(self, request: Request) -> Done:
         """Send a request to all actor ranks; return the first rank's reply with the time of the slowest rank.
 
-        Raises:
+        CheckpointError: a checkpoint could not be written or read.
             CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0

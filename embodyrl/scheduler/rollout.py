@@ -11,23 +11,23 @@ from embodyrl.plan.episodes import EpisodeList
 from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 
 NO_QUOTA = 2**62
-"""Remaining chunk steps where there is no quota."""
+"""Value of the remaining chunk steps without a quota."""
 _REASONS = 10
 """Maximum number of different reward errors logged in a run."""
 
 VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
-"""Returns (file stem, outcomes to keep) for an episode to record, else None."""
+"""Function that returns (file stem, outcomes to keep) for an episode to record, else None."""
 
 
 @dataclass
 class Tally:
-    """Work of all workers during the waits for a rollout."""
+    """Work of all workers during a rollout."""
 
     env_steps: int = 0
     wall_s: float = 0.0
-    """Seconds of waiting."""
+    """Waiting time in seconds."""
     span_s: float = 0.0
-    """Seconds of work; more than `wall_s` where rollouts overlap an update."""
+    """Working time in seconds; more than `wall_s` if rollouts overlap an update."""
     sim_s: float = 0.0
     render_s: float = 0.0
     reset_s: float = 0.0
@@ -59,12 +59,12 @@ class RolloutResult:
     tally: Tally = field(default_factory=Tally)
     video_problems: list[str] = field(default_factory=list)
     continues: bool = False
-    """Episodes that it cut continue in the next rollout."""
+    """True if episodes that this rollout cut continue in the next rollout."""
     reward_errors: list[str] = field(default_factory=list)
     """Reward errors, one per affected episode."""
 
     def report_reward_errors(self, log: Callable[[str], None], seen: set[str]) -> None:
-        """Log reward errors, each reason once in a run (`seen`) and at most a few different ones.
+        """Log reward errors; each reason is logged once per run (`seen`), up to a maximum number of reasons.
 
         Raises:
             EmbodyError: all rewards are unknown.
@@ -82,7 +82,7 @@ class RolloutResult:
 
 
 class Queue:
-    """Queue of episodes in order; each spec is created when it is first needed."""
+    """Queue of episodes in order; specs are created on demand."""
 
     def __init__(self, specs: Sequence[EpisodeSpec]) -> None:
         self._specs, self._next = specs, 0
@@ -120,11 +120,11 @@ class Rollout:
     """Minimum weight version for actions in these episodes; resets may come earlier."""
     greedy: bool = False
     temperature: float | None = None
-    """Sampling temperature; None: that of training."""
+    """Sampling temperature; None: the training temperature."""
     keep: bool = True
-    """Keep records in the arena; False: only the small arrays of the episodes remain."""
+    """Keep records in the arena; False: keep only the small arrays of the episodes."""
     continues: bool = False
-    """Continue episodes that the previous rollout cut, where their simulator state still exists."""
+    """True: continue episodes that the previous rollout cut, if their simulator state still exists."""
     video: VideoChoice | None = None
     replayed: Mapping[int, FloatArray] | None = None
     """Actions [T, K, A] to repeat instead of policy inference, by episode id."""
@@ -164,7 +164,7 @@ class Rollout:
         return queue.pop()
 
     def lose(self, slot: int, spec: EpisodeSpec, *, again: bool) -> None:
-        """Discard an attempt at an episode and its chunk steps; `again`: restart it next."""
+        """Discard an attempt at an episode and its chunk steps; `again`: restart the episode next."""
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)
@@ -178,7 +178,7 @@ class Rollout:
         return NO_QUOTA if self._quota is None else self._quota - self._spent[slot]
 
     def ended(self) -> None:
-        """Count an episode that ended or was lost; after the last one of a wave, start the next wave."""
+        """Count an episode that ended or was dropped; after the last episode of a wave, start the next wave."""
         # Before the next wave is checked: this may have been the last episode of the current wave.
         self._running -= 1
         if self._exhausted and self._waves:

@@ -1,4 +1,4 @@
-"""Rollout scheduling: slots, stages, ready queue, refill. Only tickets move here."""
+"""Rollout scheduling: slots, stages, ready queue, refill. The driver handles tickets only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
 _ENDS = (Record.terminated, Record.truncated)
 _SUSPICIOUS = 2
-"""Worker crashes during an episode after which the episode runs alone in its worker."""
+"""Number of worker crashes during an episode after which the episode runs alone in its worker."""
 
 
 class RolloutScheduler(EventLoop):
@@ -109,7 +109,7 @@ class RolloutScheduler(EventLoop):
         return self.finish(self.open(rollout, first=True))
 
     def advance(self) -> float:
-        """Send requests to idle stages and, if due, to the policy; return the longest time to wait for events."""
+        """Send requests to idle stages and, if due, to the policy; return the maximum time to wait for events."""
         if not self._rollouts:
             return PATIENCE_S
         if any(rollout.replayed is not None for rollout in self._rollouts):
@@ -122,11 +122,11 @@ class RolloutScheduler(EventLoop):
 
     @property
     def pending(self) -> bool:
-        """True if a worker or the policy has work, or can receive work."""
+        """True if a worker or the policy is busy, or can receive work."""
         return super().pending or bool(self._busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:
-        """Stop sending requests, because the run is about to end."""
+        """Stop sending requests, because the run ends."""
         self._rollouts.clear()
 
     def release(self, collection: RolloutResult, episodes: Iterable[Episode] | None = None) -> None:
@@ -200,7 +200,7 @@ class RolloutScheduler(EventLoop):
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
-        """Return the first rollout whose next episode this slot can run; `crashed`: some episode has crashed a worker.
+        """Return the first rollout whose next episode this slot can run; `crashed`: an episode has crashed a worker.
 
         Workers with few simulators accept few tasks at a time; their slots then wait instead of starting a later
         rollout.
@@ -227,12 +227,12 @@ class RolloutScheduler(EventLoop):
         return None
 
     def _suspicious(self, rollout: Rollout | None, spec: EpisodeSpec | None) -> bool:
-        """Return True if two workers died during this episode: it then runs alone in its worker."""
+        """Return True if two workers died during this episode, which then runs alone in its worker."""
         return rollout is not None and spec is not None and rollout.crash_count[spec.episode_id] >= _SUSPICIOUS
 
     @property
     def _may_act(self) -> BoolArray:
-        """Mask [N] of slots whose observation the policy may process with the current weights."""
+        """Return a mask [N] of slots whose observation the policy may process with the current weights."""
         return self._slots.may_act(self._version)
 
     def _dispatch_inference(self) -> None:

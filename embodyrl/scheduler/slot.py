@@ -1,4 +1,4 @@
-"""State of the env slots: values that change with every chunk as arrays, the rest per slot."""
+"""State of the env slots: values that change with every chunk are arrays, all others are stored per slot."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -55,18 +55,18 @@ class Slot:
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
     copies: list[Mapping[str, np.ndarray]] = field(default_factory=list)
-    """`KEPT` fields of the chunks taken so far, without records."""
+    """Fields `KEPT` of the chunks so far, without records."""
     started: float = 0.0
     room: int = NO_QUOTA
-    """Remaining chunk steps of the quota when the episode began."""
+    """Remaining chunk steps of the quota at the start of the episode."""
     open: Open | None = None
     """Cut episode that the simulator still contains; only while idle."""
     earlier: EarlierPart | None = None
     """The part of the running episode before this rollout."""
     stale: bool = False
-    """The worker died while the policy was reading the record."""
+    """True if the worker died while the policy was reading the record."""
     solved: bool = False
-    """The goal was already reached when the running episode began."""
+    """True if the goal was already reached when the running episode began."""
 
 
 class Slots:
@@ -91,7 +91,7 @@ class Slots:
         return (self.phase == Phase.READY) & (self.not_before <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
-        """Assign the rollout's next episode to a slot; `begin` does the rest."""
+        """Assign the rollout's next episode to a slot; `begin` starts the episode."""
         slot = self.each[row]
         slot.rollout, slot.room, slot.episode = rollout, rollout.left(row), rollout.take(row)
         slot.earlier = slot.open.so_far if slot.open is not None and rollout.continues else None
@@ -101,7 +101,7 @@ class Slots:
             slot.episode = replace(slot.episode, reset_id=began.reset_id, task_id=began.task_id, seed=began.seed)
 
     def begin(self, rows: IntArray) -> None:
-        """Begin the assigned episodes; the first observations go to `target`."""
+        """Start the assigned episodes; the first observations are written to `target`."""
         now = time.perf_counter()
         # Collect first and assign once: elementwise assignment would dominate with thousands of slots.
         facts = np.zeros((4, len(rows)), np.int64)
@@ -134,7 +134,7 @@ class Slots:
         )
 
     def go_on(self, rows: IntArray) -> None:
-        """Continue cut episodes: their current observation goes to the policy without simulation."""
+        """Continue cut episodes: the policy gets their current observation without a simulation step."""
         for row in rows.tolist():
             held = self.each[row].open
             assert held is not None
@@ -166,7 +166,7 @@ class Slots:
         self.target[rows], self.phase[rows] = self._arena.allocate_all(len(rows)), Phase.STEPPING
 
     def take_chunks(self, rows: IntArray) -> BoolArray:
-        """Store the results of executed chunks; return a mask [n] of slots whose quota is used up."""
+        """Store the results of executed chunks; return a mask [n] of slots that used up their quota."""
         if self.chunks[rows].max() == self._taken.shape[1]:
             self._taken = np.concatenate([self._taken, np.zeros_like(self._taken)], axis=1)
         # The observation's record now describes the whole chunk: actions and results are in the same record.

@@ -31,7 +31,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit, WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Meeting point of the actor ranks, for the lifetime of the driver."""
+    """Rendezvous of the actor ranks, for the lifetime of the driver."""
 
     rank_info: RankInfo
     """Connection data of every rank."""
@@ -46,7 +46,7 @@ RENDEZVOUS: Registry[Callable[..., Rendezvous]] = Registry(
 
 
 def rendezvous(ranks: int, host: str, *, timeout_s: float) -> Rendezvous:
-    """Return the meeting point of the ranks, at an address of this host that they can reach."""
+    """Return the rendezvous of the ranks, at an address of this host that they can reach."""
     return Rendezvous(RankInfo()) if ranks == 1 else RENDEZVOUS.get("store")(host, timeout_s)
 
 
@@ -80,7 +80,7 @@ def plan_hosts(
 
 
 def actor_specs(init: PolicyHostInit, ranks: int, rank_info: RankInfo, devices: Devices) -> list[WorkerSpec]:
-    """Return the specs of the processes that train a policy together."""
+    """Return the specs of the actor ranks."""
     return [
         _spec(
             f"policy_{rank}" if rank else "policy",
@@ -148,7 +148,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
 
 _PINNING = "PYTORCH_ALLOC_CONF"
 _EXACT_PINNING = {_PINNING: os.environ.get(_PINNING, "pinned_max_round_threshold_mb:8")}
-"""torch pins host memory in powers of two by default: a third more than the weights of a 7B model."""
+"""Allocator setting: by default torch pins memory in powers of two, a third more than the weights of a 7B model."""
 
 
 def _spec(name: str, component: str, init: PolicyHostInit, gpu: str | None) -> WorkerSpec:
@@ -186,7 +186,7 @@ class Started:
     meet: Rendezvous
     """Rendezvous of the actor ranks."""
     trace: Path | None = None
-    """File of the timeline trace."""
+    """Output file of the timeline trace."""
 
     def wait_until_ready(
         self, loop: EventLoop, hosts: list[WorkerSpec], envs: dict[str, tuple[WorkerSpec, Callback]]
@@ -254,7 +254,7 @@ def start_workers(
 
 
 def env_spec(run_plan: RunPlan, arena: Arena, number: int) -> WorkerSpec:
-    """Return the spec of an env worker."""
+    """Return the worker spec of an env worker."""
     cfg, worker = run_plan.cfg, run_plan.env_workers[number]
     init = EnvWorkerInit(
         env=run_plan.env_settings,

@@ -51,7 +51,7 @@ def open_ranks(init: PolicyHostInit, policy: Policy) -> Ranks:
 
 
 def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
-    """Return True if frozen float32 weights can be stored in the compute precision, for the same results.
+    """Return True if frozen float32 weights can be stored in the compute precision with equal results.
 
     Models with adapters or steering store them in half precision already; trained weights stay in float32.
     """
@@ -59,7 +59,7 @@ def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
 
 
 def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:
-    """Build the learner that the algorithm's estimator names, or the objective of SFT."""
+    """Build the learner of the algorithm's estimator, or of the SFT objective."""
     rules, reference = algorithm or init.objective, None
     if rules.needs_reference:
         # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
@@ -80,7 +80,7 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
-    """Build the reference: the initial policy or another one with the same tokens, such as a larger teacher."""
+    """Build the reference policy: the initial policy or another with the same tokens, such as a larger teacher."""
     own = getattr(policy, "alone", policy)  # without the value head
     if init.algorithm is not None and (url := init.algorithm.reference_url) is not None:
         return cast(Policy, cast(TextPolicy, own).served_by(url, init.algorithm.reference_model))

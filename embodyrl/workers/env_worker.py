@@ -29,11 +29,11 @@ class EnvWorkerInit(WorkerInit):
     expert_noise: float = 0.0
     """Standard deviation of the noise on the scripted expert's actions."""
     scripted: bool = False
-    """The scripted expert acts; its actions replace the chunk in the record."""
+    """True if the scripted expert acts; its actions replace the chunk in the record."""
     labelled: bool = False
-    """The chunk in the record is executed, then replaced by the scripted expert's actions."""
+    """True if the chunk in the record is executed, then replaced by the scripted expert's actions."""
     single_step: bool = False
-    """Execute only the first action of each chunk, so that every env step has its own record."""
+    """True: execute only the first action of each chunk, so that every env step has its own record."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class EnvWorker:
         self._reward_errors: dict[int, str] = {}
         self._render_s = 0.0
         self._converses = self._arena[Record.reply].shape[1] > 0
-        """The instruction is a conversation that grows with each chunk; otherwise it is fixed per episode."""
+        """True if the instruction is a conversation that grows with each chunk; otherwise it is fixed per episode."""
         self._instructions = np.zeros((init.context.num_slots, self._arena[Record.instruction].shape[1]), np.uint8)
         """[N, bytes] encoded instruction of each slot's episode."""
 

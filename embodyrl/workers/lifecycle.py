@@ -71,9 +71,9 @@ class PolicyHostInit(WorkerInit):
 
     model: ModelSettings
     algorithm: AlgorithmSettings | None = None
-    """None: inference only, or SFT."""
+    """Algorithm settings; None: inference only, or SFT."""
     longest_episode: int = 1
-    """Chunks of an episode at its time limit."""
+    """Number of chunks of an episode at its time limit."""
     env: EnvSettings | None = None
     """Environment that computes the rewards of other goals, if the algorithm needs it."""
     objective: Any = None
@@ -82,28 +82,28 @@ class PolicyHostInit(WorkerInit):
     """Folder of a separate critic."""
     actor: ActorSettings = field(default_factory=ActorSettings)
     gradient_sync: str | None = None
-    """The choice of the run plan where `actor.fsdp.gradient_sync=auto`."""
+    """Gradient synchronization chosen by the run plan for `actor.fsdp.gradient_sync=auto`."""
     seed: int
     deterministic: bool = False
     skips_nonfinite: bool = False
     request: PolicyRequest
-    """The device is selected when the policy is built."""
+    """Policy request; the device is selected when the policy is built."""
     total_steps: int
-    """Training steps of the whole run."""
+    """Number of training steps of the run."""
     threads: int
     rank_info: RankInfo = field(default_factory=RankInfo)
     acts: bool = True
     single_step: bool = False
-    """Every env step is a record; a chunk spans one record per action."""
+    """True if every env step is a record; a chunk spans one record per action."""
     trains: bool
     sharded: bool = False
-    """Inference-only process: the training processes shard the weights."""
+    """True for an inference-only process whose training processes shard the weights."""
     start_from: str | None = None
     """Folder with weights in the policy's own layout that replace those of `model.path`."""
 
     @property
     def shards(self) -> bool:
-        """True for a training process with a part of the weights."""
+        """True for a training process with a shard of the weights."""
         return self.rank_info.world > 1 or self.actor.fsdp.cpu_offload
 
 
@@ -118,7 +118,7 @@ class WorkerSpec:
     """env, rollout or actor, as in `cluster.component_placement`."""
     environ: dict[str, str] = field(default_factory=dict)
     gpu: str | None = None
-    """The visible GPU of this host; an empty string: none; None: those of the driver."""
+    """The visible GPU of the process; an empty string: none; None: the driver's GPUs."""
 
     @property
     def restartable(self) -> bool:
@@ -205,7 +205,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
 
 
 def ignore_sigterm_except_in_children() -> None:
-    """Ignore SIGTERM here, but not in processes that an environment starts: its close() ends them with SIGTERM."""
+    """Ignore SIGTERM, but not in processes started by an environment, whose close() ends them with SIGTERM."""
     signal.signal(signal.SIGTERM, lambda signum, frame: None)  # children would inherit SIG_IGN
     signal.siginterrupt(signal.SIGTERM, False)
 
@@ -222,7 +222,7 @@ def ignore_sigterm_except_in_children() -> None:
 def keep_freed_memory() -> None:
     """Keep freed memory in the process, up to a limit, instead of returning it to the system.
 
-    glibc returns it by default, and the system clears each page again: a tenth of an update's time.
+    glibc returns freed memory by default, and the system clears each page again: a tenth of an update's time.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

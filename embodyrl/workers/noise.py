@@ -14,8 +14,8 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
     """Return uniforms [B, L] in [0, 1) for noise seeds of episodes [B] and chunk indices [B].
 
     Philox 4x64-10 is counter-based (Salmon et al. 2011): the episode is the key and the chunk the counter, so the noise
-    of any chunk is computed directly. The numbers equal those of numpy's float32 generator, which has one stream only;
-    here all rows are computed together.
+    of any chunk is computed directly. The numbers equal those of numpy's float32 generator, which has only one stream;
+    this function computes all rows together.
     """
     seeds, chunks = np.asarray(seeds, np.uint64), np.asarray(chunks, np.uint64)
     if len(seeds) < _MANY:
@@ -35,7 +35,7 @@ def token_noise(seeds: npt.ArrayLike, chunks: npt.ArrayLike, tokens_per_chunk: i
 
 
 _MANY = 32
-"""Number of rows from which arrays are faster."""
+"""Number of rows above which arrays are faster."""
 _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)[:, None, None]
 _KEY_STEPS = np.array([0xBB67AE8584CAA73B, 0x9E3779B97F4A7C15], np.uint64)[:, None, None]
 

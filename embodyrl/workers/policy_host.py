@@ -49,7 +49,7 @@ from embodyrl.workers.weights import describe_weights, publish, take
 
 
 class PolicyHost:
-    """Rollout worker and learner of a process, if it has them."""
+    """Rollout worker and learner of a process, if present."""
 
     def __init__(self, init: PolicyHostInit) -> None:
         torch.set_num_threads(init.threads)
@@ -182,7 +182,7 @@ class _Plan:
 
 
 class RolloutWorker:
-    """Inference with the policy, which it may share with the actor."""
+    """Inference with a policy that the actor may share."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ def describe_weights(module: nn.Module) -> tuple[WeightInfo, ...]:
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name, tensor, and whether it is a saved buffer that training changes without a gradient."""
+    """Yield name, tensor, and whether the tensor is a saved buffer that training changes without a gradient."""
     yield from ((name, parameter, False) for name, parameter in module.named_parameters())
     saved = module.state_dict(keep_vars=True)
     yield from ((name, buffer, True) for name, buffer in module.named_buffers() if name in saved)

@@ -140,7 +140,7 @@ def number(env_id: str, reward: Any) -> float:
 
 
 def flag(env_id: str, name: str, value: Any) -> bool:
-    """Return a flag of end or success, also from 0 or 1 or an array of one; else raise EnvError."""
+    """Return a termination or success flag, also from 0, 1 or an array of one element; else raise EnvError."""
     if value is True or value is False:
         return value
     return bool(flags(env_id, name, np.reshape(value, -1) if np.size(value) == 1 else value, 1)[0])
@@ -150,7 +150,7 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
     """Return `flag` of each environment of a batch [count].
 
     Raises:
-        EnvError: values that are neither true nor false; a share of a goal would be a success.
+        EnvError: values that are neither true nor false, such as a fraction of a goal.
     """
     found = np.asarray(values)
     if found.shape in ((), (count,)) and found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all():
@@ -163,7 +163,7 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
 
 
 def line(error: BaseException) -> str:
-    """Format an exception of foreign code in one line, with the place where it was raised."""
+    """Format an exception of user code in one line, with the place where it was raised."""
     text = one_line(error)
     if isinstance(error, EmbodyError):
         return text

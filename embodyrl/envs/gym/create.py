@@ -48,13 +48,13 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
     Raises:
         UnknownNameError: no environment or wrapper has this name.
         MissingDependencyError: a required package is not installed.
-        ConfigError: the constructor or a wrapper rejects its arguments, or returns no environment.
+        ConfigError: the constructor or a wrapper rejects its arguments, or does not return an environment.
     """
     return create_named(cfg, kwargs, num_envs)[0]
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
-    """Build as `create` does; also return the names of all environments of a function that returns several."""
+    """Build an environment as in `create`; also return the names of all environments if a function returns several."""
     env_id = str(cfg.id)
     if kwargs.get("render_mode") is not None:
         draw_without_display()
@@ -84,11 +84,11 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
 
 
 _COUNTS = ("num_envs", "n_envs")
-"""Parameter names of functions that build vector environments; the second is LeRobot's."""
+"""Names of the parameter for the number of environments; the second is LeRobot's."""
 
 
 def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
-    """Select one environment of a mapping of suites to environments or tasks; return it with all names.
+    """Select one environment of a mapping of suites to environments or tasks; return the environment and all names.
 
     Raises:
         ConfigError: `env.suite` is not one of the names.
@@ -194,7 +194,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
 
 
 def _counted(creator: Any, num_envs: int) -> dict[str, Any]:
-    """Return the number of environments as an argument of a function that builds several."""
+    """Return the number of environments as an argument of a vector environment's function."""
     if isinstance(creator, type) or "num_envs" in (takes := _parameters(creator)):
         return {"num_envs": num_envs}
     # LeRobot's make_env(n_envs, use_async_envs[, cfg]).

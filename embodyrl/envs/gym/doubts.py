@@ -93,7 +93,7 @@ def _pictures(name: str, leaf: spaces.Box, values: Sequence[np.ndarray], stacked
 
 
 def _colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndarray]) -> Iterator[str]:
-    """Warn of colour channels that are treated as stacked frames, which shift by one place in each step."""
+    """Warn of colour channels that are read as stacked frames, which shift by one place in each step."""
     if len(shape) != 3 or shape[-1] in (1, 3):
         return
     yield from _stacked_colours(name, shape, values)

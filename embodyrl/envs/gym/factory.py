@@ -35,7 +35,7 @@ class GymFactory(SimFactory[GymSettings]):
     settings = GymSettings
 
     def problems(self, cfg: GymSettings) -> Iterator[str]:
-        """Yield missing or invalid settings, without importing gymnasium."""
+        """Yield errors of the settings, without importing gymnasium."""
         if cfg.id is None:
             yield (
                 "env.id is not set. Set it to a Gymnasium id (env.id=CartPole-v1) or a class "
@@ -87,7 +87,7 @@ class GymFactory(SimFactory[GymSettings]):
         return GymSims(cfg, spec, found, build)
 
     def judge(self, cfg: GymSettings) -> GoalJudge:
-        """Build one environment that computes the rewards of other goals."""
+        """Build an environment that computes the rewards of other goals."""
         from embodyrl.envs.gym.create import create
         from embodyrl.envs.gym.goals import GymGoals
 

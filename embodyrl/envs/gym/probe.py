@@ -31,14 +31,14 @@ from embodyrl.errors import ConfigError, EmbodyError, EnvError
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
-"""Number of observations to compare."""
+"""Number of observations compared."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
-"""Limits in steps and seconds of the probed episode, in which a success is searched."""
+"""Limits in steps and seconds of the probed episode, which is searched for a success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Properties of one instance of the environment."""
+    """Properties of an environment, measured on one instance."""
 
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
@@ -47,19 +47,19 @@ class Probe:
     kwargs: dict[str, Any]
     """Constructor arguments: `env.kwargs`, and a render mode if it has one."""
     reports_success: bool
-    """The `info` of a step of its first episode contains success."""
+    """True if the `info` of a step of the first episode contains success."""
     expert: bool
-    """The environment or a wrapper has a method `expert_action`."""
+    """True if the environment or a wrapper has a method `expert_action`."""
     vector: bool
-    """The environment is a `gymnasium.vector.VectorEnv` for all slots; the spaces are those of one slot."""
+    """True for a `gymnasium.vector.VectorEnv` with all slots; the spaces are those of one slot."""
     draws: bool
-    """The environment renders, or would with a render mode."""
+    """True if the environment renders, possibly after a render mode is set."""
     doubts: tuple[str, ...] = ()
     """Warnings about probably unintended behaviour in the first steps."""
     instruction: str | None = None
-    """Instruction of the first episode; None: there is none."""
+    """Instruction of the first episode; None: no instruction."""
     goals: bool = False
-    """The environment computes the rewards of other goals."""
+    """True if the environment computes the rewards of other goals."""
 
 
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
@@ -67,7 +67,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
     Args:
         cfg: settings of the environment.
-        pictures: `render` will be called; False: build it without a render mode, since some render in every step.
+        pictures: `render` will be called; False: no render mode, because some environments render each step.
         described: results of an earlier probe of the first steps; None: reset and step the environment.
 
     Raises:
@@ -109,7 +109,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
 
 
 def _shown(spec: EnvSpec) -> dict[str, Any]:
-    """Return the results of `_try_out` from the description of the environment."""
+    """Return the results of `_try_out` stored in an earlier description of the environment."""
     return {
         "reports_success": spec.reward.reports_success,
         "doubts": (),
@@ -119,7 +119,7 @@ def _shown(spec: EnvSpec) -> dict[str, Any]:
 
 
 def _time_limit(cfg: GymSettings, env: Any) -> int:
-    """Return the environment's own limit, or that of a wrapper in the config; 0: there is none."""
+    """Return the environment's own time limit, or that of a wrapper in the config; 0: no limit."""
     limits = [env.spec.max_episode_steps] if env.spec is not None else []
     for name, arguments in cfg.wrapped:
         wrapper = WRAPPERS.get(name)
@@ -202,7 +202,7 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
 
 
 def slot_info(infos: dict[str, Any], slot: int, count: int) -> dict[str, Any]:
-    """Return one environment's part of a batch's `info`, for keys that are set for it."""
+    """Return the `info` of one environment of a batch, for keys that are set for this environment."""
     return {
         name: value[slot] if isinstance(value, (np.ndarray, list, tuple)) and len(value) == count else value
         for name, value in infos.items()

@@ -26,7 +26,7 @@ _ATTRIBUTES = ("task_description", "task")
 
 
 def success_key(cfg: GymSettings) -> tuple[str, ...]:
-    """Return the keys of info with the success; the first existing key counts."""
+    """Return the key of the success flag in info; the first existing key is used."""
     return _SUCCESS if cfg.success_key is None else (cfg.success_key,)
 
 
@@ -37,14 +37,14 @@ def succeeded(info: Mapping[str, Any], keys: Sequence[str]) -> Any:
 
 
 def says_success(info: Mapping[str, Any], keys: Sequence[str]) -> bool:
-    """Return True if `info` has one of the keys."""
+    """Return True if `info` has one of the success keys."""
     return any(_find(part, key) is not None for part in (info, info.get("final_info")) for key in keys)
 
 
 def success_doubts(cfg: GymSettings, names: Sequence[str], reports: bool) -> Iterator[str]:
-    """Warn of a success key that no step had, and of similar keys that are not read.
+    """Warn of a success key that is missing in all steps, and of similar keys that are ignored.
 
-    `names`: keys of info in all probed steps; `reports`: one of the steps has a success key.
+    `names`: keys of info in all probed steps; `reports`: True if a step has a success key.
     """
     if reports:
         return
@@ -100,9 +100,9 @@ def instruction_of(
 def instruction_doubts(
     cfg: GymSettings, texts: Sequence[tuple[str, Path]], info: Mapping[str, Any], found: str | None
 ) -> Iterator[str]:
-    """Warn of texts that no policy reads.
+    """Warn of texts that no policy receives.
 
-    `texts`: those of the observation; `info`: that of a reset; `found`: the instruction.
+    `texts`: texts of the observation; `info`: info of a reset; `found`: the instruction.
     """
     if cfg.instruction is not None or cfg.instruction_key is not None:
         return
@@ -123,7 +123,7 @@ def _text(value: Any) -> str | None:
 
 
 def _find(source: Any, key: str) -> Any:
-    """Return a value by its dotted name; None: there is none."""
+    """Return a value by its dotted name; None if it is missing."""
     if isinstance(source, Mapping) and key in source:
         return source[key]
     for name in key.split("."):

@@ -38,7 +38,7 @@ class _Slots(Simulators):
         """Render the environment, or return its own image observation.
 
         Raises:
-            EnvError: it has neither.
+            EnvError: the environment has neither.
         """
         try:
             frame = self._frame(slot)
@@ -56,7 +56,7 @@ class _Slots(Simulators):
         return self._writer.image(self._observations[slot]) if frame is None else one_frame(frame)
 
     def instruction(self, slot: int) -> str | None:
-        """Return the instruction at the start of the slot's episode; None: that of the task."""
+        """Return the instruction of the slot's episode; None: that of the task."""
         return self._instructions.get(slot)
 
     def _read_instruction(self, slot: int, info: Mapping[str, Any], env: Any = None) -> None:
@@ -73,7 +73,7 @@ class _Slots(Simulators):
 
     @abstractmethod
     def _frame(self, slot: int) -> Any:
-        """Render one frame; None: there is no render mode."""
+        """Render one frame; None without a render mode."""
 
 
 class GymSims(_Slots, PerSlot):
@@ -97,7 +97,7 @@ class GymSims(_Slots, PerSlot):
         self.note_start(slot, solved=bool(flag(self.spec.name, "success in info", reached)))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action [A]; success is read from `info`."""
+        """Execute one action [A]; success comes from `info`."""
         result = require_step(self.spec.name, self._envs[slot].step(self._native(action)))
         self._observations[slot], reward, terminated, truncated, info = result
         self._infos[slot] = info
@@ -149,7 +149,7 @@ def one_frame(frame: Any) -> ByteArray:
 class VectorSims(_Slots):
     """Slots of one vector environment in lock-step.
 
-    Its automatic resets are undone: episodes start by the reset mask.
+    Automatic resets of the vector environment are undone: episodes start by the reset mask.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class VectorSims(_Slots):
         return flags(self.spec.name, "success in info", found, len(self._actions))
 
     def info(self, slot: int) -> dict[str, Any]:
-        """Return the slot's part of the batch's `info`, for keys that are set for it."""
+        """Return the slot's part of the batch's `info`, for keys that are set for the slot."""
         said = self._batch_info
         if slot in self._over and self._mode is AutoresetMode.SAME_STEP:
             said = said.get("final_info", {})  # the rest belongs to the episode that the batch has started

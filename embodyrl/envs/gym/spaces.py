@@ -71,7 +71,7 @@ class ObservationWriter:
         self.grey = bool(cameras) and all(frames[3] == 1 for _, _, frames, _ in self._images)
 
     def columns(self, name: str) -> tuple[int, int]:
-        """Return the columns of the state for a member of the dictionary; (0, 0): none."""
+        """Return the columns of the state of a member of the dictionary; (0, 0): no columns."""
         return next(((c.start, c.stop) for path, _, c in self._parts if path == (name,)), (0, 0))
 
     def write(self, observation: Any, out: ObservationOut) -> None:
@@ -86,7 +86,7 @@ class ObservationWriter:
             out.state[columns] = self._flatten(path, leaf, self._member(observation, path))
 
     def check(self, observation: Any) -> None:
-        """Raise as `write` does."""
+        """Check an observation; raises the errors of `write`."""
         out = ObservationOut(
             images=np.zeros((len(self.cameras), *self.image_size, 3), np.uint8),
             state=np.zeros(self.state_dim, np.float32),

@@ -1,4 +1,4 @@
-"""Environments whose observations hold several steps, and whose chunks are averaged while they are executed."""
+"""Environments with a history of observations, and with chunks that are averaged during execution."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from embodyrl.types import EnvSpec
 
 
 class HistorySettings(EnvSettings):
-    """Observed steps, and chunks that are averaged."""
+    """Keys of the observation history and of temporal ensembling."""
 
     needs = {"ensemble_chunk": "ensemble_coeff"}
 
     history: Annotated[int, Field(ge=1, le=100)] = 1
-    """Observed steps, oldest first; the first observation of an episode fills the steps before it. Every step is
+    """Number of observed steps, oldest first; the first observation of an episode fills missing steps. Every step is
     rendered."""
     ensemble_chunk: Count | None = None
     """Temporal ensembling: number of actions per chunk; the environment executes the weighted average of all
@@ -44,7 +44,7 @@ class HistoryFactory(SimFactory[Any]):
 
     @cached_property
     def settings(self) -> Any:
-        """Keys of the environment, and those of this module."""
+        """Keys of the environment and of this module."""
         return join(self._of.settings, HistorySettings)
 
     def problems(self, cfg: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ from embodyrl.types import EnvSpec, ExpertSpec, GoalSpec
 
 
 def with_history(env: EnvSpec, steps: int) -> EnvSpec:
-    """Return the spec with states and cameras of several steps, oldest first; `front_1` is `front` one step before."""
+    """Return the spec with states and cameras of several steps, oldest first; `front_1` is `front` one step earlier."""
     if steps == 1:
         return env
     shown = env.cameras.names
@@ -24,7 +24,7 @@ def _later(columns: tuple[int, int], offset: int) -> tuple[int, int]:
 
 
 def flattened(env: EnvSpec, chunk: int) -> EnvSpec:
-    """Return the spec with chunks of actions as one action; no expert gives these."""
+    """Return the spec with a chunk of actions as one action, without an expert."""
     action, gripper = env.action, env.action.gripper
     # The environment itself snaps the gripper of executed actions.
     gripper = None if gripper is None else replace(gripper, binary=False)

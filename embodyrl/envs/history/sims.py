@@ -10,7 +10,7 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray
 
 
 class TemporalEnsemble:
-    """Running average of the actions that chunks give for the same step (ACT, arXiv 2304.13705, algorithm 2).
+    """Running average of the actions of overlapping chunks for the same step (ACT, arXiv 2304.13705, algorithm 2).
 
     The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest.
     """
@@ -22,7 +22,7 @@ class TemporalEnsemble:
         self._count = np.zeros(0, np.int64)
 
     def take(self, chunk: FloatArray) -> FloatArray:
-        """Add a chunk [H, A] and return the action [A] of the present step."""
+        """Add a chunk [H, A] and return the action [A] of the current step."""
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
             self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]
@@ -46,7 +46,7 @@ class HistorySims(Simulators):
 
     @property
     def current_slot(self) -> int | None:  # type: ignore[override]
-        """Return the slot in work of the inner simulators."""
+        """Return the current slot of the inner simulators (see `Simulators.current_slot`)."""
         return self._inner.current_slot
 
     def reset(self, slots: IntArray, reset_ids: IntArray, seeds: IntArray) -> None:
@@ -59,7 +59,7 @@ class HistorySims(Simulators):
         self._look(slots)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Execute one action [n, A] in each slot, the average where actions are chunks [n, H A]."""
+        """Execute one action [n, A] per slot; with chunks as actions [n, H A], the ensembled action."""
         if self._chunk is not None:
             chunks = actions.reshape(len(slots), self._chunk, -1)
             pairs = zip(slots.tolist(), chunks, strict=True)
@@ -78,7 +78,7 @@ class HistorySims(Simulators):
             state[row] = np.concatenate([numbers for _, numbers in self._seen[slot]])
 
     def _look(self, slots: IntArray) -> None:
-        """Add present observations to the histories."""
+        """Add the current observations to the histories."""
         if self._history == 1:
             return
         spec = self._inner.spec

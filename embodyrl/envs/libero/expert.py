@@ -71,7 +71,7 @@ def find_grasps(scene: Scene, name: str, target: str, shift: DoubleArray) -> lis
 
 
 def order_grasps(grasps: list[Grasp], rng: np.random.Generator) -> list[Grasp]:
-    """Order grasps: free ones first, shuffled (the episode's variant); then the others, the least obstructed first."""
+    """Order grasps: free grasps first, shuffled by the episode's seed; then the others, the least obstructed first."""
     free = [grasp for grasp in grasps if grasp.clearance >= 0]
     rest = sorted((grasp for grasp in grasps if grasp.clearance < 0), key=lambda grasp: -grasp.clearance)
     return [free[i] for i in rng.permutation(len(free))] + rest
@@ -212,7 +212,7 @@ class Expert:
         yield from self._move(lambda: np.array([*base, lift]), OPEN, tolerance=0.02, limit=30)
 
     def _carry_height(self, goal: Goal, start: Box) -> float:
-        """Return the height of the hand at which it and the carried object clear all obstacles."""
+        """Return the hand height at which the hand and the carried object clear all obstacles."""
         hand, end = self._now.hand, self._now.place(goal.target)
         below = hand[2] - start.bottom
         object_way = self._now.highest_between(start.center[:2], end, max(start.half), (goal.subject,))
@@ -253,7 +253,7 @@ class Expert:
         speed: float = 1.0,
         to_rest: bool = False,
     ) -> Actions:
-        """Move the held object above its target; stop if it is lost, and with `to_rest` when it sinks no further."""
+        """Move the held object above its target; stop if the object is lost, with `to_rest` when it no longer sinks."""
 
         def hand() -> DoubleArray:
             return np.array([*(self._now.place(goal.target) + self._offset(goal.subject)[:2]), height()])

@@ -96,7 +96,7 @@ def _all_suites() -> list[str]:
 
 
 def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
-    """Return the instructions of `count` states of each task, if some suite has several per task."""
+    """Return the instructions of `count` states of each task, if a suite has several per task."""
     if not any(name.endswith("_language") for name, _ in tasks):
         return ()
     pairs = zip(tasks, told, strict=True)
@@ -130,7 +130,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     """Skip repeated work in the physics loop; results equal the benchmark's up to rounding. null: on with
     render_profile=lean."""
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
-    """Additional initial states of each task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
+    """Additional initial states per task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
     for evaluation."""
     settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
@@ -142,7 +142,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it."""
+        """Name of the environment in evaluation protocols."""
         return self.task_suite_name or self.env_type
 
     @property

@@ -43,9 +43,9 @@ class _Arm(NamedTuple):
     first: int
     """Degree of freedom of the arm's first joint."""
     position: DoubleArray
-    """[3] of the hand, m."""
+    """Position [3] of the hand, m."""
     rotation: DoubleArray
-    """[3, 3] of the hand."""
+    """Rotation matrix [3, 3] of the hand."""
     joints: DoubleArray
     """[7] joint positions, rad."""
     speeds: DoubleArray

@@ -135,7 +135,7 @@ def libero_path(key: str) -> Path:
 
 
 def suite_tasks(suite: str) -> list[Any]:
-    """Return the tasks of a suite in the benchmark's order; each has `language`, `problem_folder`, `bddl_file`."""
+    """Return the tasks of a suite in the benchmark's order, with `language`, `problem_folder` and `bddl_file`."""
     return list(_suite(suite).tasks)
 
 

@@ -41,11 +41,11 @@ class Variant:
     words: str | None = None
     """Instruction of the policy; None: the unchanged one."""
     place: tuple[int, int] = (0, 0)
-    """Task and state that is varied; seeds the noise."""
+    """Task and state that the variant changes; also the seed of the noise."""
 
 
 def stock(suite: str) -> str:
-    """Return the suite that a suite of LIBERO-Plus varies; other suites are returned unchanged.
+    """Return the base suite of a suite of LIBERO-Plus; other suites are returned unchanged.
 
     >>> stock("libero_goal_camera"), stock("libero_goal_swap")
     ('libero_goal', 'libero_goal_swap')
@@ -55,7 +55,7 @@ def stock(suite: str) -> str:
 
 
 def variant(suite: str, task: int, state: int) -> tuple[Variant | None, int]:
-    """Return the changes of an initial state of a suite, and the benchmark's own state from which it starts.
+    """Return the changes of an initial state of a suite, and the initial state of the benchmark.
 
     A task's n variants come first, all from state 0, as in the benchmark's evaluation; then in reverse order from state
     1, and so on. The first ten variants of a task with 30 or more are therefore those of states 0 to 9 alone.

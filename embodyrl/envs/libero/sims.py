@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Loaded:
-    """A loaded model."""
+    """A loaded task model."""
 
     simulator: TaskSimulator
     occupant: int | None = None
@@ -44,7 +44,7 @@ class SimPool:
         self._warned = False
 
     def begin(self, slot: int, task: int) -> TaskSimulator:
-        """Assign a model of `task` to the slot for a new episode; its former state is dropped."""
+        """Assign a model of `task` to the slot for a new episode; the slot's previous state is dropped."""
         # Not saved: its episode is over.
         self._saved.pop(slot, None)
         for loaded in self.loaded.values():
@@ -54,7 +54,7 @@ class SimPool:
         return self._occupy(slot, task).simulator
 
     def use(self, slot: int) -> TaskSimulator:
-        """Return the model with the slot's running episode."""
+        """Return the model with the state of the slot's episode."""
         loaded = self._occupy(slot, self._task[slot])
         state = self._saved.pop(slot, None)
         if state is not None:

@@ -41,7 +41,7 @@ The gripper opening is read from the positions after substep 24."""
 _PHYSICS = int(mujoco.mjtState.mjSTATE_INTEGRATION)
 _PLACEMENT_TRIES = 100
 _NEVER_DRAWN = 5
-"""A group of geoms that robosuite does not render."""
+"""Group of geoms that robosuite does not render."""
 _MODEL_FIELDS = ("body_pos", "body_quat", "site_rgba", "cam_pos", "cam_quat")
 """Fields of the compiled model that change at run time: fixture poses in reset, visible sites (a burner), cameras."""
 _OWN_FIELDS = ("_view_qpos", "_view_sites", "_gripper_qpos", "_grain")
@@ -122,7 +122,7 @@ class TaskSimulator:
         self._usual_front = tuple(part.copy() for part in self._front)
         self._usual_start = np.array(self._robot.init_qpos)
         self._grain: Variant | None = None
-        """Variant with sensor noise of the front camera."""
+        """Variant of the sensor noise of the front camera."""
 
     def reset(self, init_state: DoubleArray, seed: int, variant: Variant | None = None) -> bool:
         """Start from a stored state [1 + nq + nv]; return whether the goal is reached there.
@@ -216,7 +216,7 @@ class TaskSimulator:
             state[6:8] = self._gripper_qpos
 
     def frame(self, camera: str, height: int, width: int) -> ByteArray:
-        """Return an upright frame [H, W, 3] for people, not mirrored."""
+        """Return an upright frame [H, W, 3] for videos, not mirrored."""
         with self._viewed():
             return np.ascontiguousarray(self._picture(camera, height, width)[::-1])
 
@@ -270,7 +270,7 @@ class TaskSimulator:
         )
 
     def _look(self, substep: int) -> None:
-        """Record observations after each physics substep (from 1 on), where robosuite updates its observables."""
+        """Record observations after each physics substep (from 1 on), like robosuite's observables."""
         if substep == VIEW_SUBSTEP:
             self._view_qpos = self._data.qpos.copy()
         elif substep == VIEW_SUBSTEP + 1:
@@ -329,7 +329,7 @@ class TaskSimulator:
 
 
 def _nothing(force: bool = False) -> None:
-    """Replace work of robosuite without any effect."""
+    """Replacement of robosuite functions without effect."""
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class ManiSkillFactory(SimFactory[ManiSkillSettings]):
     settings = ManiSkillSettings
 
     def problems(self, cfg: ManiSkillSettings) -> Iterator[str]:
-        """Yield errors that ManiSkill would not report, or only late."""
+        """Yield errors that ManiSkill reports late or never."""
         if cfg.id is None:
             yield "env.id is not set. Name the id of a ManiSkill task, for example env.id=PushCube-v1."
         if cfg.id in BRIDGE_EPISODES and cfg.sim_backend is SimBackend.gpu:

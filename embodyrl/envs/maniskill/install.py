@@ -37,13 +37,13 @@ FETCH_PHYSX = "from sapien import physx; physx.enable_gpu()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """Declarations of a built task."""
+    """Properties of a built task."""
 
     control_mode: str
     action_low: tuple[float, ...]
-    """[A]"""
+    """Lower action bounds [A]."""
     action_high: tuple[float, ...]
-    """[A]"""
+    """Upper action bounds [A]."""
     has_gripper: bool
     """The last action dimension is the gripper."""
     state_dim: int
@@ -51,11 +51,11 @@ class Description:
     max_episode_steps: int
     """The task's own time limit, env steps; 0: none."""
     draws_scene: bool = False
-    """Objects of a scene are sampled when it is built, as in a batch, so a reset id would not determine the episode."""
+    """True if objects are sampled when the scene is built; in a batch, a reset id would not determine the episode."""
 
 
 def vulkan_problem(device: str) -> str | None:
-    """Start SAPIEN's renderer on a device, cpu or cuda; return the error, None: it works.
+    """Start SAPIEN's renderer on a device, cpu or cuda; return the error, or None on success.
 
     The CPU is rendered by the software driver even if a GPU's driver is broken.
     """

@@ -12,7 +12,7 @@ from embodyrl.envs.simulators import PerSlot, SimStep, SimSteps, Simulators
 from embodyrl.types import ByteArray, DoubleArray, EnvSpec, FloatArray, IntArray, ObservationOut
 
 _UNIT = 0.1
-"""Metres and radians of an action of 1."""
+"""Metres and radians per unit of an action."""
 
 _ABOVE = 0.06
 """Travel height of the hand above a cube, metres."""
@@ -33,7 +33,7 @@ class Expert:
         }
         self._plan = plans[name]
         self._in_place = False
-        """Sliding: the hand is behind the cube; stacking: the cube is on the other one."""
+        """Sliding: True if the hand is behind the cube; stacking: True if the cube is on the other cube."""
         self._waited = 0
 
     def act(self) -> FloatArray:
@@ -187,7 +187,7 @@ class ManiSkillSims(_Slots, PerSlot):
             view[...] = picture[0]
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera for people."""
+        """Return a frame of ManiSkill's video camera."""
         return self._envs[slot].render_rgb_array()[0].numpy()
 
     def info(self, slot: int) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class BatchSims(_Slots):
             images[rows, camera] = pictures[slots]
 
     def render(self, slot: int) -> ByteArray:
-        """Return a frame of ManiSkill's camera for people."""
+        """Return a frame of ManiSkill's video camera."""
         return self._env.render_rgb_array()[slot].cpu().numpy()
 
     def info(self, slot: int) -> dict[str, Any]:

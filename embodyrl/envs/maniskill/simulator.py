@@ -68,7 +68,7 @@ def _reduced(path: Path) -> bytes:
 
 
 _FRAME_PIXELS = 320
-"""Side of a frame for people, in pixels."""
+"""Side of a video frame, in pixels."""
 
 _HAND_CAMERA_PIXELS = 128
 
@@ -117,7 +117,7 @@ def build(cfg: ManiSkillSettings, obs_mode: ObsMode, num_envs: int = 1) -> Any:
 
 
 def restart(cfg: ManiSkillSettings, env: Any, reset_id: int, cameras: tuple[str, ...]) -> dict[str, Any]:
-    """Start the episode whose seed (Bridge data: whose numbered placement) is the reset id; return the info.
+    """Start the episode whose seed (or numbered placement, on Bridge data) is the reset id; return the info.
 
     The scene is built again, because PhysX keeps state across ManiSkill's resets (the order of contacts, sleeping
     bodies), so that an earlier episode would change the last bits, and after a contact more than those.

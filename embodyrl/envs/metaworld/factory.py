@@ -24,7 +24,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
     settings = MetaWorldSettings
 
     def problems(self, cfg: MetaWorldSettings) -> Iterator[str]:
-        """Yield errors that MetaWorld would not report, or only late."""
+        """Yield errors that MetaWorld reports late or never."""
         if unknown := [name for name in cfg.names if name not in TASKS]:
             hint = closest(unknown[0], [*BENCHMARKS, *TASKS])
             yield f"env.id={unknown[0]}: not a task or benchmark of MetaWorld.{hint}"

@@ -43,7 +43,7 @@ class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it."""
+        """Name of the environment in evaluation protocols."""
         return f"metaworld {self.id}"
 
     @property

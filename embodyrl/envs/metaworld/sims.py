@@ -53,7 +53,7 @@ class MetaWorldSims(PerSlot):
         self.note_start(slot, solved=_goal_holds(env))
 
     def step_slot(self, slot: int, action: FloatArray) -> SimStep:
-        """Execute one action; the package clips its first three numbers, here all are clipped."""
+        """Execute one action. The package clips its first three numbers; this method clips all of them."""
         self._seen[slot], reward, _, _, info = self._envs[slot][1].step(np.clip(action, -1.0, 1.0))
         success = bool(info["success"])
         return SimStep(reward=float(reward), terminated=success, success=success)

@@ -30,7 +30,7 @@ class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it."""
+        """Name of the environment in evaluation protocols."""
         return suite_name(self.axis)
 
 

@@ -1,4 +1,4 @@
-"""Tabletop as slot simulators: plain Python per table; at a few microseconds a step it needs no batching."""
+"""Tabletop as slot simulators: plain Python per table, because a step takes only a few microseconds."""
 
 import math
 
@@ -99,7 +99,7 @@ STATE_DIM = 4
 """Gripper position x, y, z (m) and opening (1 open, 0 closed)."""
 
 FRAME_SIZE = 288
-"""P: side of each image in a frame for people, in pixels."""
+"""P: side of each image in a video frame, in pixels."""
 
 
 def suite_name(axis: Axis) -> str:

@@ -28,7 +28,7 @@ _STEEL: Colour = (66, 70, 78)
 _FINGER: Colour = (40, 42, 48)
 _LAMP_OPEN: Colour = (236, 242, 246)
 _LAMP_CLOSED: Colour = (255, 176, 0)
-"""Colour that no block has."""
+"""Lamp colour for a closed gripper; no block has this colour."""
 _SHADOW: Colour = (52, 38, 28)
 _WALL = np.array((222, 228, 232), np.float32)
 _WOOD = np.array((192, 164, 130), np.float32)

@@ -25,7 +25,7 @@ from embodyrl.types import (
 )
 
 Tool = Callable[[str], str]
-"""Function from the call's text to the answer; a ValueError becomes an answer with its message."""
+"""Function from the text of a call to the answer; the message of a ValueError becomes the answer."""
 
 TOOLS: Registry[Tool] = Registry("tool", group="embodyrl.tools", wants="a function of a text", fits=takes(1))
 TOOLS.add("calculator", "embodyrl.extensions.text.sandbox:calculate")
@@ -60,7 +60,7 @@ def find_call(reply: str, tools: Sequence[str]) -> tuple[str, str] | None:
 
 
 def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
-    """Execute a tool call; errors of the model become the answer."""
+    """Execute a tool call; errors caused by the call become the answer."""
     name, text = call
     if name not in tools:
         return f"error: no tool '{name}'; tools are {', '.join(tools)}"
@@ -86,7 +86,7 @@ def begin_replies(actions: FloatArray, *, parts: int = 0) -> tuple[ChunkResult, 
 
 @dataclass
 class _Conversation:
-    """One slot's conversation."""
+    """Conversation of one slot."""
 
     row: TextRow
     messages: list[Message] = field(default_factory=list)
@@ -156,7 +156,7 @@ class ConversationEnv:
         return result
 
     def _use_tool(self, conversation: _Conversation) -> bool:
-        """Answer the tool call of a reply, if there is one and a further reply can follow."""
+        """Answer the tool call of a reply, if the reply has a call and another reply can follow."""
         conversation.turns += 1
         call = find_call(conversation.reply, self._tools) if conversation.turns < self.spec.text.max_replies else None
         if call is None:
@@ -170,7 +170,7 @@ class ConversationEnv:
         return True
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise: the answers are in the data; use `embodyrl sft`."""
+        """Raise an error: text tasks have no scripted expert; use `embodyrl sft`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
@@ -185,7 +185,7 @@ class ConversationEnv:
         return join_messages(self._conversation(slot).messages)
 
     def render(self, slot: int) -> np.ndarray:
-        """Raise: there is no image."""
+        """Raise an error: text tasks have no image."""
         raise EnvError(f"env '{self.spec.name}' has no image to record; set video=none.")
 
     def close(self) -> None:

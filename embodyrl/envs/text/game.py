@@ -119,7 +119,7 @@ _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
 class GameSettings(EnvSettings):
-    """A Gymnasium environment with discrete actions, described in text."""
+    """Keys of a Gymnasium environment with discrete actions, described in text."""
 
     id: Annotated[str | None, NumbersStates] = None
     """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a
@@ -145,7 +145,7 @@ class GameSettings(EnvSettings):
 
     @property
     def max_chunks(self) -> int:
-        """Replies of an episode."""
+        """Maximum number of replies of an episode."""
         return self.max_turns
 
 
@@ -159,7 +159,7 @@ class _Game:
     steps: int = 0
     reply: str = ""
     commands: Sequence[str] = ()
-    """Words of a reply, if they change from turn to turn."""
+    """Allowed commands, if they change from turn to turn."""
 
 
 class GameEnv:
@@ -236,11 +236,11 @@ class GameEnv:
         """Write nothing: the observation is in the instruction."""
 
     def render(self, slot: int) -> np.ndarray:
-        """Raise: there is no image."""
+        """Raise an error: text games have no image."""
         raise EnvError(f"env '{self.spec.name}' is a text environment; set video=none.")
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
-        """Raise: there is no scripted expert."""
+        """Raise an error: text games have no scripted expert."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
 
     def close(self) -> None:
@@ -264,7 +264,7 @@ def make_game(cfg: GameSettings) -> Any:
 
     Raises:
         MissingDependencyError: gymnasium is not installed.
-        ConfigError: there is no such environment, it rejects its arguments, or has no text rendering.
+        ConfigError: the environment does not exist, rejects its arguments, or has no text rendering.
     """
     if files := game_files(cfg.id or ""):
         return TextWorldGame(files, SEEN_BYTES)

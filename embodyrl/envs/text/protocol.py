@@ -1,4 +1,4 @@
-"""Parts of a text environment: rows and a reward function."""
+"""Interfaces of text environments: rows and reward functions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from embodyrl.conversation import TextRow
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A finished conversation that needs a reward."""
+    """A finished conversation to be rewarded."""
 
     prompt: str
     """The user's first message."""
@@ -33,7 +33,7 @@ class Judgement:
 
 
 class Rows(Protocol):
-    """Rows of text tasks. Picklable; may read its source again in each process."""
+    """Interface of rows of text tasks. Picklable; may read its source again in each process."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class Rows(Protocol):
 
 
 class Judge(Protocol):
-    """Computes rewards of replies. Picklable; each env worker has its own."""
+    """Interface of rewards of replies. Picklable; each env worker has its own instance."""
 
     components: tuple[str, ...]
     weights: tuple[float, ...]

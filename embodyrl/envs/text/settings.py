@@ -8,7 +8,7 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 
 
 class TextSettings(EnvSettings):
-    """Settings of a conversation, with data from `data` and rewards from `reward`."""
+    """Keys of a conversation, with data from `data` and rewards from `reward`."""
 
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """Maximum replies of an episode; more than one if tools answer in between."""
@@ -21,5 +21,5 @@ class TextSettings(EnvSettings):
 
     @property
     def max_chunks(self) -> int:
-        """Replies of an episode."""
+        """Maximum number of replies of an episode."""
         return self.max_turns

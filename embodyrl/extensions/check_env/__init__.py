@@ -1,4 +1,4 @@
-"""`check-env`: the contract of an environment as a test that its author runs."""
+"""`check-env`: tests of the interface contract of environments, run by their author."""
 
 import contextlib
 import multiprocessing
@@ -24,7 +24,7 @@ from embodyrl.leftovers import end_children, end_owned, owning, signal_at_parent
 __all__ = ["CHECKS", "Finding", "check_env", "check_env_apart", "declared", "played", "shown"]
 
 _START_S, _GRACE_S = 60.0, 10.0
-"""Deadlines, seconds: start of the process; its report after a check that took too long."""
+"""Deadlines in seconds: start of the process, and its report after a check that took too long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,12 @@ def check_env(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> I
     """Build the environment with two slots in this process and check its contract.
 
     Args:
-        cfg: as for training; the first tasks of `train.task_ids` are played.
-        seed: of the episodes and of the random actions.
-        timeout_s: longest time of one check; one that takes longer fails (main thread only).
+        cfg: config as for training; episodes of the first tasks of `train.task_ids` are played.
+        seed: seed of the episodes and of the random actions.
+        timeout_s: time limit of one check; a slower check fails (main thread only).
 
     Yields:
-        One finding per check, as soon as it is known.
+        One finding per check, immediately after the check.
 
     Raises:
         UnknownNameError: no such environment.
@@ -103,9 +103,9 @@ def _deadline(seconds: float) -> Iterator[None]:
 
 
 def check_env_apart(cfg: EnvSettings, *, seed: int = 0, timeout_s: float = 120.0) -> Iterator[Finding]:
-    """Run `check_env` in a separate process, so that crashes, hangs in C and output stay there.
+    """Run `check_env` in a separate process, which isolates crashes, hangs in C code and output.
 
-    A check in which the process dies or never answers fails, and those after it are skipped.
+    A check fails if the process dies or hangs; later checks are skipped.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

@@ -1,4 +1,4 @@
-"""The command `check-env`: does an environment keep the contract that training relies on?"""
+"""The command `check-env`: tests the interface contract of an environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_env(args: argparse.Namespace) -> int:
-    """Run `embodyrl check-env`; 3 if a check fails."""
+    """Run `embodyrl check-env`; the exit code is 3 if a check fails."""
     findings: list[Finding] = []
     # Redirect stdout: a user's module may print when it is imported.
     with contextlib.redirect_stdout(sys.stderr):

@@ -1,4 +1,4 @@
-"""Harness of `check-env`: an environment under test, its episodes, and the differences between two of them."""
+"""Harness of `check-env`: an environment under test, its episodes, and the differences between episodes."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from embodyrl.types import ByteArray, ChunkResult, EnvSpec, EpisodeStart, FloatA
 SLOTS = 2
 CONTEXT = EnvContext(num_slots=SLOTS)
 CHUNK = 4
-"""K: actions per chunk of a played episode."""
+"""K: actions per chunk."""
 MOST_TASKS = 3
 MOST_STATES = 4
 LIMIT = 16
-"""Env steps of a random episode."""
+"""Maximum number of env steps of a random episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One way in which the environment breaks its contract."""
+    """One violation of the interface contract."""
 
     field: str
     expected: str
@@ -57,7 +57,7 @@ class Trace:
 
     @property
     def length(self) -> int:
-        """Executed env steps."""
+        """Number of executed env steps."""
         return sum(int(result.valid.sum()) for result in self.results)
 
     def any(self, flag: str) -> bool:
@@ -79,9 +79,9 @@ class Harness:
     doubts: list[Violation] = field(default_factory=list)
     """Warnings of the current check."""
     ending: Trace | None = None
-    """An episode that terminated by itself, at its last action."""
+    """Episode that terminated by itself at its last action, if one was found."""
     demo: Trace | None = None
-    """An episode of the expert, with its clean choices."""
+    """Episode of the expert, with the actions before noise."""
     threads: frozenset[threading.Thread] = field(default_factory=lambda: frozenset(threading.enumerate()))
     """Threads that ran before the environment was built."""
     children: frozenset[int] = field(default_factory=lambda: frozenset(children_left()))
@@ -101,12 +101,12 @@ class Harness:
             self.doubts.append(Violation(field, expected, str(found)))
 
     def expect_repeat(self, one: Trace, other: Trace, field: str, expected: str) -> None:
-        """Require equal episodes; nearly equal ones give a warning."""
+        """Require equal episodes; nearly equal episodes give a warning."""
         difference = trace_difference(one, other)
         self._expect_nearly(difference, difference is None or nearly_equal(one, other), field, expected)
 
     def expect_same(self, one: Seen, other: Seen, field: str, expected: str) -> None:
-        """Require equal observations; nearly equal ones give a warning."""
+        """Require equal observations; nearly equal observations give a warning."""
         self._expect_nearly(seen_difference(one, other), nearly_same(one, other), field, expected)
 
     def _expect_nearly(self, difference: str | None, nearly: bool, field: str, expected: str) -> None:
@@ -127,7 +127,7 @@ class Harness:
         return self.expect(found == expected, what, expected, found)
 
     def expect_refusal(self, what: str, expected: str, found: str, call: Callable[[], object]) -> None:
-        """Add a violation unless the call raises an error of this package."""
+        """Add a violation unless the call raises an error of embodyrl."""
         try:
             call()
         except EmbodyError:
@@ -165,7 +165,7 @@ class Harness:
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
     def start(self, reset_id: int, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Describe an episode; `ignore` holds where the environment allows it."""
+        """Describe an episode; `ignore` applies if the environment supports it."""
         ignore = ignore and self.can_ignore
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
@@ -181,14 +181,14 @@ class Harness:
         return low, np.where(np.isfinite(high), high, low + 2)
 
     def actions(self, count: int, stream: int = 0) -> FloatArray:
-        """Sample actions [count, A] within the bounds, equal for equal streams."""
+        """Sample actions [count, A] within the bounds; equal streams give equal actions."""
         draw, (low, high) = np.random.default_rng([self.seed, stream]), self.bounds()
         if self.spec.action.sizes:
             return draw.integers(0, high.astype(np.int64) + 1, (count, len(high))).astype(np.float32)
         return draw.uniform(low, high, (count, len(high))).astype(np.float32)
 
     def observe(self, slot: int, fill: int = 0) -> Seen:
-        """Observe into views that hold `fill` (images) and NaN (state) before."""
+        """Observe into views prefilled with `fill` (images) and NaN (state)."""
         spec = self.spec
         images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
@@ -211,7 +211,7 @@ class Harness:
         chunk: int = CHUNK,
         between: Callable[[], object] | None = None,
     ) -> Trace:
-        """Reset the slot and run `actions` [n, A] in chunks until it ends; `between` runs before each."""
+        """Reset the slot and run `actions` [n, A] in chunks until the episode ends; `between` runs before each."""
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.seen.append(self.observe(slot))
@@ -256,7 +256,7 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
 
 
 _NEAR = 0.003
-"""Share of the largest number by which nearly equal episodes may differ; of pixels, one grey level on average."""
+"""Maximum difference of nearly equal episodes, relative to the largest number; of pixels, one grey level on average."""
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:
@@ -288,7 +288,7 @@ def _near(one: FloatArray, other: FloatArray) -> bool:
 Check = Callable[[Harness], None]
 
 CHECKS: dict[str, tuple[Check, tuple[str, ...]]] = {}
-"""Each check with the names of those it builds on, in the order in which they run."""
+"""Names of each check's prerequisites, in the order of execution."""
 
 
 def check(*needs: str) -> Callable[[Check], Check]:

@@ -22,7 +22,7 @@ SHORT = 5
 """Env steps of the episode that tests the time limit; not a multiple of its chunk."""
 SHORT_CHUNK = 3
 FOUND_STEPS = 64
-"""Env steps in which chance may bring an episode to its end."""
+"""Env steps within which random actions may end an episode."""
 LONG_STEPS = 1000
 LONG_CHUNK = 25
 CLOSE_STEPS = 200
@@ -132,7 +132,7 @@ def reset_repeats(h: Harness) -> None:
 
 @check("step")
 def expert(h: Harness) -> None:
-    """Check that tasks in `spec.expert.tasks` have a successful expert and others raise."""
+    """Check that the expert solves tasks in `spec.expert.tasks`, and that other tasks raise an error."""
     declared = [task for task in h.tasks() if task in h.spec.expert.tasks]
     successes = 0
     for task in declared:
@@ -158,7 +158,7 @@ def expert(h: Harness) -> None:
 
 
 def _play_expert(h: Harness, start: EpisodeStart) -> Trace:
-    """Let the expert act to the end, or to the first violation."""
+    """Run the expert to the end of the episode, or to the first violation."""
     trace = Trace(start=start, actions=np.zeros((0, h.spec.action.dim), np.float32))
     low, high = (np.asarray(bound, np.float32) for bound in h.spec.action.bounds)
     h.env.reset([0], [start])
@@ -305,7 +305,7 @@ def slots(h: Harness) -> None:
     h.env.reset([0], [other])
 
     def keep_busy() -> None:
-        """Run some steps of the other episode; reset it at its end."""
+        """Run some steps of the second episode, and reset it at its end."""
         if h.env.step_chunk([0], h.actions(2, stream=2)[None]).done.any():
             h.env.reset([0], [other])
 
@@ -326,7 +326,7 @@ def expert_replays(h: Harness) -> None:
 
 @check("step")
 def goals(h: Harness) -> None:
-    """Check that `compute_reward` for the pursued goal returns the rewards of the steps."""
+    """Check that `compute_reward` for the original goal returns the rewards of the steps."""
     spec = h.spec
     if spec.goal is None or getattr(h.cfg, "use_rel_reward", False):
         h.note = "none declared"

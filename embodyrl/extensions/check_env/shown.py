@@ -48,7 +48,7 @@ def render(h: Harness) -> None:
 
 @check("time_limit")
 def speed(h: Harness) -> None:
-    """Measure the speed of the environment; this check cannot fail."""
+    """Measure the speed of the environment; this check always passes."""
     start = h.first_start(limit=MEASURED_STEPS, ignore=True)
     h.env.reset([0], [start])
     started = time.perf_counter()

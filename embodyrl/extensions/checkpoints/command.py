@@ -1,4 +1,4 @@
-"""The commands `ckpt` (look at, check, export, delete the checkpoints of a run) and `push` (to the hub)."""
+"""The commands `ckpt` (list, verify, export and prune checkpoints of a run) and `push` (upload to the hub)."""
 
 from __future__ import annotations
 

@@ -29,33 +29,33 @@ from embodyrl.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataExport:
-    """The part of an export that depends on the kind of the data."""
+    """Data-dependent parts of an export."""
 
     kinds: tuple[type, ...]
     """Classes of the section `data`."""
     environment: Callable[[Any], EnvSpec]
-    """Return the environment that a policy trained on a section `data` is built for."""
+    """Return the environment of a policy trained on a section `data`."""
     task: Callable[[Any], str]
     """Return the hub's name for the task of a section `data`."""
     upload: Callable[[Path, str], tuple[str, str] | None]
-    """Return card and tag of the data set in a folder, for a repository; None: the folder is not a data set."""
+    """Return card and tag of the data set in a folder, for a repository; None if the folder is not a data set."""
 
 
 EXPORTS: Registry[DataExport] = Registry(
     "export", group="embodyrl.exports", wants="a DataExport", fits=lambda found: isinstance(found, DataExport)
 )
 _UNREAD = ("data", "reward", "rollout", "runner", "algorithm.reference_url", "objective")
-"""Sections and keys of a run that no export looks up, so that code and addresses in them need no trust."""
+"""Sections and keys of a run that exports ignore; code and addresses in them need no trust."""
 
 
 def export(run: Path, step: int, out: Path, *, overrides: Sequence[str] = ()) -> Path:
-    """Write the policy of a checkpoint to a new folder, complete or not at all.
+    """Write the policy of a checkpoint to a new folder, completely or not at all.
 
     Args:
         run: run folder.
         step: step of the checkpoint.
         out: new folder.
-        overrides: `trust=true` where the run's model or simulator is code that is not installed.
+        overrides: `trust=true` if the run uses code that is not installed.
 
     Raises:
         CheckpointError: the checkpoint is damaged; names the file.
@@ -87,7 +87,7 @@ def _save_merged(cfg: Config, source: Path, target: Path) -> None:
 
 
 def _shown(cfg: Config) -> EnvSpec:
-    """Return the environment that a policy is built for; weights of a language model do not depend on rows."""
+    """Return the environment of a policy; weights of a language model do not depend on rows."""
     if found := _data_export(cfg):
         return found.environment(cfg.data)
     return env_spec(cfg)
@@ -121,9 +121,9 @@ def _card(run: Path, cfg: Config, step: int, meta: Any) -> str:
 
 
 def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> str:
-    """Return the YAML head of a model card, by which the hub lists the model and its evaluation.
+    """Return the YAML header of a model card, from which the hub lists the model and its evaluation.
 
-    Folders of this machine are left out: the hub accepts names of repositories only.
+    Local folders are left out: the hub accepts repository names only.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -160,14 +160,14 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
 
 
 def _published(path: str) -> re.Match[str] | None:
-    """Return owner, name and commit of a repository of the hub; None for a folder, or a name without a commit."""
+    """Return owner, name and commit of a hub repository; None for a folder, or a name without a commit."""
     match = HUB_NAME.fullmatch(path)
     return match if match and match["revision"] else None
 
 
 def _results(file: Path) -> str:
-    """Return a table of the success by task with its Wilson 95 % interval, or of the return where success is not
-    known.
+    """Return a table of success per task with its Wilson 95 % interval, or of the return if success is
+    unknown.
     """
     if not file.is_file():
         return "This step was not evaluated.\n"
@@ -187,16 +187,16 @@ def push(source: Path, repo: str, *, private: bool = False, overrides: Sequence[
     """Upload the newest checkpoint of a run, one of its checkpoints, an exported folder, or a data set.
 
     Args:
-        source: the folder; of a run what `embodyrl ckpt export` writes is uploaded, never the run itself.
+        source: the folder; for a run, the result of `embodyrl ckpt export` is uploaded.
         repo: `owner/name`; created if missing.
         private: a created repository is visible to its owner only.
         overrides: see `export`.
 
     Returns:
-        `owner/name@commit`, what `model.path` or `data.path` take.
+        `owner/name@commit`, for `model.path` or `data.path`.
 
     Raises:
-        ConfigError: nothing that could be uploaded is there, or the hub refuses it; one line.
+        ConfigError: the folder contains nothing to upload, or the hub rejects the upload; one line.
         CheckpointError: the checkpoint is damaged.
     """
     for one in EXPORTS.every():

@@ -34,7 +34,7 @@ class Samples(Protocol):
 
     @property
     def width(self) -> int:
-        """Consecutive records of one sample."""
+        """Number of consecutive records per sample."""
         ...
 
     def write(self, arena: Arena, record: int, row: int) -> None:
@@ -80,13 +80,13 @@ def start_supervised(
 
     Args:
         cfg: config of the run.
-        model: its model, with the statistics of its data.
+        model: model settings, with the statistics of the data.
         request: arguments of the policy's constructor.
-        layout: of the arena, which contains the samples of one optimizer step.
-        width: records of one sample.
+        layout: layout of the arena, which contains the samples of one optimizer step.
+        width: number of records per sample.
         total_steps: training steps of the run.
         log_dir: folder for the ranks' logs.
-        say: prints a line for the user.
+        say: function that prints a line for the user.
 
     Raises:
         WorkerError: a rank could not start.

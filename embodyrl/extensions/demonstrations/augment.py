@@ -1,9 +1,9 @@
 """Image augmentation of demonstrations: the official OpenVLA fine-tuning recipe on uint8 frames, on any device.
 
 Brightness +-0.2, contrast and saturation 0.8 to 1.2, hue +-0.05, in this order, and a random crop of 0.9 of the area.
-The crop is done as a shift: a frame that is shifted by up to half the margin of that crop, and then cropped at its
-centre as the official evaluation does, shows exactly what a random crop shows; and where evaluation does not crop, a
-shift keeps the scale that the policy will see.
+The crop is implemented as a shift: a frame shifted by up to half the crop margin, and then cropped at its
+centre as in the official evaluation, equals a random crop. If evaluation does not crop, a
+shift keeps the scale of evaluation.
 """
 
 import math
@@ -29,12 +29,12 @@ def draw(count: int, seed: int) -> Tensor:
 
 
 def augment(images: ByteArray, draws: Tensor, device: torch.device) -> ByteArray:
-    """Augment every frame on its own.
+    """Augment each frame independently.
 
     Args:
         images: [B, C, H, W, 3] uint8.
         draws: [6, B, C] in [0, 1), see `draw`.
-        device: where to compute.
+        device: device of the computation.
 
     Returns:
         New frames of the same shape and type.

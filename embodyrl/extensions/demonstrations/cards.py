@@ -36,7 +36,7 @@ _LEROBOT_TASK = ("task", "__index_level_0__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Options for reading a data set of another program: column names, and facts that its files lack."""
+    """Options for reading a data set of another program: column names, and properties that its files lack."""
 
     action: str = ACTION
     state: str = STATE
@@ -47,7 +47,7 @@ class Reading:
     skip_nonfinite: bool = False
     """Leave out episodes with non-finite numbers instead of rejecting the data set."""
     history: int = 1
-    """Observed steps of a sample, which the environment shows together."""
+    """Number of observed steps per sample; the environment observes the same number."""
 
     def column(self, camera: str) -> str:
         """Return the column of a camera."""
@@ -55,7 +55,7 @@ class Reading:
 
     @property
     def describes(self) -> list[str]:
-        """Return the keys that only apply to data sets of other programs and were given."""
+        """Return the given keys that apply only to data sets of other programs."""
         given = {
             "data.action_key": self.action != ACTION,
             "data.state_key": self.state != STATE,
@@ -86,7 +86,7 @@ def reading_of(data: DemonstrationSettings) -> Reading:
 
 
 def read_card(root: Path, reading: Reading = PLAIN) -> Card:
-    """Read the description of the environment that the data come from, with the history of the reading.
+    """Read the description of the environment of a data set, with the history length of the reading options.
 
     Raises:
         EmbodyError, ConfigError: see `stored_card`.
@@ -96,11 +96,11 @@ def read_card(root: Path, reading: Reading = PLAIN) -> Card:
 
 
 def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
-    """Read the description of the environment that the data come from.
+    """Read the description of the environment of a data set.
 
     Raises:
-        EmbodyError: there is no data set, or its description is damaged.
-        ConfigError: the data set lacks something that the keys can name, or the keys contradict it.
+        EmbodyError: the folder contains no data set, or the description is damaged.
+        ConfigError: the data set needs further keys, or the keys contradict the data set.
     """
     path = root / CARD_PATH
     try:
@@ -128,7 +128,7 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
 
 
 def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
-    """Describe the environment of a data set that another program wrote."""
+    """Describe the environment of a data set of another program."""
     version = info.get("codebase_version")
     if version != CODEBASE_VERSION:
         cure = (
@@ -213,7 +213,7 @@ def _camera_columns(root: Path, features: Mapping[str, Mapping[str, Any]], readi
 
 
 def _picture_size(root: Path, key: str, feature: Mapping[str, Any]) -> tuple[int, int]:
-    """Return height and width; channels are the first or the last number of the shape."""
+    """Return height and width; channels are the first or the last dimension."""
     info = feature.get("info") or {}
     if info.get("video.is_depth_map") or info.get("is_depth_map"):
         raise ConfigError(f"data.path={root}: '{key}' is a depth map; choose color cameras with data.cameras.")

@@ -28,7 +28,7 @@ _SHAPE = {
     "action_dim": "action.dim",
     "gripper": "action.gripper",
 }
-"""Names of `meta/embodyrl.json`, and the attributes of the declaration."""
+"""Names in `meta/embodyrl.json`, and the attributes of the spec."""
 _TOLERANCE_S = 1e-4
 """Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
 
@@ -38,10 +38,10 @@ _Episodes = list[dict[str, Any]]
 def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
     """Return the errors of a data set, one line each.
 
-    For a data set of another program, return the properties that would be misread.
+    For a data set of another program, return properties that would be misinterpreted.
 
     Raises:
-        ConfigError: the data set is of another kind, or the keys that describe it contradict it.
+        ConfigError: the data set has another format, or contradicts the keys that describe it.
     """
     problems: list[str] = []
     try:
@@ -64,7 +64,7 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
 
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
-    """Describe in which fields two environments of demonstrations differ; `alike`: further ones to compare."""
+    """Describe the fields in which two environments of demonstrations differ; `alike`: further fields to compare."""
     read = {name: attrgetter(path) for name, path in ({name: name for name in alike} | _SHAPE).items()}
     return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
 
@@ -132,7 +132,7 @@ def _table_problems(rows: _Episodes) -> Iterator[str]:
 
 
 def _file_problems(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    """Yield files of this package's layout that are missing, have other columns, or belong to no episode."""
+    """Yield files of this package's layout that are missing, have other columns, or are not part of an episode."""
     named: set[str] = set()
     for number, row in enumerate(rows):
         paths = paths_of(card, row)

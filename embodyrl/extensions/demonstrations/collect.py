@@ -1,4 +1,4 @@
-"""Collecting demonstrations: roll a policy out, keep good episodes, write them as a data set that can be continued."""
+"""Collection of demonstrations: roll out a policy, filter episodes, and append them to a data set."""
 
 import shlex
 from collections import Counter
@@ -40,7 +40,7 @@ _HOPELESS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectResult:
-    """Contents of the folder, and the cost of this call."""
+    """Contents of the data set, and the cost of this call."""
 
     folder: Path
     episodes: int
@@ -52,20 +52,20 @@ class CollectResult:
 
 
 def collection_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Describe a collection before it starts."""
+    """Return the banner lines of a collection."""
     run_plan = draw_collection(cfg)
     lines = [*facts(run_plan), *weight_facts(cfg, first_weights(cfg, run_plan.env))]
     return [*lines, ("demos", f"{cfg.collect.episodes} episodes to {cfg.collect.out}")]
 
 
 def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
-    """Fill `collect.out` with `collect.episodes` episodes, the same number for each task.
+    """Collect `collect.episodes` episodes into `collect.out`, the same number for each task.
 
-    Every env step becomes a frame. As in `eval`, all actions of a chunk are executed before the next inference. With
+    Every env step is a frame. As in `eval`, all actions of a chunk are executed before the next inference. With
     expert labels the policy predicts at each step.
 
     Raises:
-        EmbodyError: every failure that has a cause to name; data that are already written stay usable.
+        EmbodyError: any failure with a known cause; data that are already written stay usable.
     """
     assert cfg.collect.out is not None, "checked by check_components"
     run_plan = draw_collection(cfg)
@@ -79,10 +79,10 @@ def collect(cfg: Config, *, overrides: Sequence[str] = ()) -> CollectResult:
 
 
 def draw_collection(cfg: Config) -> RunPlan:
-    """Describe the run: slots of the training split, one record per env step.
+    """Derive the run plan of a collection: slots of the training split, one record per env step.
 
     Raises:
-        ConfigError: parts that do not fit together, or a task without an expert.
+        ConfigError: incompatible components, or a task without an expert.
         EmbodyError: the data of earlier DAgger rounds are damaged.
     """
     base = build_run_plan(cfg, training=False)
@@ -113,10 +113,10 @@ def draw_collection(cfg: Config) -> RunPlan:
 
 
 def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
-    """Check that the demonstrations can be trained on together with episodes of an environment.
+    """Check that the demonstrations can be combined with episodes of an environment.
 
     Raises:
-        EmbodyError: a data set is missing or damaged, or differs from the others or from the environment.
+        EmbodyError: a data set is missing or damaged, or differs from the other data or from the environment.
     """
     reading, first = reading_of(cfg.data), cfg.data.path
     folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
@@ -142,7 +142,7 @@ def write_environment(cfg: Config, folder: Path) -> None:
 
 
 def card_of(run_plan: RunPlan) -> Card:
-    """Describe the data set; two collections with equal cards hold the same episodes."""
+    """Return the card of the data set; two collections with equal cards contain the same episodes."""
     cfg = run_plan.cfg
     return Card(
         env=run_plan.env,
@@ -166,7 +166,7 @@ def card_of(run_plan: RunPlan) -> Card:
 
 
 class _Collecting:
-    """One call of `collect`."""
+    """State of one call of `collect`."""
 
     def __init__(self, run_plan: RunPlan, monitor: Fanout, weights: Path | None) -> None:
         self.run_plan = run_plan
@@ -232,7 +232,7 @@ class _Collecting:
         """Return the missing episodes of each task.
 
         Raises:
-            EmbodyError: a task fails so often that it would never be finished.
+            EmbodyError: a task fails so often that the collection would take too long.
         """
         trials: list[tuple[int, int]] = []
         for task, quota in self.quota.items():
@@ -247,7 +247,7 @@ class _Collecting:
         return trials
 
     def _batch(self, workers: Workers, writer: DatasetWriter, trials: Sequence[tuple[int, int]]) -> None:
-        """Run one list of episodes; they are written in the order of the list, not in the order of their ends."""
+        """Run one list of episodes and write them in the order of the list."""
         ended: dict[int, Demonstration | None] = {}
         waiting = list(range(len(trials)))
 
@@ -294,7 +294,7 @@ class _Collecting:
 
 
 def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:
-    """Copy an episode out of its records, which are needed for the next one."""
+    """Copy an episode out of its records, which later episodes reuse."""
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(

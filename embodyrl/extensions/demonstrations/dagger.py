@@ -1,4 +1,4 @@
-"""DAgger (arXiv 1011.0686): the policy acts, the expert's choice is the label; rounds of collecting and training."""
+"""DAgger (arXiv 1011.0686): the policy acts, the expert labels, in rounds of collection and training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class DaggerResult:
     run: Path
     """Run folder of the SFT run of the round."""
     data: tuple[Path, ...]
-    """The labelled episodes of each round."""
+    """Folders of the labelled episodes of each round."""
 
 
 def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
@@ -32,7 +32,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     if `runner.experiment_name` is set.
 
     Raises:
-        EmbodyError: every failure that has a cause to name.
+        EmbodyError: any failure with a known cause.
     """
     out = Path(str(cfg.collect.out))
     name = cfg.runner.experiment_name or out.resolve().name
@@ -57,13 +57,13 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:
-    """Return the keys of the weights that a round starts from: those of the round before, or the run's own."""
+    """Return the keys of a round's initial weights: those of the previous round, or those of the config."""
     ckpt = cfg.ckpt if before is None else str(before)
     return {} if ckpt is None else {"ckpt": ckpt, "model.path": str(resolve_weights(ckpt))}
 
 
 def dagger_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Describe the rounds before they start."""
+    """Return the banner lines of the rounds."""
     return [*collection_facts(cfg), ("rounds", f"{cfg.dagger.rounds}, after the demonstrations in {cfg.data.path}")]
 
 

@@ -1,4 +1,4 @@
-"""Lists of episodes that demonstrations are collected from."""
+"""Episode lists for the collection of demonstrations."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from embodyrl.types import EnvSpec, EpisodeSpec
 
 
 def demonstration_episodes(cfg: Config, env: EnvSpec, trials: Sequence[tuple[int, int]]) -> EpisodeList:
-    """Plan demonstrations: (task id, n-th episode of the task) determines an episode.
+    """Plan demonstrations: task id and trial number determine an episode.
 
-    A task's trials visit seeded permutations of its initial states in `env.train`, so that all are used equally often.
+    Trials of a task use seeded permutations of its initial states in `env.train`, so all are used equally often.
     """
     split = cfg.env.train
     episodes = []

@@ -1,4 +1,4 @@
-"""The part of `embodyrl ckpt export` and `embodyrl push` that depends on data sets."""
+"""Data-dependent parts of `embodyrl ckpt export` and `embodyrl push`."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def _task(data: DataSettings) -> str:
 
 
 def _upload(source: Path, repo: str) -> tuple[str, str] | None:
-    """Return card and tag of a data set, by which LeRobot finds the version of its layout.
+    """Return card and tag of a data set; LeRobot reads the layout version from the tag.
 
     Raises:
         ConfigError: the data set is damaged.

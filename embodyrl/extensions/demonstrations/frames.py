@@ -1,4 +1,4 @@
-"""Frames to bytes and back: lossless PNG, or MP4."""
+"""Encoding and decoding of frames: lossless PNG, or MP4."""
 
 import io
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from embodyrl.errors import EmbodyError
 from embodyrl.types import ByteArray, IntArray
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF")
-"""Pillow reads others with further programs."""
+"""Image formats that Pillow reads without other programs."""
 
 
 def encode_png(frame: ByteArray) -> bytes:
-    """Encode [H, W, 3] uint8 losslessly, quickly rather than small."""
+    """Encode [H, W, 3] uint8 losslessly, with fast compression."""
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
@@ -27,7 +27,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
     """Decode an image file into `out` [H, W, 3].
 
     Raises:
-        EmbodyError: the file is not an image, or has another size, which is checked before decoding.
+        EmbodyError: the file is not an image, or has another size (checked before decoding).
     """
     try:
         with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
@@ -50,7 +50,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
 
 
 def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
-    """Write [T, H, W, 3] parts in sequence as H.264; frame sizes must be even.
+    """Write the frames [T, H, W, 3] of several parts in sequence as H.264; frame sizes must be even.
 
     Raises:
         EmbodyError: the encoder failed.
@@ -71,7 +71,7 @@ def encode_mp4(frames: Sequence[ByteArray], fps: float, path: Path) -> None:
 
 
 def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
-    """Return the frames per second of a file; `expected` where its container gives the same number, rounded.
+    """Return the frames per second of a file; `expected` if the container contains the same number, rounded.
 
     Raises:
         EmbodyError: the file is missing or unreadable, or its frames are not of `size` (height, width).
@@ -94,11 +94,11 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
     Args:
         path: the file.
         numbers: [n] frames to decode, ascending, from 0.
-        outs: [n] arrays [H, W, 3] to write them to.
-        exact: the file must end with the last of these frames.
+        outs: [n] output arrays [H, W, 3].
+        exact: require that the last of these frames is the last of the file.
 
     Raises:
-        EmbodyError: unreadable, too short or too long, or frames of another size.
+        EmbodyError: the file is unreadable, too short or too long, or has frames of another size.
     """
     count = done = 0
     try:

@@ -24,10 +24,10 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 @runtime_checkable
 class ImitatesPadded(Policy, Protocol):
-    """A policy whose loss depends on which actions of a chunk only repeat the first or last one of an episode."""
+    """Policy whose imitation loss uses a mask of padded actions."""
 
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H, A] (see `Policy.imitate`), of which `padding` [B, H] repeat others."""
+        """Return the loss of actions [B, H, A] (see `Policy.imitate`); `padding` [B, H] marks repetitions."""
         ...
 
 
@@ -48,7 +48,7 @@ class ImitationLearner(Learner):
             )
 
     def update(self, request: ImitateRequest) -> InParts[dict[str, float]]:
-        """Take one optimizer step on the mean loss of the records, or measure its sum.
+        """Take one optimizer step on the mean loss of the records, or evaluate the summed loss.
 
         Returns loss, grad_norm, lr and skipped_nonfinite; or, without training, the sums `loss`, `accuracy` and, if
         measured, `error`.
@@ -91,7 +91,7 @@ class ImitationLearner(Learner):
         return deal(self._costs(records), self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _costs(self, records: IntArray) -> IntArray:
-        """Count the tokens of each sample's forward pass for a token budget; both answers of a pair are padded to one
+        """Return the number of tokens of each sample's forward pass; both answers of a pair are padded to the same
         length.
         """
         if self._trainer.cfg.max_tokens_per_mbs is None or not isinstance(self._policy, TextPolicy):
@@ -140,7 +140,7 @@ class ImitationLearner(Learner):
         return self._compared(self._objective.beta * (self._policy.score(obs, tokens).logprob.sum(1) - reference))
 
     def _rank(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Return the loss on values of conversations that end with the better and with the worse answer."""
+        """Return the preference loss on values of the conversations with the better and the worse answer."""
         # The input of a reward model: the user's message and the reply, without the system prompt.
         asked = [next(m for m in split_messages(text) if m.role != "system") for text in obs.instructions] * 2
         answers = [Message(role="assistant", content=text) for text in self._pairs(records)]
@@ -148,7 +148,7 @@ class ImitationLearner(Learner):
         return self._compared(self._value(_twice(obs, said)))
 
     def _recognise(self, obs: Observation, records: IntArray) -> ImitationScores:
-        """Return the cross-entropy of whether the observation shows the goal; the value is the log-odds."""
+        """Return the cross-entropy of the classifier "goal reached"; the logit is the value of the observation."""
         value = self._value(obs)
         label = on_device(self._arena[Record.success][records, 0], value.device)
         loss = nn.functional.binary_cross_entropy_with_logits(value, label.float(), reduction="none")
@@ -160,13 +160,13 @@ class ImitationLearner(Learner):
         return [pair[place].content for place in (0, 1) for pair in pairs]
 
     def _compared(self, scores: Tensor) -> ImitationScores:
-        """Return the preference loss for scores [2B] of the better answers, then of the worse ones."""
+        """Return the preference loss for scores [2B]: first the better answers, then the worse answers."""
         better, worse = scores.chunk(2)
         loss = preference_loss(better, worse, smoothing=self._objective.label_smoothing)
         return ImitationScores(loss=loss, accuracy=(better > worse).float())
 
     def _value(self, obs: Observation) -> Tensor:
-        """Return the value [B] of each observation, with gradients; it does not depend on actions."""
+        """Return the value [B] of each observation, with gradients."""
         # The value head reads only the input before the actions, so any tokens will do.
         nothing = np.zeros((len(obs), self._policy.spec.tokens_per_chunk), np.int64)
         return self._policy.score(obs, nothing).value[:, 0]
@@ -178,7 +178,7 @@ class ImitationLearner(Learner):
         return encoded_replies(self._policy, self._arena[Record.reply][records])
 
     def _draws(self, seeds: tuple[int, ...], count: int) -> Tensor | None:
-        """Return random numbers [D, count, C] for each sample's images, independent of its rank."""
+        """Return random numbers [D, count, C] for the images of each sample, independent of the rank."""
         cameras, size = self._arena[Record.images].shape[1], self._trainer.cfg.micro_batch_size
         if not seeds or not cameras:
             return None

@@ -1,6 +1,6 @@
-"""The folder layout: LeRobot dataset v3.0, and one file of our own that describes the environment.
+"""The folder layout: LeRobot dataset v3.0, and an additional file that describes the environment.
 
-The layout is that of the `lerobot` package (`codebase_version` v3.0): files hold many episodes, and
+The layout is that of the `lerobot` package (`codebase_version` v3.0): files contain several episodes, and
 `meta/episodes/` lists the file and the rows of each episode.
 """
 
@@ -41,7 +41,7 @@ ENVIRONMENT_PATH = "meta/environment.yaml"
 """Settings of the environment of the data."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
 OWN = "embodyrl/"
-"""Prefix of our own columns in the table of episodes: source of an episode."""
+"""Prefix of embodyrl's columns in the table of episodes: source of an episode."""
 
 _SCALARS = {
     REWARD: "float32",
@@ -74,17 +74,17 @@ class Card:
 
     @classmethod
     def from_json(cls, text: str) -> Card:
-        """Read a result of `to_json`.
+        """Parse the result of `to_json`.
 
         Raises:
-            ValueError, TypeError, KeyError: another format.
+            ValueError, TypeError, KeyError: the text has another format.
         """
         raw = json.loads(text)
         return cls(env=_env_from_json(raw.pop("env")), **raw)
 
 
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:
-    """Return the part of a declaration that describes the data."""
+    """Return the part of an environment spec that describes the data."""
     space = {"kind": env.action.kind, "sizes": env.action.sizes, "low": env.action.low, "high": env.action.high}
     return {
         "name": env.name,
@@ -128,7 +128,7 @@ def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:
 
 
 def is_ours(root: Path) -> bool:
-    """Return whether `embodyrl collect` wrote the data set; its files then have fields beyond the layout."""
+    """Return whether `embodyrl collect` wrote the data set; its files then have additional fields."""
     return (root / CARD_PATH).is_file()
 
 
@@ -174,7 +174,7 @@ def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, 
 
 
 def schema_of(card: Card) -> pa.Schema:
-    """Return the schema of the data files, with the metadata by which `datasets` decodes images."""
+    """Return the schema of the data files, with the image metadata of `datasets`."""
     fields: list[pa.Field] = []
     described: dict[str, dict[str, Any]] = {}
     for key, feature in features_of(card).items():
@@ -228,7 +228,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Origin of an episode; sufficient to run it again."""
+    """Origin of an episode, sufficient to repeat the episode."""
 
     task_id: int
     reset_id: int
@@ -251,7 +251,7 @@ class Demonstration:
     reward: FloatArray
     """[T]"""
     success: BoolArray
-    """[T] the task's goal holds after this action."""
+    """[T] True if the goal is reached after the action."""
     instruction: str
     source: Source
 

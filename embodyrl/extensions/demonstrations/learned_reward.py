@@ -1,4 +1,4 @@
-"""Reward models that `embodyrl sft objective.name=success` trained, computed in numpy: env workers load no torch."""
+"""Numpy inference of reward models trained by `embodyrl sft objective.name=success`; env workers do not load torch."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 
 
 class LearnedReward:
-    """Reward of the value head that `embodyrl sft objective.name=success` trained.
+    """Reward of a value head trained by `embodyrl sft objective.name=success`.
 
     The reward is the increase of the success probability over its maximum in the episode so far. The return is the
-    highest probability: an episode earns nothing by staying close to success without reaching it.
+    highest probability, so staying close to success gives no further reward.
     """
 
     components = ("learned",)
@@ -33,14 +33,14 @@ class LearnedReward:
         self._best: dict[int, float] = {}
 
     def __call__(self, step: RewardStep) -> float:
-        """See `LearnedReward`; CheckpointError: the weights are of other observations."""
+        """Return the reward of an env step; CheckpointError: the weights expect other observations."""
         found = self.probability(step.observation)
         best = 0.0 if step.step == 1 else self._best.get(step.slot, 0.0)
         self._best[step.slot] = max(best, found)
         return max(0.0, found - best)
 
     def probability(self, seen: ObservationOut) -> float:
-        """Return the learned probability that the goal holds in a frame."""
+        """Return the predicted probability that the goal is reached in a frame."""
         if not self._weights:
             self._load(seen)
         x, shape = seen.state.astype(np.float64), self._shape

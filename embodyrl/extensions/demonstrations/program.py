@@ -18,7 +18,7 @@ def collect(cfg: Config) -> CollectResult:
     """Collect demonstrations into `cfg.collect.out`.
 
     Raises:
-        EmbodyError: every failure that has a cause to name.
+        EmbodyError: any failure with a known cause.
     """
     return run("collect", cfg)
 
@@ -27,6 +27,6 @@ def sft(cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = Non
     """Train on demonstrations or text, or resume the run in `resume`; `on_step` as in `train`.
 
     Raises:
-        EmbodyError: every failure that has a cause to name.
+        EmbodyError: any failure with a known cause.
     """
     return run("sft", cfg, resume=resume, on_step=on_step)

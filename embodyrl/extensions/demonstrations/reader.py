@@ -1,4 +1,4 @@
-"""Reads a data set into memory: frames decoded once, so that a batch is one gather."""
+"""Reader of a data set into memory: frames are decoded once, so that a batch is one gather."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
 
 _MEMORY_SHARE = 0.8
-"""Largest share of the free memory for decoded frames."""
+"""Maximum share of the free memory for decoded frames."""
 
 _Episodes = list[dict[str, Any]]
 
@@ -37,19 +37,19 @@ class Demonstrations:
     action: FloatArray
     """[N, A] in the environment's units."""
     reward: FloatArray
-    """[N], 0 where another program wrote the data."""
+    """[N] rewards; 0 for data sets of other programs."""
     success: BoolArray
-    """[N] the goal held after the action; likewise."""
+    """[N] True if the goal is reached after the action; False for data sets of other programs."""
     start: IntArray
     """[E] first step of each episode."""
     stop: IntArray
-    """[E] one past its last step."""
+    """[E] end index of each episode (exclusive)."""
     instruction: npt.NDArray[np.object_]
     """[N] instruction of each step; an episode may have several."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[E] initial state of each episode, -1 where another program wrote the data; empty for text."""
+    """[E] initial state of each episode; -1 for data sets of other programs; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Numbers of the episodes that were left out for non-finite numbers."""
+    """Numbers of the skipped episodes with non-finite numbers."""
 
     @property
     def num_episodes(self) -> int:
@@ -58,7 +58,7 @@ class Demonstrations:
 
     @property
     def shown(self) -> BoolArray:
-        """[N] the goal holds in the observation, that is, after the previous action; false at the first step."""
+        """[N] True if the goal is reached in the observation (after the previous action); False at the first step."""
         # A frame shows the result of the action before it; the first frame shows no result.
         shown = np.roll(self.success, 1)
         shown[self.start] = False
@@ -69,13 +69,13 @@ class Demonstrations:
         return np.concatenate([np.arange(self.start[e], self.stop[e]) for e in episodes])
 
     def chunks(self, steps: IntArray, length: int) -> FloatArray:
-        """Return the actions [B, K, A] that follow each step; after an episode's end its last action repeats."""
+        """Return the actions [B, K, A] from each step on; the last action of an episode repeats."""
         return self.action[self.window(steps, length)[0]]
 
     def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
-        """Return the steps [B, K] from `before` steps before each step on, and which belong to its episode [B, K].
+        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K] of steps in the episode.
 
-        The others repeat the first or the last step of the episode.
+        Masked positions repeat the first or the last step of the episode.
         """
         episode = np.searchsorted(self.stop, steps, side="right")
         wanted = steps[:, None] + np.arange(-before, length - before)
@@ -83,7 +83,7 @@ class Demonstrations:
         return found, found == wanted
 
     def ranked(self, episodes: Sequence[int], length: int) -> IntArray:
-        """Return pairs of steps [M, 2]: chunk starts of an episode and of a worse one from the same initial state.
+        """Return pairs of steps [M, 2]: chunk starts of an episode and of a worse episode from the same initial state.
 
         The better episode succeeds, or else has the higher return; pairs end with the shorter episode.
         """
@@ -150,7 +150,7 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
     """Return the episodes with non-finite numbers.
 
     Raises:
-        EmbodyError: there are some, and `data.skip_nonfinite` is false.
+        EmbodyError: such episodes exist and `data.skip_nonfinite` is false.
     """
     bad = list(non_finite(rows, episodes, numbers))
     found = {episode for episode, _, _ in bad}
@@ -164,10 +164,10 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
 
 
 def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
-    """Compare the gripper's actions with the convention that the card states.
+    """Compare the gripper actions with the gripper convention of the card.
 
     Raises:
-        ConfigError: an action of a data set of another program is outside the convention.
+        ConfigError: an action of a data set of another program violates the convention.
     """
     gripper = card.env.action.gripper
     if gripper is None or layout.is_ours(root):
@@ -213,7 +213,7 @@ def _read_frames(
 
 
 class _Place(NamedTuple):
-    """One frame, to be named in an error."""
+    """Position of one frame, for error messages."""
 
     root: Path
     rows: Rows
@@ -232,7 +232,7 @@ def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
 
 
 def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:
-    """Decode the frames of a camera [N, H, W, 3] from the times that the table of episodes gives."""
+    """Decode the frames of a camera [N, H, W, 3] at the timestamps of the table of episodes."""
     wanted: dict[tuple[int, int], list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
     start = 0
     for episode in episodes:
@@ -248,7 +248,7 @@ def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column
 
 
 def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:
-    """Yield the bytes of the images in some rows of a column: in the row, or in a file below the data set."""
+    """Yield the image bytes of some rows of a column: stored in the row, or in a file below the data set."""
     for value in column.take(places):
         row = value.as_py()
         row = row if isinstance(row, dict) else {"bytes": row}

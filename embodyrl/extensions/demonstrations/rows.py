@@ -1,4 +1,4 @@
-"""The rows of a data set by their number, whichever files contain them."""
+"""The rows of a data set by number, independent of the files that contain them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Rows:
 
     files: tuple[Path, ...]
     file: IntArray
-    """[N] number of the file in `files`."""
+    """[N] index of the file in `files`."""
     place: IntArray
-    """[N] row within that file."""
+    """[N] row within the file."""
     counters: dict[str, npt.NDArray[Any]]
-    """[N] each column of `COUNTERS`."""
+    """[N] values of each column in `COUNTERS`."""
 
     def __len__(self) -> int:
         return len(self.file)
@@ -62,7 +62,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
 
 
 def data_path(row: dict[str, Any]) -> str:
-    """Return the file of an episode's rows that the table of episodes names."""
+    """Return the data file of an episode according to the table of episodes."""
     return DATA_PATH.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
 
 
@@ -87,7 +87,7 @@ def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
     """Return a column of vectors [N, width]; a missing number is NaN.
 
     Raises:
-        EmbodyError: the column is missing, or holds vectors of another length.
+        EmbodyError: the column is missing, or its vectors have another length.
     """
     values = np.zeros((len(rows), width), np.float32)
     for number, path in enumerate(rows.files if width else ()):
@@ -102,7 +102,7 @@ def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
 
 
 def _matrix(column: Any) -> FloatArray | None:
-    """Return vectors, which may also be plain numbers, [n, width]; None: their lengths differ."""
+    """Return vectors, or plain numbers, as [n, width]; None if their lengths differ."""
     kind = column.type
     width = 1
     if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -121,10 +121,10 @@ def _matrix(column: Any) -> FloatArray | None:
 def frame_times(
     rows: Rows, episode: dict[str, Any], column: str, fps: float
 ) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
-    """Return chunk and file number of an episode's video, and the time of each step within it, seconds.
+    """Return chunk and file number of an episode's video, and the timestamp of each step in seconds.
 
     Raises:
-        EmbodyError: a time stamp is outside the episode's part of the video.
+        EmbodyError: a timestamp is outside the episode's part of the video.
     """
     part = slice(episode["dataset_from_index"], episode["dataset_to_index"])
     names = ("chunk_index", "file_index", "from_timestamp", "to_timestamp")

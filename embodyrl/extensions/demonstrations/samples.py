@@ -1,4 +1,4 @@
-"""Samples of supervised training: env steps with their target actions."""
+"""Samples of SFT: env steps with their target actions."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,17 +17,17 @@ class Samples:
     steps: IntArray
     """[M] steps of `demos`."""
     actions: FloatArray
-    """[M, K, A] the actions that follow, in the policy's gripper convention."""
+    """[M, K, A] actions from each step on, in the policy's gripper convention."""
     shown: BoolArray
-    """[N] the goal holds in the observation."""
+    """[N] True if the goal is reached in the observation."""
     valid: BoolArray
-    """[M, K] actions of the episode; the others repeat its first or last one."""
+    """[M, K] True for actions of the episode; the others repeat its first or last action."""
     history: int = 1
     """Observed steps of a sample, oldest first."""
     replies: Sequence[str] = ()
-    """[M] of text, instead of actions."""
+    """[M] replies of text tasks, instead of actions."""
     width: int = 1
-    """2: a chunk of a better episode and one of a worse one follow each other."""
+    """2: a sample is a chunk of a better episode and a chunk of a worse episode."""
 
     def __len__(self) -> int:
         return len(self.steps) // self.width

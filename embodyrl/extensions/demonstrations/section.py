@@ -22,7 +22,7 @@ def _choose(chosen: Chosen) -> type[Settings] | None:
 
 
 def _problems(cfg: Any) -> Iterator[str]:
-    """Yield the line about an objective that learns from other data."""
+    """Yield an error for an objective that needs other data."""
     objective = getattr(cfg, "objective", None)
     if objective is None or objective.name in ("imitation", "dpo"):
         return
@@ -33,7 +33,7 @@ def _problems(cfg: Any) -> Iterator[str]:
 
 
 def _derive(cfg: Any) -> Mapping[str, Any]:
-    """Return the length of an imitated answer: one chunk."""
+    """Return the length of an answer in SFT: one chunk."""
     return {"model.num_action_chunks": 1} if isinstance(cfg.data, RowSettings) and not cfg.reads_rows else {}
 
 

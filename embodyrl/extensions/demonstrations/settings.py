@@ -11,12 +11,12 @@ from embodyrl.extensions.text.settings import DataSettings
 
 
 class DemonstrationSettings(DataSettings):
-    """Demonstrations of a robot."""
+    """Keys of robot demonstrations."""
 
     more: list[Path] = []
-    """Further folders of demonstrations of the same environment, trained on together with data.path."""
+    """Further folders of demonstrations of the same environment, combined with data.path."""
     action_key: str = "action"
-    """Column of the actions. This key and the next five apply to data sets of other programs only."""
+    """Column of the actions. This key and the next five apply only to data sets of other programs."""
     state_key: str = "observation.state"
     """Column of the state."""
     cameras: dict[str, str] = {}
@@ -33,7 +33,7 @@ class DemonstrationSettings(DataSettings):
     """Number of observation steps per sample, oldest first, for policies with n_obs_steps; the action chunk begins at
     the oldest step."""
     skip_nonfinite: bool = False
-    """Leave out episodes with NaN or infinite numbers; false: they are an error."""
+    """Skip episodes with NaN or infinite numbers; false: report an error."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True
@@ -45,7 +45,7 @@ PAIRED = (Objective.dpo, Objective.preference)
 
 
 class ObjectiveSettings(Settings):
-    """Objective of SFT."""
+    """Keys of the SFT objective."""
 
     learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
     """package.module:class of the learner (`learners/protocol.py`)."""
@@ -69,7 +69,7 @@ class ObjectiveSettings(Settings):
 
     @property
     def of_pairs(self) -> bool:
-        """True if rows with two answers are needed."""
+        """True if rows with two answers are required."""
         return self.name in PAIRED
 
     @property

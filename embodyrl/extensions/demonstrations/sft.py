@@ -1,4 +1,4 @@
-"""Supervised training on demonstrations or text, as RL's warm start or for its own sake, with RL's actor workers."""
+"""SFT on demonstrations or text, with the actor workers of RL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import IntArray
 
 LOG_EVERY = 10
-"""Optimizer steps per row of metrics."""
+"""Number of optimizer steps per row of metrics."""
 VALIDATION_SAMPLES = 512
 START_FOLDER = "start"
 
@@ -52,10 +52,10 @@ class SftResult:
 def sft(
     cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None = None, on_step: OnStep | None = None
 ) -> SftResult:
-    """Train from `cfg`, or continue the run in `resume`; `on_step` runs after each optimizer step and may end the run.
+    """Train with `cfg`, or resume the run in `resume`; `on_step` runs after each optimizer step and may end the run.
 
     Raises:
-        EmbodyError: every failure that has a cause to name; its `exit_code` is the process's.
+        EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     facts = sft_facts(cfg)
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
@@ -66,7 +66,7 @@ def sft(
 
 
 class _Sft:
-    """One process's share of a run."""
+    """State of an SFT run in this process."""
 
     def __init__(self, cfg: Config, folder: RunFolder, facts: list[tuple[str, str]], on_step: OnStep | None) -> None:
         self.cfg = cfg
@@ -173,7 +173,7 @@ class _Sft:
             session.save_if_due(lambda: self._save(actors))
 
     def _update(self, actors: SupervisedActors) -> dict[str, float]:
-        """Run one optimizer step on the batch of this step, independent of earlier steps."""
+        """Run one optimizer step on the batch of this step, which does not depend on earlier steps."""
         step, cfg = self.session.step, self.cfg
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
@@ -183,7 +183,7 @@ class _Sft:
         return {f"actor/{name}": value for name, value in done.metrics.items()}
 
     def _batch(self, step: int) -> IntArray:
-        """Return the rows of a step's batch: a walk through one seeded permutation per epoch."""
+        """Return the rows of a step's batch: consecutive rows of one seeded permutation per epoch."""
         count, size = len(self.material.train), self.cfg.actor.global_batch_size
         parts: list[IntArray] = []
         position, missing = step * size, size

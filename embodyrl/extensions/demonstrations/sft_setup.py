@@ -1,4 +1,4 @@
-"""Training data of SFT: demonstrations with a checkpoint folder of their statistics, or text."""
+"""Training data of SFT: demonstrations with a checkpoint folder that contains their statistics, or text."""
 
 import json
 import math
@@ -54,7 +54,7 @@ class Material:
 
     @property
     def left_out(self) -> str:
-        """Describe the episodes that were skipped, and samples without an instruction."""
+        """Describe the skipped episodes and the samples without an instruction."""
         demos = self.train.demos
         numbers = ", ".join(map(str, demos.skipped.tolist()[:20]))
         skipped = f" · {len(demos.skipped)} episodes left out (non-finite: {numbers})" if numbers else ""
@@ -63,7 +63,7 @@ class Material:
 
     @property
     def layout(self) -> RecordLayout:
-        """Size of an arena for these samples."""
+        """Arena layout for these samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
         replies = {text for part in parts for text in part.replies}
@@ -77,7 +77,7 @@ class Material:
 
 
 def load_material(cfg: Config, folder: Path) -> Material:
-    """Load the data; statistics of demonstrations replace those of the model in a copy of its small files, `folder`.
+    """Load the data; `folder` receives a copy of the model's small files with the statistics of the demonstrations.
 
     Raises:
         EmbodyError: data are missing, damaged or too large, or do not fit the model.
@@ -145,7 +145,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
     Raises:
         EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: further or validation data come from another environment.
+        ConfigError: further or validation data belong to another environment.
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
@@ -207,7 +207,7 @@ def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episo
     Args:
         actions: [N, A] in the policy's gripper convention.
         states: [N, S]
-        env: names the gripper, which is not normalised.
+        env: spec with the gripper dimension, which is not normalised.
         episodes: number of demonstrations.
     """
     mask = np.ones(actions.shape[-1], np.bool_)
@@ -229,7 +229,7 @@ def _describe(values: FloatArray) -> dict[str, list[float]]:
 
 
 def with_statistics(model: ModelSettings, source: Path, target: Path, key: str, entry: dict[str, Any]) -> ModelSettings:
-    """Create the checkpoint folder `target` from `source` with the statistics of our data; return its config.
+    """Create the checkpoint folder `target` from `source` with the statistics of the data; return its config.
 
     Small files are copied, weights are linked: no large file is written before the first checkpoint.
     """
@@ -253,10 +253,10 @@ def augments(cfg: Config) -> bool:
 
 
 def sft_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Name and text of the lines that describe a run before it starts.
+    """Return name and text of the banner lines.
 
     Raises:
-        EmbodyError: the data set is damaged or there is none.
+        EmbodyError: the data set is damaged or missing.
     """
     assert cfg.data.path is not None
     ranks = count_ranks(cfg)
@@ -366,7 +366,7 @@ def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
     """Return the rows' images [M, C, H, W, 3], each in the upper left corner of its array.
 
     Raises:
-        ConfigError: they do not fit into the free memory.
+        ConfigError: the images do not fit into the free memory.
     """
     shape = (len(chosen), rows.pictures, *rows.image_size, 3)
     if math.prod(shape) > available_bytes() // 2:

@@ -1,4 +1,4 @@
-"""Statistics of features as the layout keeps them: of each episode, and of all frames."""
+"""Statistics of features in the layout's format: per episode, and over all frames."""
 
 import numpy as np
 import numpy.typing as npt

@@ -1,4 +1,4 @@
-"""Writes demonstrations in batches: after a crash everything that was written before is usable and can be continued."""
+"""Writer of demonstrations in batches: after a crash, written batches stay usable and the collection can resume."""
 
 import json
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
 FLUSH_BYTES = 512 * 2**20
-"""Raw frame bytes; a batch is written when either limit is reached, and a crash loses at most one batch."""
+"""Maximum size in bytes of raw frames per batch; a crash loses at most one batch."""
 _ENCODERS = 2
 _PIXELS = f"{layout.OWN}pixels/"
-"""Prefix of our columns in the table of episodes: counts of pixel values, from which quantiles of all frames follow."""
+"""Prefix of embodyrl's columns in the table of episodes: pixel value counts, for quantiles over all frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,13 @@ class _Pending:
 
 
 class DatasetWriter:
-    """Appends demonstrations to a folder; frames are encoded by threads meanwhile."""
+    """Writer that appends demonstrations to a folder; background threads encode the frames."""
 
     def __init__(self, root: Path, card: Card) -> None:
-        """Start a data set, or continue one.
+        """Start or continue a data set.
 
         Raises:
-            EmbodyError: the folder holds something else, or a data set that was collected in another way.
+            EmbodyError: the folder contains other files, or a data set with other collection settings.
         """
         self.root = root
         self.card = card
@@ -63,19 +63,19 @@ class DatasetWriter:
 
     @property
     def episodes(self) -> Sequence[dict[str, Any]]:
-        """Rows of the table of episodes that are on disk."""
+        """Rows of the table of episodes on disk."""
         return self._episodes
 
     @property
     def num_frames(self) -> int:
-        """Env steps of all episodes that are known so far."""
+        """Number of env steps of all episodes, including those that are not flushed."""
         return int(self._episodes[-1]["dataset_to_index"]) if self._episodes else 0
 
     def append(self, demonstration: Demonstration) -> None:
-        """Add an episode; it is safe on disk after the next `flush`, which is called automatically at intervals.
+        """Add an episode; the next `flush`, called automatically at intervals, writes it to disk.
 
         Raises:
-            EmbodyError: a state, action or reward is not finite; names the step.
+            EmbodyError: a state, action or reward is not finite; the message names the step.
         """
         for name, values in self._vectors_of(demonstration).items():
             bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
@@ -90,7 +90,7 @@ class DatasetWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write all appended episodes: the files first, then the table that makes them part of the data set."""
+        """Write all appended episodes: first the files, then the table that adds them to the data set."""
         batch = [future.result() for future in self._batch]
         self._batch, self._batch_bytes = [], 0
         if not batch:
@@ -119,7 +119,7 @@ class DatasetWriter:
         self._write_summary()
 
     def close(self) -> None:
-        """Stop the encoders; what was not flushed is dropped. Idempotent."""
+        """Stop the encoders and drop episodes that were not flushed. Idempotent."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._batch, self._batch_bytes = [], 0
 
@@ -138,7 +138,7 @@ class DatasetWriter:
         layout.write_file(path, self.card.to_json().encode())
 
     def _drop_orphans(self) -> None:
-        """Delete files of a crash: scratch files, and files that are not in the table of episodes."""
+        """Delete files of a crashed process: scratch files, and files that are not in the table of episodes."""
         known = {self.root / path for row in self._episodes for path in paths_of(self.card, row)}
         for folder in ("data", "videos", "meta"):
             for path in sorted((self.root / folder).rglob("*")):
@@ -161,7 +161,7 @@ class DatasetWriter:
             encode_mp4([d.images[:, c] for d in batch], self.card.fps, path)
 
     def _write_summary(self) -> None:
-        """Write the files that readers open first; they can be derived from the table of episodes."""
+        """Write the summary files, which are derived from the table of episodes."""
         self._write_parquet(layout.TASKS_PATH, layout.tasks_table(self._tasks))
         info = layout.info_of(self.card, episodes=len(self._episodes), frames=self.num_frames, tasks=len(self._tasks))
         layout.write_file(self.root / layout.INFO_PATH, (json.dumps(info, indent=4) + "\n").encode())
@@ -172,7 +172,7 @@ class DatasetWriter:
         layout.write_file(self.root / layout.STATS_PATH, (json.dumps(stats, indent=4, allow_nan=False) + "\n").encode())
 
     def _known(self) -> tuple[dict[str, list[FloatArray]], dict[str, tuple[IntArray, int]]]:
-        """Read the vectors and the counts of pixel values of the episodes on disk."""
+        """Read the vectors and pixel counts of the episodes on disk."""
         if not self._episodes:
             return {}, {}
         rows = find_rows(self.root, self._episodes)
@@ -259,10 +259,10 @@ class DatasetWriter:
 
 
 def read_episodes(root: Path) -> list[dict[str, Any]]:
-    """Read the table of episodes, in order; empty if there is none.
+    """Read the table of episodes, in order; empty if the table is missing.
 
     Raises:
-        EmbodyError: a file of it is damaged.
+        EmbodyError: a file of the table is damaged.
     """
     rows: list[dict[str, Any]] = []
     for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
@@ -274,7 +274,7 @@ def read_episodes(root: Path) -> list[dict[str, Any]]:
 
 
 def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
-    """Return the files that hold an episode's data, relative to the folder."""
+    """Return the files with an episode's data, relative to the folder."""
     place = {name: row[f"data/{name}"] for name in ("chunk_index", "file_index")}
     paths = [layout.DATA_PATH.format(**place)]
     for camera in card.env.cameras.names if card.video else ():

@@ -29,7 +29,7 @@ PROBES: Registry[Callable[[], Finding]] = Registry(
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Run `embodyrl doctor`; 3 if anything fails."""
+    """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
     if args.gpu:
         if args.report:
             raise ConfigError("--gpu writes its own page for a bug report; leave out --report.")
@@ -57,7 +57,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def _findings(cfg: Config, folders: Sequence[Path]) -> Iterator[Finding]:
-    """Yield the findings one by one, each when it is ready."""
+    """Yield the findings, each immediately after its check."""
     yield probes.probe_python()
     yield probes.probe_torch()
     yield probes.probe_driver()

@@ -1,4 +1,4 @@
-"""Probes of `doctor`: one function per fact about this machine."""
+"""Probes of `doctor`: one function per check of this machine."""
 
 import platform
 import re
@@ -57,7 +57,7 @@ def probe_torch() -> Finding:
 
 
 def probe_memory() -> Finding:
-    """Free memory per usable core; a LIBERO worker needs 1 to 2 GiB."""
+    """Check the free memory per usable core; a LIBERO worker needs 1 to 2 GiB."""
     free = available_bytes()
     cores = available_cores()
     text = f"{free / _GIB:.1f} GiB free, {cores} cores ({free / cores / _GIB:.1f} GiB per core)"
@@ -76,7 +76,7 @@ def probe_open_files() -> Finding:
 
 
 def probe_shared_memory() -> Finding:
-    """Free space of /dev/shm, by which NCCL connects GPUs without peer access."""
+    """Check the free space of /dev/shm, which NCCL needs for GPUs without peer access."""
     free, gpus = shutil.disk_usage("/dev/shm").free, len(visible_gpus())
     text = f"{free / _GIB:.1f} GiB free"
     if gpus > 1 and free < _GIB:

@@ -1,4 +1,4 @@
-"""`env.render_profile=lean`: meshes for rendering only get fewer triangles; the reduced copies are cached on disk."""
+"""`env.render_profile=lean`: visual meshes with fewer triangles; the reduced copies are cached on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WELD = 1.0e-6
 """Vertices closer than this fraction of the mesh's size are merged."""
 
 _SEAM_SLACK = 3
-"""Factor by which topology-preserving simplification may miss the target before the sloppy one is used."""
+"""Factor by which topology-preserving simplification may miss the target before clustering is used."""
 
 _Floats = npt.NDArray[np.float32]
 _Indices = npt.NDArray[np.uint32]
@@ -47,7 +47,7 @@ class VisualMesh:
     textured: bool
 
     def subset(self, faces: _Indices) -> VisualMesh:
-        """Keep `faces` [F', 3] and the vertices they use."""
+        """Keep `faces` [F', 3] and their vertices."""
         used, index = np.unique(faces, return_inverse=True)
         return VisualMesh(
             position=self.position[used],
@@ -152,7 +152,7 @@ def _fewer_faces(mesh: VisualMesh, max_faces: int, *, sloppy: bool) -> _Indices:
 def _library() -> ctypes.CDLL:
     """Load the bindings of meshoptimizer's two simplifiers.
 
-    The Python wrapper of the wheel declares wrong arguments for the first one (no vertex locks), so these are our own.
+    The Python wrapper of the package declares wrong arguments for the first simplifier (no vertex locks).
     """
     try:
         import meshoptimizer  # pyright: ignore[reportMissingImports]
@@ -182,7 +182,7 @@ def cache_folder() -> Path:
 
 
 def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:
-    """Return the path of a copy of `source` that `reduce` makes if it is not cached.
+    """Return the path of a reduced copy of `source`, created by `reduce` if it is not cached.
 
     The copy is written under a temporary name first, so that no process reads a partial file. A killed process may
     leave an unused `.new-*` folder.

@@ -28,7 +28,7 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     critic_layer_norm: bool = False
     """Layer normalisation in the critics, which limits overestimation for unseen actions (RLPD)."""
     alpha_init: Positive = 1.0
-    """Initial temperature (entropy coefficient); the temperature is learned."""
+    """Initial temperature (entropy coefficient); training adapts the temperature."""
     target_entropy: Annotated[float, Field(ge=-(10**6), le=10**6)] | None = None
     """Target entropy of a chunk in nat; default: minus the number of action dimensions."""
     image_shift: Annotated[int, Field(ge=0, le=64)] = 4
@@ -40,12 +40,12 @@ class ReplaySettings(BufferSettings, DiscountSettings):
 
     @property
     def method(self) -> str:
-        """Description of the algorithm in one line."""
+        """Return a one-line description of the algorithm."""
         return super().method + (f", {self.hindsight_goals} goals in hindsight" if self.hindsight_goals else "")
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the last observation of terminated episodes is also stored, as a goal that was reached."""
+        """Return whether the final observation of terminated episodes is also stored, as an achieved goal."""
         return self.hindsight_goals > 0
 
 

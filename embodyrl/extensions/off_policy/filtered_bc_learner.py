@@ -1,4 +1,4 @@
-"""Learner of filtered behaviour cloning: actions of good episodes are stored in a buffer and imitated."""
+"""Learner of filtered behaviour cloning: actions of good episodes are stored in a buffer and used for SFT."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation
 
 REPLAY, TRAINED = "replay", "trained"
-"""Files of a checkpoint; the second holds the trained weights if the policy is their moving average."""
+"""Files of a checkpoint; the second contains the trained weights if the policy uses their moving average."""
 
 
 class FilteredLearner(Learner):
@@ -45,7 +45,7 @@ class FilteredLearner(Learner):
         self._demonstrations = load_shown(rules.demonstrations, spec) if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Keep the chunks of good episodes and take `updates_per_sample` updates for each new chunk, of any episode.
+        """Store the chunks of good episodes, and run `updates_per_sample` updates for each new chunk of any episode.
 
         Returns metrics averaged over the updates.
         """
@@ -102,7 +102,7 @@ class FilteredLearner(Learner):
         return deal(costs, self._trainer.ranks.rank_info, cfg.micro_batch_size, cfg.max_tokens_per_mbs)
 
     def _draw(self, rng: np.random.Generator, stored: IntArray, share: int) -> tuple[Observation, FloatArray]:
-        """Sample observations [B] and actions [B, H, A] to imitate: own ones, then `share` demonstrated ones."""
+        """Sample observations [B] and target actions [B, H, A]: own samples first, then a `share` of demonstrations."""
         own = rng.choice(stored, self._batch_size - share)
         fields = {str(name): self._replay[name][own] for name in OBSERVATION}
         actions = self._replay["action"][own]
@@ -122,7 +122,7 @@ class FilteredLearner(Learner):
         return self._policy.imitate(part, actions[rows])
 
     def _store(self, request: UpdateRequest) -> IntArray:
-        """Put the chunks of good episodes into the buffer; returns all records of the request."""
+        """Add the chunks of good episodes to the buffer; return all records of the request."""
         arena = self._arena
         records = arena.read(request.tickets)
         good = np.flatnonzero((arena[Record.advantage][records] > 0).any(1))
@@ -142,7 +142,7 @@ class FilteredLearner(Learner):
         return records
 
     def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
-        """Return the actions [N, H, A] from each chunk's observation on; the last action of an episode repeats."""
+        """Return the actions [N, H, A] from each chunk on; the last action of an episode repeats."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
@@ -153,7 +153,7 @@ class FilteredLearner(Learner):
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:
-        """Save the buffer, if `save_replay`, and the trained weights, if the policy is their average."""
+        """Save the buffer, if `save_replay`, and the trained weights, if the policy uses their average."""
         # All ranks gather, for that is collective, and the first one writes; of the buffer all hold the same.
         trained = self._trainer.ranks.gathered(self._aside)
         if self._trainer.ranks.rank_info.rank:

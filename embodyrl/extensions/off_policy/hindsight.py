@@ -69,18 +69,18 @@ class Hindsight:
 
 
 class OpenEpisodes:
-    """Holds the frames of episodes that continue in the next training step, because their outcome is unknown."""
+    """Frames of episodes that continue in the next training step; their outcome is unknown."""
 
     def __init__(self) -> None:
         self._held: dict[int, list[Frames]] = {}
 
     def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
-        """Join new frames with the frames held from earlier; return the episodes that are over or not continued.
+        """Join new frames with earlier frames of their episodes; return the episodes that ended or are not continued.
 
         Args:
-            new: of some episodes.
-            earlier: by episode number in `new`: the key of the frames that it continues.
-            going_on: by episode number: the key under which its frames are held.
+            new: frames of some episodes.
+            earlier: key of the earlier frames, by number of the continued episode in `new`.
+            going_on: key for storing the frames, by episode number.
         """
         held, self._held = self._held, {}
         found: list[Frames] = []
@@ -98,7 +98,7 @@ class OpenEpisodes:
         return [*map(join, held.values()), *found]
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint; a resumed run starts new episodes, so these have ended."""
+        """Return the state for a checkpoint; a resumed run starts new episodes, so the stored episodes have ended."""
         held = [join(parts) for parts in self._held.values()]
         numbered = [replace(whole, episode=np.full_like(whole.episode, i)) for i, whole in enumerate(held)]
         whole = join(numbered, one=False) if held else None
@@ -106,7 +106,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate parts, of `one` episode or of one episode each."""
+    """Concatenate parts: of one episode (`one`), or of one episode each."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

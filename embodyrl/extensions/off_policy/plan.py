@@ -1,4 +1,4 @@
-"""Requirements of replay-buffer learning for environment, policy and demonstrations."""
+"""Requirements of off-policy learning for environment, policy and demonstrations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: PolicySpec) -> list[str]:
-    """Return violated requirements of replay-buffer learning."""
+    """Return violated requirements of off-policy learning."""
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
@@ -52,7 +52,7 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
 
 
 def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
-    """Yield keys that learning with critics does not read, and why."""
+    """Yield keys that have no effect with critics, and the reasons."""
     yield "actor.micro_batch_size", "an update takes actor.global_batch_size samples at once"
     if policy.steering:
         yield "algorithm.image_shift", f"{policy.steering.key} freezes the model, whose features are stored"

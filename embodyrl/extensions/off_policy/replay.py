@@ -16,20 +16,20 @@ class Frames:
     """N consecutive observations of some episodes, and the action after each."""
 
     seen: Mapping[str, np.ndarray]
-    """[N, ...] fields of the observations, or the features of a frozen policy."""
+    """[N, ...] stored fields of the observations, or the features of a frozen policy."""
     action: FloatArray
     """[N, L] sampled latent actions, within -1..1."""
     reward: FloatArray
-    """[N] of the chunk."""
+    """[N] reward of the chunk."""
     acted: BoolArray
-    """[N] an action was executed; false: the last observation of an episode."""
+    """[N] True if an action was executed; False for the final observation of an episode."""
     terminated: BoolArray
-    """[N] the episode terminated with this chunk."""
+    """[N] True if the episode terminated with this chunk."""
     episode: IntArray
     """[N] number of the episode; its frames are consecutive."""
 
     def map(self, change: Callable[[Any], Any]) -> Frames:
-        """Return a batch with a function applied to each array."""
+        """Return a copy with a function applied to each array."""
         arrays = {item.name: change(getattr(self, item.name)) for item in fields(self) if item.name != "seen"}
         return Frames(seen={name: change(array) for name, array in self.seen.items()}, **arrays)
 
@@ -45,15 +45,15 @@ class Transitions:
     """[B] indices of the last observations; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
-    """[B], likewise `reward`."""
+    """[B] discount; `reward` likewise."""
     moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[R] which of them have another goal than was pursued."""
+    """[R] indices of the transitions with another goal than the original one."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """[R, G] those goals."""
+    """[R, G] goals of the relabelled transitions."""
 
 
 class ReplayBuffer:
-    """A ring of observations that grows up to its size, with the transitions between them."""
+    """Ring buffer of observations that grows up to its capacity, with the transitions between them."""
 
     def __init__(self, size: int, gamma: float, n_step: int) -> None:
         self._size = size
@@ -63,7 +63,7 @@ class ReplayBuffer:
         self._arrays: dict[str, np.ndarray] = {}
 
     def add(self, frames: Frames) -> None:
-        """Add frames and drop the oldest beyond the capacity.
+        """Add frames and drop the oldest frames beyond the capacity.
 
         A transition is r = sum of gamma^j r_j over up to n chunks, the observation after them, and gamma^n, or 0 where
         the episode terminated among them. A final observation without a recorded action begins no transition.
@@ -83,7 +83,7 @@ class ReplayBuffer:
 
     @property
     def starts(self) -> IntArray:
-        """Indices at which transitions begin."""
+        """Indices of the first observation of each transition."""
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
@@ -109,7 +109,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; of a larger buffer, its newest part."""
+        """Restore the result of `state`; from a larger buffer, its newest part."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return
@@ -133,7 +133,7 @@ class ReplayBuffer:
             self._arrays[name] = larger
 
     def _steps(self, frames: Frames) -> tuple[FloatArray, FloatArray, IntArray]:
-        """Return rewards [N], discounts [N] and distances [N] of transitions; distance 0: none."""
+        """Return rewards [N], discounts [N] and lengths [N] of transitions; length 0: no transition."""
         count = len(frames.acted)
         reward, discount = np.zeros(count, np.float64), np.ones(count, np.float64)
         ahead = np.zeros(count, np.int64)

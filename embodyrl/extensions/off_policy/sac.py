@@ -9,7 +9,7 @@ def soft_target(reward: Tensor, discount: Tensor, next_value: Tensor, next_logpr
     Args:
         reward: [B] sum of n discounted rewards.
         discount: [B] gamma^n, 0 after the end of an episode.
-        next_value: [n, B] the target critics' estimates.
+        next_value: [n, B] estimates of the target critics.
         next_logprob: [B] log-probability of the next action.
         alpha: weight of the entropy.
     """
@@ -32,5 +32,5 @@ def actor_loss(value: Tensor, logprob: Tensor, alpha: Tensor) -> Tensor:
 
 
 def temperature_loss(log_alpha: Tensor, logprob: Tensor, target_entropy: float) -> Tensor:
-    """Return the loss that raises alpha while the entropy -log pi [B] is below its target (equation 18)."""
+    """Return the loss that increases alpha while the entropy -log pi [B] is below its target (equation 18)."""
     return -(log_alpha * (logprob.detach() + target_entropy)).mean()

@@ -33,13 +33,13 @@ from embodyrl.types import FloatArray, IntArray, Observation
 CRITICS, REPLAY = "critics", "replay"
 """Files of a checkpoint."""
 OPEN = "open"
-"""Key in the replay file: episodes that were not over."""
+"""Key in the replay file: unfinished episodes."""
 FEATURES = "features"
-"""Field of the buffer that replaces the observations if the base policy is frozen."""
+"""Field of the buffer that replaces the observations for a frozen base policy."""
 
 
 class SacLearner(Learner):
-    """Trains the policy, which it shares with the rollout worker, and its critics."""
+    """Learner that trains critics and the policy, which the rollout worker shares."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -71,7 +71,7 @@ class SacLearner(Learner):
         self._demonstrations = self._load_demonstrations() if rules.demonstrations else None
 
     def update(self, request: UpdateRequest) -> InParts[dict[str, float]]:
-        """Store the observations and take `updates_per_sample` updates for each new chunk, pausing after each.
+        """Store the observations and run `updates_per_sample` updates for each new chunk; yields after each update.
 
         Returns metrics averaged over the updates.
         """
@@ -108,9 +108,9 @@ class SacLearner(Learner):
     def _step(
         self, chosen: Sequence[Transitions], pair: IntArray, step: int, *, acting: bool = True
     ) -> dict[str, float]:
-        """Update temperature, critics, actor and target critics, in this order; return no metrics if skipped.
+        """Update temperature, critics, actor and target critics, in this order; return no metrics for a skipped update.
 
-        Without `acting` temperature and actor stay as they are.
+        Without `acting`, temperature and actor are not updated.
         """
         # Both sets of images are shifted before the forward pass: the order of random numbers stays that of old runs.
         seen = [self._look(one, one.places) for one in chosen]
@@ -191,7 +191,7 @@ class SacLearner(Learner):
         return replace(seen, images=moved.unflatten(0, (count, cameras)).numpy())
 
     def _backward(self, name: str, loss: Tensor) -> float:
-        """Compute the gradients of an optimizer's weights, bounded for the critics; returns their norm before."""
+        """Compute the gradients of an optimizer's weights, clipped for critics; return their norm before clipping."""
         optimizer = self._optimizers[name]
         optimizer.zero_grad()
         loss.backward()
@@ -202,7 +202,7 @@ class SacLearner(Learner):
         return float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
 
     def _store(self, request: UpdateRequest) -> IntArray:
-        """Put the records of finished and cut episodes into the buffer; returns them."""
+        """Add the records of finished and cut episodes to the buffer; return the records."""
         arena, finals = self._arena, dict(request.finals)
         acted = arena.read(request.tickets)
         episode = np.asarray(request.episode, dtype=np.int64)
@@ -230,7 +230,7 @@ class SacLearner(Learner):
         return acted
 
     def _seen(self, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the stored part of the observations of some records."""
+        """Return the stored fields of the observations of some records."""
         if not self._policy.frozen:
             return {str(name): self._arena[name][records] for name in OBSERVATION}
         return self._kept(self._arena, records)
@@ -248,7 +248,7 @@ class SacLearner(Learner):
     def _load_demonstrations(self) -> ReplayBuffer:
         """Load all chunks of the data sets; a demonstration that ends with its first success terminates there.
 
-        A frozen policy stores features and corrections of its proposals, which takes two passes for each chunk.
+        For a frozen policy, store features and corrections of its proposals, which takes two passes per chunk.
         """
         demos = load_shown(self._rules.demonstrations, self._policy.spec)
         length, width = self._policy.spec.num_action_chunks, self._arena[Record.instruction].shape[1]
@@ -283,7 +283,7 @@ class SacLearner(Learner):
             save_state(folder, REPLAY, self._replay.state() | {OPEN: self._open.state()})
 
     def _parts(self) -> dict[str, Any]:
-        """Return the parts with a `state_dict`."""
+        """Return the components with a `state_dict`."""
         return {"nets": self._critics, "targets": self._targets, **self._optimizers}
 
     def load(self, folder: Path) -> None:

@@ -1,1 +1,1 @@
-"""Environments and trained policies as objects, for training loops in other programs."""
+"""Environments and trained policies as Python objects, for custom training loops."""

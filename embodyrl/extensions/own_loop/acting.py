@@ -1,4 +1,4 @@
-"""A trained policy as an object: observations in, actions out, for loops of one's own."""
+"""A trained policy as a Python object: observations in, actions out, for custom loops."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from embodyrl.types import FloatArray, Observation, PolicyOutput
 
 @dataclass(frozen=True, slots=True)
 class LoadedPolicy:
-    """A policy in this process, with the environment that it was trained for."""
+    """A policy in this process, with the spec of its training environment."""
 
     policy: Policy
-    """The module (`policy.module`) and its own interface: `score` for gradients, `values`, `save`."""
+    """The policy with its interface: `module`, `score` for gradients, `values`, `save`."""
     run_plan: RunPlan
 
     def __repr__(self) -> str:
@@ -38,7 +38,7 @@ class LoadedPolicy:
 
     @property
     def env_name(self) -> str:
-        """Environment that its run was about."""
+        """Name of the run's environment."""
         return self.run_plan.env.name
 
     def make_env(self) -> SingleEnv:
@@ -48,21 +48,21 @@ class LoadedPolicy:
     def act(
         self, obs: dict[str, Any], *, instruction: str | None = None, noise: FloatArray | None = None
     ) -> FloatArray:
-        """Choose the next chunk of actions.
+        """Return the next chunk of actions.
 
         Args:
-            obs: of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of such, each with one
-                more axis in front (a vector environment's). What the policy does not read may be missing, and the
-                instruction where the environment has one task.
+            obs: observation of `make_env` (`images` [C, H, W, 3], `state` [S], `instruction`), or a batch of them, with
+                one more leading axis (a vector environment's). Parts that the policy does not read may be missing, and
+                the instruction if the environment has one task.
             instruction: replaces `obs["instruction"]`.
             noise: [B, L] uniform in [0, 1), one number per token, to sample as in training
                 (`algorithm.sampling_params`); None: greedy.
 
         Returns:
-            [K, A] actions to be executed one after the other, as the environment takes them; of a batch [B, K, A].
+            [K, A] actions to execute in order, in the environment's units; for a batch [B, K, A].
 
         Raises:
-            ConfigError: the observation is not one of this environment.
+            ConfigError: the observation does not match this environment.
         """
         batched = _is_batch(obs)
         out = self.decide(self.observe([obs] if not batched else _rows(obs), instruction), noise=noise)
@@ -119,15 +119,15 @@ def load_policy(
     """Load a policy into this process.
 
     Args:
-        run_or_folder: a run, its name in ./runs, a checkpoint of it, or a model in its public layout: a folder, or
+        run_or_folder: a run, its name in ./runs, one of its checkpoints, or a model in its public layout: a folder, or
             `owner/name[@revision]` of the hub.
-        words: further settings as `embodyrl eval` takes them; a folder that is not a run needs `env=` and `model=`.
-        trainable: keep fp32 weights that can be trained.
-        device: "cpu", "cuda", ...; None: a GPU where there is one.
+        words: overrides as for `embodyrl eval`; a folder that is not a run needs `env=` and `model=`.
+        trainable: keep trainable weights in fp32.
+        device: "cpu", "cuda", ...; None: a GPU if available.
 
     Raises:
-        ConfigError: it does not fit its environment.
-        CheckpointError: nothing usable is there.
+        ConfigError: the policy does not fit its environment.
+        CheckpointError: the path contains no usable weights.
     """
     place, base = str(run_or_folder), run_config(resolve_run(str(run_or_folder)))
     named = write_word("ckpt", place)

@@ -1,4 +1,4 @@
-"""Environments as plain Gymnasium ones, for loops of one's own."""
+"""Environments with Gymnasium's interface, for custom loops."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
 
 
 class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
-    """One slot of an environment.
+    """Gymnasium environment with one slot of an environment.
 
-    Observations: `images` [C, H, W, 3] uint8 (where there are cameras), `state` [S] float32 (where there is one) and
-    `instruction`, the task in words. Actions [A]: numbers in -1..1, or categories. `info["success"]`: the goal holds.
+    Observations: `images` [C, H, W, 3] uint8 (with cameras), `state` [S] float32 (with a state) and
+    `instruction`, the task as text. Actions [A]: numbers in -1..1, or categories. `info["success"]`: goal reached.
     """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
@@ -37,7 +37,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         context = env_context(cfg)
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
-        """Tasks, cameras, sizes, gripper."""
+        """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = cfg.env.eval
         self._ids = list(selected_reset_ids(self.layout, self._split))
         self._kind = self.layout.action.kind
@@ -47,14 +47,14 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Begin an episode.
+        """Start an episode.
 
         Args:
             seed: determines initial state and simulator.
             options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state.
 
         Raises:
-            ConfigError: there is no such task or state.
+            ConfigError: the task or state does not exist.
         """
         super().reset(seed=seed)
         wanted = dict(options or {})
@@ -84,7 +84,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self._look(), float(result.reward[0, 0]), ended, cut, {"success": bool(result.success[0, 0])}
 
     def render(self) -> Any:
-        """Return a frame [H, W, 3] uint8 for people."""
+        """Return a video frame [H, W, 3] uint8."""
         return self.env.render(0)
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
 
 def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
-    """Create a Gymnasium environment from an environment of this package.
+    """Create a Gymnasium environment from an environment of embodyrl.
 
     >>> table = make_env("tabletop", "env.eval.task_ids=[0]")
     >>> seen, info = table.reset(seed=0)
@@ -110,11 +110,11 @@ def make_env(env: str, *words: str, num_envs: int | None = None) -> Any:
 
     Args:
         env: an option of `env=`, for example tabletop or libero_object.
-        words: further settings, as `embodyrl eval` takes them; `env.eval.*` selects tasks and initial states.
+        words: overrides as for `embodyrl eval`; `env.eval.*` selects tasks and initial states.
         num_envs: None: a `SingleEnv`; else a `gymnasium.vector.SyncVectorEnv` of this size.
 
     Raises:
-        ConfigError: unknown environment or setting; a task in words, which has no steps.
+        ConfigError: unknown environment or setting, or a text task, which has no steps.
         MissingDependencyError: the simulator is not installed.
     """
     typed = (f"env={env}", "model=random", *words)
@@ -164,7 +164,7 @@ def _made(env: str, *, words: tuple[str, ...] = (), **_: Any) -> SingleEnv:
 
 
 def _register() -> None:
-    """Register `embodyrl/LiberoObject-v0` for `env=libero_object`, and likewise every option in no subfolder."""
+    """Register `embodyrl/LiberoObject-v0` for `env=libero_object`, and ids of all other options without a subfolder."""
     for option in tree.options("env"):
         name = f"embodyrl/{option.title().replace('_', '')}-v0"
         if "/" not in option and name not in gymnasium.registry:

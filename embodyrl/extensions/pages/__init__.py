@@ -1,1 +1,1 @@
-"""Web pages on this machine."""
+"""Web pages on localhost."""

@@ -1,4 +1,4 @@
-"""Web server on the loopback interface for a page on this machine."""
+"""Web server on the loopback interface, for pages on this machine."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from embodyrl.errors import ConfigError, EmbodyError
 Answer = tuple[str, bytes]
 """Content type and body."""
 _LONGEST = 1 << 16
-"""Bytes of a request."""
+"""Maximum size of a request, in bytes."""
 _MOST_CLIENTS = 64
-"""Open connections; further ones are closed."""
+"""Maximum number of open connections; further connections are closed."""
 _REQUEST_S = 10.0
 """Deadline for a client to send its request."""
 _SIGNALS_S = 0.5
-"""Longest wait in one system call: a signal that arrives just before the call does not interrupt it."""
+"""Maximum wait in one system call: a signal just before the call does not interrupt the call."""
 
 
 class Loopback(ThreadingHTTPServer):
-    """Read requests in a thread each; answer them one after the other, in the thread that calls `answer_forever`.
+    """HTTP server: threads read the requests; the thread that calls `answer_forever` answers them in order.
 
-    A window of OpenGL belongs to one thread, and environments allow one call at a time.
+    OpenGL windows belong to one thread, and environments allow one call at a time.
 
     Other pages in the same browser could send requests here too: requests with another host name than the page's are
     rejected (DNS rebinding), and POST requires the page's `token` (cross-site requests).
@@ -40,7 +40,7 @@ class Loopback(ThreadingHTTPServer):
     def __init__(
         self, port: int, gets: Mapping[str, Callable[[], Answer]], posts: Mapping[str, Callable[[Any], Answer]]
     ) -> None:
-        """Bind; port 0: any free one.
+        """Bind the server; port 0: any free port.
 
         Raises:
             ConfigError: the port is taken.
@@ -85,13 +85,13 @@ class Loopback(ThreadingHTTPServer):
             self.shutdown()
 
     def call(self, act: Callable[[], Answer]) -> Answer:
-        """Run in the answering thread; raise what it raises."""
+        """Run a function in the answering thread; raise its exceptions."""
         future: Future[Answer] = Future()
         self._calls.put((future, act))
         return future.result()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, if there is a place left."""
+        """Start a thread for a connection, unless the limit is reached."""
         if self._places.acquire(blocking=False):
             super().process_request(request, client_address)
         else:

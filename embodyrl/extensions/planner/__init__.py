@@ -1,1 +1,1 @@
-"""Predicts memory and time of a run before it starts."""
+"""Estimates of memory and time of a run."""

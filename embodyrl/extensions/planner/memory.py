@@ -18,14 +18,14 @@ from embodyrl.types import ROWS_AT_A_TIME, PolicyCosts
 
 MIB, GIB = 2**20, 2**30
 _PROCESS = 290 * MIB
-"""A process with torch and a policy, on the host."""
+"""Host memory of a process with torch and a policy."""
 _ADAPTERS = 180 * MIB
-"""Added by the adapter library, which imports transformers."""
+"""Additional host memory of the adapter library, which imports transformers."""
 _CUDA = 600 * MIB
-"""Context and workspaces on a GPU."""
+"""GPU memory of context and workspaces."""
 _ENV_PROCESS = 160 * MIB
 _ENGINE = 2 * GIB
-"""vLLM's workspaces and the smallest cache worth having."""
+"""GPU memory of vLLM's workspaces and a minimal cache."""
 _UNKNOWN_SHARE = 0.4
 """Assumed memory of a GPU with unknown memory."""
 _RESERVE = 0.05
@@ -34,34 +34,34 @@ _RESERVE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of each part of one policy process, and of the other processes of its host."""
+    """Memory in bytes of each part of a policy process, and of the other processes of its host."""
 
     weights: int
     """Weights, and during training also their average, if the policy uses it."""
     gathered: int
-    """Whole weights while acting, where they are sharded while training."""
+    """Full weights while acting, if training shards them."""
     reference: int
     gradients: int
     optimizer: int
     activations: int
     """Activations of a micro-batch: backward pass plus log-probabilities."""
     in_use: int
-    """Training with shards: weights gathered at a time."""
+    """Gathered weights during sharded training."""
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool
-    """Inference memory that stays allocated during training: CUDA graphs keep theirs."""
+    """Inference memory that stays allocated during training, for example by CUDA graphs."""
     building: int
-    """Whole float32 weights before they are sharded or halved, or loading demonstrations, where that is more."""
+    """Full float32 weights before sharding or casting, or the memory for loading demonstrations, if larger."""
     engine: int
     """Minimum memory of vLLM."""
     sleeps: bool
     """vLLM frees its memory during updates."""
     process: int
     saving: int
-    """GPUs: of the first rank's host, which gathers whole weights and then whole moments, and has the replay buffer."""
+    """GPUs: host memory of the first rank, which gathers full weights, then full moments, and has the replay buffer."""
     offloaded: int
-    """actor.fsdp.cpu_offload: of the host, for each rank: its shards of weights, gradients and moments."""
+    """actor.fsdp.cpu_offload: host memory per rank for its shards of weights, gradients and moments."""
     acting: int
     """Memory of each rollout process."""
     env_worker: int
@@ -89,11 +89,11 @@ class MemoryPlan:
         return max(fixed + running, self.building + self.process)
 
     def host(self, ranks: int) -> int:
-        """Return the most host memory of policy processes on GPUs, in addition to that of a process."""
+        """Return the peak host memory of policy processes on GPUs, in addition to that of a process."""
         return self.saving + self.offloaded * ranks
 
     def lines(self, ranks: int, env_workers: int) -> list[tuple[str, str]]:
-        """Name and text, human-readable."""
+        """Return name and text of the lines of a dry run."""
         parts = ("weights", "gathered", "reference", "gradients", "optimizer", "activations", "in_use", "acting_batch")
         sizes = {name.replace("_", " "): getattr(self, name) for name in (*parts, "replay", "engine", "process")}
         named = [f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size]
@@ -111,8 +111,8 @@ class MemoryPlan:
 def plan_memory(run_plan: RunPlan) -> MemoryPlan:
     """Derive the memory of a training run; `tests/fakegpu` measures the same sums on a fake GPU.
 
-    Gradients of ranks are added up once a step where `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
-    stays awake where `rollout.vllm.enable_sleep_mode=null` and the GPUs have room for the replies of all slots.
+    Gradients are synchronized once per step if `actor.fsdp.gradient_sync=auto` and the GPUs have the memory; vLLM
+    stays awake if `rollout.vllm.enable_sleep_mode=null` and the GPUs have memory for the replies of all slots.
     """
     cfg = run_plan.cfg
     sync, sleeps = cfg.actor.fsdp.gradient_sync, cfg.rollout.vllm.enable_sleep_mode
@@ -192,7 +192,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
 def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
     """Return the bytes of an inference batch on the GPU.
 
-    With vLLM the module computes log-probabilities only for values, or if its own may differ.
+    With vLLM, the module computes log-probabilities only for values, or if vLLM's log-probabilities may differ.
     """
     slots = run_plan.num_slots
     if cfg.rollout.backend != "vllm":
@@ -208,7 +208,7 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
 
 
 def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
-    """Return the costs of a second model of the policy's kind: a teacher, or a separate critic. It has no adapters."""
+    """Return the costs of a second model of the same kind: a teacher, or a separate critic without adapters."""
     if path is None:
         return None
     model = run_plan.cfg.model
@@ -226,10 +226,10 @@ def _reference(run_plan: RunPlan, cfg: Config, own: int) -> int:
 def _replay(run_plan: RunPlan, cfg: Config) -> tuple[int, int]:
     """Return the bytes of the replay buffer and the additional bytes while demonstrations are loaded.
 
-    The buffer holds observation and action of each record, up to its capacity, and of each chunk of the demonstrations.
-    Loading takes all frames of the demonstrations, and the chunks once more.
+    The buffer contains observation and action of each record, up to its capacity, and each chunk of the demonstrations.
+    Loading needs all frames of the demonstrations, and their chunks once more.
 
-    Without critics: of each record that is worth imitating, at most all, and all frames of the demonstrations.
+    Without critics: at most all records with a return above the threshold, and all frames of the demonstrations.
     """
     if not isinstance(cfg.algorithm, BufferSettings):
         return 0, 0
@@ -264,8 +264,8 @@ def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool,
     """Return the activation bytes of a micro-batch; `copies`: autocast keeps bfloat16 copies of the weights for
     backward.
 
-    `whole` gradients exist since an earlier micro-batch, and shards take their place; otherwise those of one layer
-    and of the output matrix are needed in addition to the shards. The embeddings' come last.
+    `whole` gradients remain from an earlier micro-batch and are replaced by shards; otherwise gradients of one layer
+    and of the output matrix are needed in addition to the shards. Embedding gradients come last.
     """
     replays = cfg.algorithm.transitions
     samples = float(cfg.actor.global_batch_size if replays else cfg.actor.micro_batch_size)
@@ -298,9 +298,9 @@ def _gathered_at_a_time(costs: PolicyCosts, total: int, *, half: bool, adapters:
 
 
 def engine_share(run_plan: RunPlan, plan: MemoryPlan | None) -> float:
-    """Return the share of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
+    """Return the fraction of a GPU's memory for vLLM: the free memory beyond the plan, minus a reserve.
 
-    None: the process only acts.
+    None: the process does not train.
     """
     gpu = run_plan.gpus.free
     if not gpu:
@@ -323,7 +323,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     """Reject a run that does not fit in memory.
 
     Raises:
-        ConfigError: names the memory needed, the memory available and the keys that reduce it.
+        ConfigError: contains the memory needed, the memory available and the keys that reduce memory.
     """
     smaller = "actor.micro_batch_size, model.is_lora=true, actor.gradient_checkpointing=true or more actor ranks"
     if visible_gpus():
@@ -346,7 +346,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
 
 
 def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
-    """Name the keys that are not at their smallest."""
+    """Return the keys that can still be reduced."""
     cfg, workers = run_plan.cfg, len(run_plan.env_workers)
     drawn, keys = fullest_gpu(run_plan, plan) - plan.policy, list[str]()
     if drawn and not run_plan.env.simulator.lockstep:
@@ -363,7 +363,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
 
 
 def _fullest_host(run_plan: RunPlan, plan: MemoryPlan) -> tuple[int, int]:
-    """Return the bytes of the policy processes and the number of env workers on the host that needs most."""
+    """Return the bytes of the policy processes and the number of env workers on the host with the highest demand."""
     policies, workers, gpus = Counter[int](), Counter[int](), bool(visible_gpus())
     for number in range(run_plan.ranks + run_plan.cfg.acting_processes):
         trains = number < run_plan.ranks

@@ -1,4 +1,4 @@
-"""The planner of runs: memory, share of vLLM and predicted rates."""
+"""Planner of resources: memory, share of vLLM and predicted rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedResources(Resources):
-    """Resources of a training run, with the memory plan that they follow from."""
+    """Resources of a training run, with the memory plan."""
 
     memory: MemoryPlan
 
@@ -32,7 +32,7 @@ class PlannedResources(Resources):
 
 
 def plan_resources(run_plan: RunPlan) -> Resources:
-    """Plan memory and the settings that follow; `nvidia-smi` runs only if its result matters."""
+    """Plan memory and dependent settings; `nvidia-smi` runs only if its result is needed."""
     learns = run_plan.cfg.trains and run_plan.algorithm is not None
     memory = plan_memory(run_plan) if learns else None
     share = engine_share(run_plan, memory) if run_plan.cfg.rollout.backend == "vllm" else 0.0

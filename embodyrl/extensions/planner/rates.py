@@ -12,13 +12,13 @@ from embodyrl.plan.run_plan import RunPlan
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A GPU's rates, per second: about two thirds of a data sheet's dense FLOPs, five sixths of its bandwidth."""
+    """Rates of a GPU per second: about two thirds of the data sheet's dense FLOPs, five sixths of its bandwidth."""
 
     name: str
     flops: float
-    """Large matrix products in bfloat16."""
+    """FLOPs of large matrix products in bfloat16."""
     slow_flops: float
-    """Large matrix products in float32."""
+    """FLOPs of large matrix products in float32."""
     bandwidth: float
     """Memory bandwidth, bytes."""
     source: str = ""
@@ -41,36 +41,36 @@ SPEEDS = (
     Speed("A10", 83e12, 20e12, 0.5e12),
     Speed("L4", 80e12, 20e12, 0.25e12),
 )
-"""Speed by a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with
+"""Rates by a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with
 float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 OVERHEAD = 1.5
 """Time of a pass over the time of its matrix products: measured kernel by kernel on a fake GPU."""
 CHUNK = 8
-"""Actions of the chunk that `EnvCosts.chunk_s` is about."""
+"""Number of actions of the chunk in `EnvCosts.chunk_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rate of each resource alone, per second; 0: unknown or irrelevant."""
+    """Rate of each resource on its own, per second; 0: unknown or irrelevant."""
 
     simulators: float
-    """Env chunks."""
+    """Env chunks per second."""
     acting: float
-    """Inferred chunks."""
+    """Inferred chunks per second."""
     training: float
-    """Training samples."""
+    """Training samples per second."""
     seconds: float
     """Duration of a training step with all its samples."""
     bound_by: str
     speed: Speed
     known: bool
-    """The GPUs of this host are of that kind."""
+    """True if the GPUs of this host are in the table."""
     chunk_source: str = ""
     """Report in which the time of an env chunk was measured."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
-        """Name and text, human-readable."""
+        """Return name and text of the lines of a dry run."""
         simulators = f"{self.simulators:.0f} chunks/s" if self.simulators else "not known"
         return [
             (

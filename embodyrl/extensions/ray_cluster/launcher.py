@@ -1,4 +1,4 @@
-"""The same workers as Ray actors, on the hosts of a cluster."""
+"""Launcher of workers as Ray actors, on the hosts of a cluster."""
 
 import faulthandler
 import os
@@ -35,18 +35,18 @@ from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
 Pools = tuple[Arena, ...]
-"""Memory that a worker shares with the driver, or mirrors: the arena and the weight buckets, if any."""
+"""Memory pools that a worker shares with the driver, or mirrors: the arena and, if any, the weight buckets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Fields of some records."""
+    """Fields of some records, for transfer between hosts."""
 
     pool: int
     """Index in `Pools`."""
     records: np.ndarray
     fields: dict[str, np.ndarray]
-    """[n, ...] by name."""
+    """Arrays [n, ...] by field name."""
 
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:
@@ -57,8 +57,8 @@ def copy_in(pools: Pools, request: Request) -> list[Rows]:
 def copy_out(pools: Pools, request: Request) -> list[Rows]:
     """Return the rows that the worker of a request wrote.
 
-    Only complete records: all ranks receive the request to publish weights, but only one writes; the records of the
-    others must not come back.
+    Contains only complete records: all ranks receive the request to publish weights, but only one writes; records of
+    the other ranks are not transferred.
     """
     rows = []
     for use in request.writes():
@@ -93,7 +93,7 @@ class _Answer:
 
 
 class RemoteWorker:
-    """Worker in a Ray actor. On the driver's host it shares the arena; on other hosts it has a mirror."""
+    """Worker in a Ray actor. On the driver's host the worker shares the arena; on other hosts it has a mirror."""
 
     def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
         os.environ.update(spec.environ)
@@ -160,13 +160,13 @@ class _Handle(Handle):
     open: deque[Any] = field(default_factory=deque)
     """References of unanswered requests, oldest first."""
     output: Any
-    """Reference of the path and first size of the worker's output on its host."""
+    """Reference to the path and initial size of the worker's output on its host."""
     received: int = 0
-    """Bytes of it that have arrived."""
+    """Number of bytes of the output that have arrived."""
 
 
 class RayLauncher(OpenRequests[_Handle]):
-    """Join the cluster at RAY_ADDRESS or start one on this host; implement `Launcher`."""
+    """Launcher that joins the cluster at RAY_ADDRESS or starts a local cluster."""
 
     sections = {"cluster": ClusterSettings}
 
@@ -182,7 +182,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._watch = ray_nodes.NodeWatch()
         self._lost: set[str] = set()
-        """Nodes that could not be reached; they are not used again."""
+        """Unreachable nodes; they are not used again."""
         self.where = ray_nodes.describe(self._nodes)
 
     @classmethod
@@ -195,7 +195,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return launcher.where
 
     def _choose(self, count: int) -> list[Node]:
-        """Return the hosts of the run by their numbers."""
+        """Return the hosts of the run by node number."""
         nodes = ray_nodes.in_order(self._living.values(), self._driver_node)
         if len(nodes) < count:
             raise WorkerError(
@@ -282,7 +282,7 @@ class RayLauncher(OpenRequests[_Handle]):
         return self._take_events()
 
     def _look_at_nodes(self) -> None:
-        """Reap the workers of lost hosts, because Ray does not always report their loss to waiting calls."""
+        """Report the workers of lost hosts as dead, because Ray does not always report their loss to waiting calls."""
         if self.lost:
             return
         try:
@@ -337,7 +337,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._events.append(Event(worker=name, message=reply))
 
     def _last_output(self, handle: _Handle) -> str:
-        """Fetch what a worker on this host wrote before it died; return the name of the file for a message."""
+        """Fetch the last output of a dead worker on this host; return the name of the file for a message."""
         try:
             path, size = ray.get(handle.output, timeout=1.0)
         except ray.exceptions.RayError:
@@ -382,7 +382,7 @@ def _append(log: Path, text: bytes) -> None:
 
 
 def _open_pools(spec: WorkerSpec, *, mirror: bool) -> Pools:
-    """Attach the driver's pools on its host; elsewhere create empty pools like them."""
+    """Attach the driver's pools on the driver's host; on other hosts create mirrors."""
     handles = [handle for handle in (spec.init.arena, spec.init.bucket_arena) if handle]
     return tuple(Arena.create(h.layout, h.capacity) if mirror else Arena.attach(h) for h in handles)
 

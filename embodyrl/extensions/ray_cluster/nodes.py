@@ -1,4 +1,4 @@
-"""Ray cluster of a run: join the cluster at RAY_ADDRESS, or start one on this host; list and watch its nodes."""
+"""Ray cluster of a run: join the cluster at RAY_ADDRESS or start a local cluster; list and monitor its nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except ModuleNotFoundError as error:
     raise ConfigError("launcher=ray: the package ray is not installed. Run pip install 'embodyrl[ray]'.") from error
 
 _HEAD_S = 15.0
-"""Deadline for the head to list its nodes, seconds."""
+"""Deadline in seconds for the head node to list the nodes."""
 _LOOK_S = 5.0
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node of the cluster."""
+    """A live node of the cluster."""
 
     id: str
     address: str
@@ -58,7 +58,7 @@ class Node:
 
     @property
     def order(self) -> tuple[int, int, str, str]:
-        """Sort key: by address, as numbers."""
+        """Return the sort key: the address as numbers."""
         try:
             parsed = ipaddress.ip_address(self.address)
         except ValueError:
@@ -72,7 +72,7 @@ def starts_own() -> bool:
 
 
 def connect() -> bool:
-    """Connect to the cluster unless this process is connected; return whether the connection is ours to close.
+    """Connect to the cluster unless this process is connected; return whether this call opened the connection.
 
     Raises:
         WorkerError: there is no cluster at RAY_ADDRESS, it rejects the token, or none can be started.
@@ -102,7 +102,7 @@ def living() -> dict[str, Node]:
     """Return the live nodes by id.
 
     Raises:
-        WorkerError: the head does not answer.
+        WorkerError: the head does not respond.
     """
     try:
         return _living(in_thread(ray.nodes).result(_HEAD_S))
@@ -111,7 +111,7 @@ def living() -> dict[str, Node]:
 
 
 def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
-    """Return the nodes by their numbers: the driver's first, the others by address."""
+    """Return the nodes in the order of their numbers: the driver's node first, the others by address."""
     return sorted(nodes, key=lambda node: (node.id != driver, node.order))
 
 
@@ -121,7 +121,7 @@ def describe(nodes: Iterable[Node]) -> str:
 
 
 class NodeWatch:
-    """List the nodes every few seconds without waiting for the answer."""
+    """List of the nodes, refreshed every few seconds in the background."""
 
     def __init__(self) -> None:
         self._look: Future[Any] | None = None
@@ -131,7 +131,7 @@ class NodeWatch:
         """Return the live nodes if a new list has arrived.
 
         Raises:
-            WorkerError: the head does not answer.
+            WorkerError: the head does not respond.
         """
         now = time.monotonic()
         if self._look is None:
@@ -147,7 +147,7 @@ class NodeWatch:
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:
-    """Run a call in a thread that does not keep the process from ending."""
+    """Run a call in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,1 +1,1 @@
-"""One HTML page about a run, or about several side by side."""
+"""Reports on runs as HTML pages, for one run or for several runs."""

@@ -1,4 +1,4 @@
-"""The result card of a run: the facts for a paper's appendix, as JSON and Markdown, from the run's files only."""
+"""The result card of a run: facts for a paper's appendix, as JSON and Markdown, from the run's files."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _machine(history: History) -> dict[str, str]:
-    """Return the lines of env.txt; several lines with one name are joined."""
+    """Return the lines of env.txt; lines with the same name are joined."""
     found: dict[str, str] = {}
     for line in history.text("env.txt").splitlines():
         name, _, value = line.partition(" ")
@@ -113,7 +113,7 @@ def _machine(history: History) -> dict[str, str]:
 
 
 def _commands(history: History) -> str:
-    """Return the shell commands that started the run and that resumed it with other arguments."""
+    """Return the shell commands that started the run and that resumed the run with other arguments."""
     first, *later = [line.partition(": ")[2] for line in history.text("overrides.txt").splitlines()] or [""]
     command, _, words = first.partition(" ")
     said = [f"embodyrl {first}".rstrip()]
@@ -142,7 +142,7 @@ def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]
 
 
 def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
-    """Return the initial states that training may use, and the number of different ones in the last evaluation."""
+    """Return the initial states available to training, and the number of different states in the last evaluation."""
     found: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
         if isinstance(_at(config, f"env.{split}"), Mapping):
@@ -173,7 +173,7 @@ def _change(one: Paired) -> dict[str, Any]:
 
 
 def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
-    """Return env steps and hours: of the attempts that ended, or of the metrics, if that is more."""
+    """Return env steps and hours: the maximum of finished attempts and metrics."""
     kinds = {"wall_s": int | float, "cpu_s": int | float, "gpus": int}
     rows = read_rows(history.folder / COSTS_FILE)
     attempts = [row for row in rows if all(isinstance(row.get(name), kind) for name, kind in kinds.items())]

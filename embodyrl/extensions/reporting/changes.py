@@ -25,7 +25,7 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 
     Per task, first an episode that changed from failure to success, then one that still fails, and so on; then episodes
     that got worse and episodes that always succeeded. Among changed episodes the longest come first. Where success is
-    not known, the largest and the smallest gain in return.
+    unknown, the largest and the smallest gain in return.
     """
     earlier = {row.episode: row for row in before}
     pairs = [(earlier[row.episode], row) for row in after if row.episode in earlier]
@@ -47,9 +47,9 @@ def select_episodes_to_record(before: Sequence[EpisodeRow], after: Sequence[Epis
 def record(
     run_plan: RunPlan, workers: Workers, result: EvalResult, wanted: Sequence[int], videos: Path, say: Say
 ) -> EvalResult:
-    """Repeat the actions of episodes of a validation and record them; return the result with its recordings.
+    """Repeat the recorded actions of validation episodes and record videos; return the result with its recordings.
 
-    An episode whose outcome differs is left out and reported, as simulators need not be deterministic.
+    Episodes with a different outcome are skipped and reported, because simulators may be nondeterministic.
     """
     cfg = run_plan.cfg
     plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
@@ -101,7 +101,7 @@ def record_changes(
 
 
 def _join_recordings(first: EvalResult, last: EvalResult, folder: Path, *, fps: int, say: Say) -> list[Path]:
-    """Join the recordings of episodes that both validations have; report failures."""
+    """Join the recordings of episodes that are in both validations; report failures."""
     before = dict(first.recordings)
     joined: list[Path] = []
     for episode, path in last.recordings:

@@ -1,6 +1,6 @@
 """Line charts and stacked bars as inline SVG; colours are CSS classes c0, c1, ... of the page.
 
-And the curves and tables of settings that the page shows.
+Also the curves and the tables of settings of the page.
 """
 
 import math
@@ -50,7 +50,7 @@ class _Frame:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers that span low..high.
+    """Return round numbers that span low..high.
 
     >>> ticks(0, 1)
     [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -83,7 +83,7 @@ def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 
 def wants_log(lines: Sequence[Line]) -> bool:
-    """Return whether positive values span more than two orders of magnitude and need a logarithmic axis."""
+    """Return whether positive values span more than two orders of magnitude, for a logarithmic axis."""
     ys = [y for line in lines for _, y in line.points]
     return bool(ys) and min(ys) > 0 and max(ys) / min(ys) > 100
 
@@ -124,7 +124,7 @@ def line_chart(
 
 
 def _curve(frame: _Frame, line: Line, taken: list[float], *, log: bool) -> list[str]:
-    """Plot a curve, smoothed if long, with its last value as a number below the values that are `taken`."""
+    """Plot a curve, smoothed if long, with its last value as a label below the existing labels `taken`."""
     long = len(line.points) > _LONG
     drawn = smoothed(line.points) if long else line.points
     x, y = frame.at(*drawn[-1])

@@ -1,4 +1,4 @@
-"""The commands `report`, `card` and `view`: a run as a page, a file of results, or in the terminal."""
+"""The commands `report`, `card` and `view`: a run as an HTML page, as a result card, or in the terminal."""
 
 from __future__ import annotations
 

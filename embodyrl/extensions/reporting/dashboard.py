@@ -61,7 +61,7 @@ class Dashboard:
     """Data and rendering of the dashboard; rich renders it at any time."""
 
     def __init__(self, info: RunInfo, clock: Callable[[], float] | None = time.monotonic) -> None:
-        """Create an empty dashboard; `clock` returns seconds, None: the time is that of the logged steps."""
+        """Create an empty dashboard; `clock` returns seconds; None: use the time of the logged steps."""
         self.info = info
         self._values: dict[str, deque[float]] = {}
         self._rows: deque[Mapping[str, float | None]] = deque(maxlen=_RECENT)
@@ -174,7 +174,7 @@ class Dashboard:
         return table
 
     def _tasks(self) -> Table | None:
-        """Return the table of success per task of the newest validation; the weakest tasks if not all fit."""
+        """Return the table of success per task of the newest validation; in a small terminal only the weakest tasks."""
         found = []
         for number, task in enumerate(self.info.tasks):
             metric = next(

@@ -1,4 +1,4 @@
-"""Independence of an evaluation: number of distinct episodes, and whether training used their initial states."""
+"""Check whether an evaluation uses held-out states: number of distinct episodes, and states used by training."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -36,7 +36,7 @@ def held_out_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield a line for the run that made a checkpoint, for the run that this one started from, and so on."""
+    """Yield a line for the run of a checkpoint and for each of its parent runs."""
     known: set[Path] = set()
     while (file := _record_of(resolve_run(ckpt))) is not None and file not in known:
         known.add(file)
@@ -56,7 +56,7 @@ def _history(ckpt: str, states: set[int], cfg: Config, env: EnvSpec) -> Iterator
 
 
 def _record_of(path: Path) -> Path | None:
-    """Return the config of the run that wrote a folder of weights; an exported folder contains a copy."""
+    """Return the config of the run that wrote a folder of weights; exported folders contain a copy."""
     if (path / EXPORTED_CONFIG).is_file():
         return path / EXPORTED_CONFIG
     return run_config(path)
@@ -80,7 +80,7 @@ def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[i
 
 
 def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
-    """Return the environment with that run's split of its rows; None: the rows differ, so their ids do too."""
+    """Return the environment with that run's split of the rows; None: the rows, and therefore their ids, differ."""
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
@@ -92,7 +92,7 @@ def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec
 
 
 def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
-    """Return the reset ids in the demonstrations of this environment; None: unknown (data are gone, or text)."""
+    """Return the reset ids in the demonstrations of this environment; None: unknown (missing data, or text)."""
     folders = made.get("algorithm.demonstrations") or []
     if "env.env_type" not in made or _by_expert(made):  # else it is text
         folders = [*folders, made.get("data.path"), *(made.get("data.more") or [])]
@@ -109,12 +109,12 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
 
 
 def _by_expert(made: Mapping[str, Any]) -> bool:
-    """Return whether this is a round of `embodyrl dagger`, which acts and learns from demonstrations."""
+    """Return whether the run is a round of `embodyrl dagger`, which acts and trains on demonstrations."""
     return "dagger.rounds" in made
 
 
 def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> set[int]:
-    """Return the reset ids that training may have sampled from its split, or those of the first validation."""
+    """Return the reset ids that training may have sampled, or those of the first validation."""
     ids = made.get(f"env.{split}.state_ids") or rows_of(env, split)
     try:
         values = EnvSplit(task_ids=made.get(f"env.{split}.task_ids"), state_ids=ids)
@@ -129,7 +129,7 @@ def _drawn(made: Mapping[str, Any], split: str, env: EnvSpec, across: bool) -> s
 
 
 def _ids_here(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> set[int]:
-    """Reset ids of another run's split; it may have had more initial states (`env.sampled_states` of LIBERO)."""
+    """Return the reset ids of another run's split; it may have more initial states (`env.sampled_states` of LIBERO)."""
     if split.state_ids is not None:
         first, last = split.state_ids
         if first >= (states := min(env.states_per_task)):

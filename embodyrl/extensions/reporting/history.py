@@ -67,7 +67,7 @@ class History:
     rows: tuple[dict[str, float | None], ...]
     """Rows of metrics.jsonl."""
     evaluations: tuple[Evaluation, ...]
-    """By step, including those of `embodyrl eval` without metrics."""
+    """Evaluations by step, including `embodyrl eval` runs without metrics."""
     unfinished: Evaluation | None = None
     """The newest evaluation if it is running or was interrupted. It is not in `evaluations`, because the shortest
     episodes, often the successful ones, end first."""
@@ -102,7 +102,7 @@ class History:
 
 
 def _is_within(path: Path, folder: Path) -> bool:
-    """Return True for a file inside the folder. The run is untrusted, and its links may lead to any file."""
+    """Return True for a file inside the folder. The run is untrusted: its links may point to any file."""
     # Untrusted run folder: a link must not expose a file of this machine.
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
@@ -168,7 +168,7 @@ def samples_of(history: History, count: int) -> list[Sample]:
 
 
 def is_running(run: Path) -> bool:
-    """Return whether the process named in the lock is alive; a killed process leaves the file behind."""
+    """Return whether the process named in the lock is alive; a killed process leaves the lock file."""
     lock = run / "lock"
     found = re.match(r"process (\d+) on (.*)", lock.read_text(encoding="utf-8")) if lock.is_file() else None
     return found is not None and (found[2] != socket.gethostname() or Path(f"/proc/{found[1]}").exists())
@@ -193,9 +193,9 @@ def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
 
 
 def other_worlds(first: Mapping[str, Any], second: Mapping[str, Any], keys: Collection[str]) -> str | None:
-    """Return a config difference of two runs that assigns initial states differently; None: there is none.
+    """Return a config difference of two runs that changes the assignment of initial states; None if there is none.
 
-    `keys`, and those below them, are compared.
+    `keys`: keys to compare, including all keys below them.
     """
     one, other = (
         {key: value for key, value in flat(config).items() if any(f"{key}.".startswith(f"{k}.") for k in keys)}

@@ -1,4 +1,4 @@
-"""Loggers with a service behind them: W&B, SwanLab, MLflow, Trackio. Their packages are imported when a run starts."""
+"""Loggers with a hosted service: W&B, SwanLab, MLflow, Trackio. Their packages are imported when a run starts."""
 
 import importlib
 import os
@@ -13,7 +13,7 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class HostedMonitor(Monitor, ABC):
-    """Logs scalars and settings to a hosted service; videos stay files. Subclasses start the service's run."""
+    """Logger of scalars and settings to a hosted service; videos stay files. Subclasses start the service's run."""
 
     requires: ClassVar[str]
     """Importable package; checked before a run starts."""
@@ -42,7 +42,7 @@ class HostedMonitor(Monitor, ABC):
 
 
 class WandbMonitor(HostedMonitor):
-    """Weights & Biases, recordings included; offline (also WANDB_MODE=offline) it writes below the run folder."""
+    """Weights & Biases, with recordings; offline mode (also WANDB_MODE=offline) writes below the run folder."""
 
     requires = "wandb"
 
@@ -65,7 +65,7 @@ class WandbMonitor(HostedMonitor):
 
 
 class SwanlabMonitor(HostedMonitor):
-    """SwanLab; offline it writes below the run folder."""
+    """SwanLab; offline mode writes below the run folder."""
 
     requires = "swanlab"
 
@@ -94,7 +94,7 @@ class TrackioMonitor(HostedMonitor):
 
 
 class MlflowMonitor(HostedMonitor):
-    """MLflow, recordings as artifacts: the server of MLFLOW_TRACKING_URI; without one, or offline, the run folder."""
+    """MLflow, with recordings as artifacts, on the server of MLFLOW_TRACKING_URI; otherwise in the run folder."""
 
     requires = "mlflow"
 

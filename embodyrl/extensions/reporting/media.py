@@ -1,4 +1,4 @@
-"""Recordings in a page: each is embedded once, also with several references; beyond a budget it is linked."""
+"""Recordings in a page: each recording is embedded once; recordings beyond a size budget are linked."""
 
 import base64
 import os
@@ -11,7 +11,7 @@ from embodyrl.extensions.reporting.history import History
 from embodyrl.monitor.history import EpisodeRow
 
 EMBED_BYTES = 48 * 2**20
-"""Budget for recordings embedded in a page, so that the page opens quickly."""
+"""Size budget for embedded recordings, so that the page opens quickly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Shelf:
     _keys: dict[Path, str] = field(default_factory=dict)
 
     def put(self, video: Path) -> str:
-        """Add a recording once; returns its key."""
+        """Add a recording once; return its key."""
         if video not in self._keys:
             key = self._keys[video] = f"v{len(self._keys)}"
             size = video.stat().st_size
@@ -64,7 +64,7 @@ def cards_of(history: History, shelf: Shelf) -> list[Card]:
 
 
 def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """Return (first, last) recordings of episodes recorded more than once, changed outcomes first."""
+    """Return (first, last) recordings of episodes with several recordings, changed outcomes first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
@@ -74,7 +74,7 @@ def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
 
 
 def animate_changes(history: History, out: Path) -> None:
-    """Write a GIF of up to three recorded episodes, one of each task, before and after training; changed ones first.
+    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed ones first.
 
     Raises:
         ConfigError: no episode was recorded twice.

@@ -1,4 +1,4 @@
-"""Builds a report: reads runs, plots, fills the template."""
+"""Builds a report: reads runs, plots, and fills the template."""
 
 import json
 import re
@@ -51,7 +51,7 @@ _CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("peak memory of a policy process in GiB", ("actor/memory_gib",)),
     ("seconds per step", ("time/step",)),
 )
-"""Title and metrics of each; every other metric is in metrics.jsonl and TensorBoard."""
+"""Title and metrics of each chart; all metrics are in metrics.jsonl and TensorBoard."""
 _TROUBLE = re.compile(r"warning|fail|died|killed|restart|dropped|lost|timed? ?out|non-?finite|error", re.IGNORECASE)
 _SUITE_METRIC = re.compile(r"eval/(?!task_\d+/)[^/]+/success_once")
 _MAX_BARS, _MAX_FAILED, _MAX_REPLIES, _LOG_TAIL = 60, 100, 12, 12
@@ -67,7 +67,7 @@ def write_report(
 ) -> list[str]:
     """Write the page about one or more runs, and return its summary as lines of text.
 
-    `states`: keys on which the meaning of a state id depends.
+    `states`: keys that determine the meaning of a state id.
 
     Raises:
         ConfigError: a folder is not a run.
@@ -146,7 +146,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(history: History) -> str:
-    """Return environment, model, algorithm, seed, date and commit, where the files contain them."""
+    """Return environment, model, algorithm, seed, date and commit, if the files contain them."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -158,7 +158,7 @@ def _what(history: History) -> str:
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Label, value and small print."""
+    """Return label, value and small print of each tile."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))
@@ -198,7 +198,7 @@ def _timeline(steps: Sequence[dict[str, float | None]]) -> str:
 
 
 def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str]], str]]:
-    """Return title, legend (colour and text) and plot of each chart that has data."""
+    """Return title, legend (colour and text) and plot of each non-empty chart."""
     several, found, groups = len(histories) > 1, [], seed_groups(histories)
     for title, names in (*_CHARTS, *_suite_charts(histories)):
         known = [name for name in names if any(history.has(name) for history in histories)]
@@ -228,7 +228,7 @@ def _charts(histories: Sequence[History]) -> list[tuple[str, list[tuple[int, str
 
 
 def _joined(group: SeedGroup, metric: str, color: int, limits: tuple[float, float] | None) -> Line:
-    """Return the mean over runs that differ in their seed with its 95 % interval; for a single run its own curve."""
+    """Return the mean and its 95 % interval over runs that differ in their seed; for a single run, its curve."""
     if len(group.runs) == 1:
         return curve(group.runs[0], metric, f"{group.name} · {metric}", color=color)
     points = group.curve(metric, limits)
@@ -248,7 +248,7 @@ def _legend(metric: str) -> str:
 
 
 def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return one chart of all suites of the validation, or one chart per suite where several runs are compared."""
+    """Return one chart with all suites of the validation, or one chart per suite for several runs."""
     names = dict.fromkeys(n for h in histories for row in h.rows[:1] for n in row if _SUITE_METRIC.fullmatch(n))
     if not names:
         return []
@@ -258,7 +258,7 @@ def _suite_charts(histories: Sequence[History]) -> list[tuple[str, tuple[str, ..
 
 
 def _task_table(histories: Sequence[History], tasks: Sequence[str]) -> list[list[str]]:
-    """Score per task below a head: first and last evaluation of one run, or the last ones of several runs."""
+    """Return the scores per task: first and last evaluation of one run, or the last evaluation of several runs."""
     if not tasks:
         return []
     if len(histories) > 1:

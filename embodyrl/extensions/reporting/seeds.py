@@ -30,13 +30,13 @@ _DRAWS = 2000
 _SEED = 20211015
 """Seed of the bootstrap, so that equal runs give equal intervals."""
 FEWEST_RUNS = 10
-"""Fewest runs for a bootstrap interval."""
+"""Minimum number of runs for a bootstrap interval."""
 _OWN_NAMES = ("seed", "runner.experiment_name", "runner.output_dir", "runner.on_existing", "runner.resume_dir", "trust")
 """Keys that may differ between runs of one experiment."""
 
 
 def interquartile_mean(scores: npt.ArrayLike) -> Any:
-    """Return the mean of the middle half of the scores [..., runs, tasks]: a quarter is cut off at each end.
+    """Return the mean of the middle half of the scores [..., runs, tasks]: a quarter is removed at each end.
 
     >>> float(interquartile_mean([[0.0, 1.0], [2.0, 9.0]]))
     1.5
@@ -48,7 +48,7 @@ def interquartile_mean(scores: npt.ArrayLike) -> Any:
 
 
 def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> Any:
-    """Return the mean over tasks of P(a run of the second scores above one of the first).
+    """Return the mean over tasks of P(a run of the second group scores higher than a run of the first group).
 
     Scores are [..., runs, tasks]; ties count half (Mann and Whitney).
 
@@ -118,7 +118,7 @@ class SeedGroup:
 
     @property
     def name(self) -> str:
-        """Name of the first run, without the number that a sweep appends."""
+        """Name of the first run, without the number added by a sweep."""
         name = self.runs[0].name
         return name if len(self.runs) == 1 else f"{name.removesuffix('-0')} ({len(self.runs)} seeds)"
 
@@ -156,7 +156,7 @@ class SeedGroup:
         return lines
 
     def curve(self, metric: str, limits: tuple[float, float] | None = None) -> list[tuple[int, float, float, float]]:
-        """Return (step, mean over runs, 95 % interval) at steps where all runs have the metric."""
+        """Return (step, mean over runs, 95 % interval) at steps at which all runs have the metric."""
         series = [dict(run.series(metric)) for run in self.runs]
         points = []
         for step in sorted(set.intersection(*(set(one) for one in series))):
@@ -169,7 +169,7 @@ class SeedGroup:
 def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
     """Group runs whose configs differ only in seed and name, in the order of their first run.
 
-    Runs with equal seeds are not grouped, because they do not sample seeds.
+    Runs with equal seeds are not grouped, because they are not independent samples of seeds.
     """
     groups: dict[str, list[History]] = {}
     for history in histories:
@@ -182,7 +182,7 @@ def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
 
 
 def improvement(first: SeedGroup, second: SeedGroup) -> str | None:
-    """Return the probability that a run of the second beats one of the first; None without shared tasks or runs."""
+    """Return the probability that a run of the second group beats one of the first; None without shared tasks."""
     if min(len(first.runs), len(second.runs)) < 2 or not all(r.evaluations for r in (*first.runs, *second.runs)):
         return None
     # By name: as many other tasks, or the same ones in another order, would be compared without a word.

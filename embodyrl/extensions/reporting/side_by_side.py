@@ -1,4 +1,4 @@
-"""One recording out of two: the same episode before and after training, next to each other."""
+"""Joint video of two recordings: the same episode before and after training, side by side."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -20,7 +20,7 @@ _INK, _PAPER = (235, 235, 235), (24, 24, 28)
 
 
 def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
-    """Write `out` (MP4): both recordings in step, each under its label; the shorter one holds its last frame.
+    """Write `out` (MP4): both recordings in step, each with its label; the shorter one holds its last frame.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.

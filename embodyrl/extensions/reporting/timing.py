@@ -8,7 +8,7 @@ from embodyrl.monitor.timing import PHASES, step_seconds
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One line of the tree."""
+    """One row of the tree."""
 
     name: str
     depth: int
@@ -18,7 +18,7 @@ class Phase:
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Return the seconds of a run from its rows; a row for several steps contains the time of one of them."""
+    """Return the duration of a run from its rows, seconds; a row for several steps contains the time of one step."""
     seconds, before = 0.0, 0.0
     for row in rows:
         step = row.get("step") or 0.0

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _WIDTH = 960
 _WATCHED = ("video=all",)
-"""Environment keys for rendering, set at construction."""
+"""Environment keys that affect rendering, set at construction."""
 _FOR_EVER = ("env.eval.ignore_terminations=true", "env.eval.max_episode_steps=100000")
-"""The user decides when an episode ends."""
+"""Disable the time limit: the user ends an episode."""
 
 
 def play(args: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ class Scene:
         return self.state()
 
     def say(self, wanted: dict[str, Any]) -> Answer:
-        """Set the instruction from the next action on; empty: the task's own."""
+        """Set the instruction for the next actions; empty: the task's own."""
         said = wanted.get("instruction")
         if not isinstance(said, str) or any("\ud800" <= letter <= "\udfff" for letter in said):
             raise ValueError("'instruction' must be a text without lone surrogates")
@@ -105,7 +105,7 @@ class Scene:
         return self.state()
 
     def state(self) -> Answer:
-        """Return the values next to the image on the page."""
+        """Return the values shown next to the image."""
         told = {
             "tasks": self.env.layout.tasks,
             "task": self.task,

@@ -1,4 +1,4 @@
-"""Command `serve`: a policy behind a WebSocket."""
+"""Command `serve`: a WebSocket server for a policy."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,16 +22,16 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
-    """Serve a policy until a signal ends it.
+    """Serve a policy until a signal arrives.
 
     Args:
         cfg: policy and address.
-        say: prints lines.
+        say: function that prints lines.
         ready: called with the address once clients can connect.
 
     Raises:
-        Interrupted: always, at the end.
-        EmbodyError: weights are damaged, parts do not fit, or the address is taken.
+        Interrupted: always, after the signal.
+        EmbodyError: weights are damaged, components do not fit, or the address is in use.
     """
     env, spec = describe(cfg)
     for package in ("websockets", "msgpack"):
@@ -57,7 +57,7 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """Return the specifications of environment and policy without loading simulator or weights.
 
     Raises:
-        ConfigError: parts that do not fit together, or a policy that cannot be served.
+        ConfigError: incompatible components, or a policy that cannot be served.
     """
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
@@ -77,14 +77,14 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 
 
 def server_facts(cfg: Config) -> list[tuple[str, str]]:
-    """Describe a server before it starts."""
+    """Return the banner lines of a server."""
     env, spec = describe(cfg)
     weights = first_weights(cfg, env)
     return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
 
 
 def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str, str]]:
-    """Name and text of the banner's lines."""
+    """Return name and text of the banner lines."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
     lines = [

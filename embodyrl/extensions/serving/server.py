@@ -1,4 +1,4 @@
-"""Server side of both protocols: it replies to errors, has a deadline for every wait, and exits on a signal."""
+"""Server side of both protocols: sends error replies, has a deadline for every wait, and exits on a signal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Answering:
         self._policy, self._env, self._names = policy, env, names
 
     def __call__(self, message: object) -> FloatArray:
-        """Return the chunk [K, A] for one observation, in the environment's units and with its gripper.
+        """Return the chunk [K, A] for one observation, in the environment's units and gripper convention.
 
         Raises:
-            MessageError: the observation lacks something or does not have the shape the policy was built for.
+            MessageError: the observation lacks a field or has another shape than the policy's inputs.
             NonFiniteError: the policy returns NaN or infinity.
         """
         spec, env = self._policy.spec, self._env
@@ -68,14 +68,14 @@ class Answering:
 
 
 class PolicyThread:
-    """Runs calls one by one in a thread. A call that never returns does not prevent the process from exiting."""
+    """Thread that runs calls in order. A call that never returns does not prevent the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         threading.Thread(target=self._work, name="policy", daemon=True).start()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        """Put a call in the queue."""
+        """Add a call to the queue."""
         future: Future[Any] = Future()
         self._calls.put((future, call))
         return future
@@ -99,7 +99,7 @@ _UNFIT = "does not match the inputs of the policy"
 
 
 class PolicyServer:
-    """Serves one policy to any number of clients; requests are answered one by one."""
+    """Serves one policy to several clients; requests are answered in order."""
 
     def __init__(self, answering: Answering, cfg: ServeSettings, say: Callable[[str], None]) -> None:
         self._answering, self._cfg, self._say = answering, cfg, say
@@ -114,7 +114,7 @@ class PolicyServer:
 
         Raises:
             Interrupted: always, at the end.
-            EmbodyError: the address cannot be listened at.
+            EmbodyError: the server cannot listen at the address.
         """
         cfg, loop = self._cfg, asyncio.get_running_loop()
         ended: asyncio.Future[int] = loop.create_future()
@@ -189,7 +189,7 @@ class PolicyServer:
         self._say(f"client {number} {ending} after {answered} answers")
 
     async def _openpi(self, client: _Client) -> AsyncIterator[EmbodyError | None]:
-        """Send the metadata, then a chunk for each observation; an error is a text."""
+        """Send the metadata, then a chunk for each observation; errors are sent as text."""
         await client.send(pack(self._answering.describe(), bytes_keyed))
         while True:
             data = await client.receive()
@@ -264,7 +264,7 @@ class _Client:
     def __init__(self, socket: Any, limit_s: float) -> None:
         self._socket, self._idle_s = socket, limit_s
         self.limit_s = min(limit_s, _FIRST_S)
-        """Seconds for the next message."""
+        """Time limit in seconds for the next message."""
 
     async def receive(self) -> bytes | str:
         """Receive the next message; raises TimeoutError."""

@@ -1,4 +1,4 @@
-"""Ranks that share one policy by FSDP2 (`fully_shard`).
+"""Ranks that share one policy with FSDP2 (`fully_shard`).
 
 During inference, every rank has the full parameters: a rollout runs no collectives, so ranks may act a different number
 of times. During training the parameters are sharded.
@@ -37,7 +37,7 @@ _SIOCGIFADDR = 0x8915
 
 
 class _Root(nn.Module):
-    """Runs the policy's forward passes inside its own forward, from any entry point of the policy."""
+    """Module whose forward runs the policy's forward passes, from any entry point of the policy."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -67,13 +67,13 @@ class ShardedRanks:
         half: bool,
         acts: bool,
     ) -> None:
-        """Shard a module that holds the same weights on every rank; collective.
+        """Shard a module that has the same weights on every rank; collective.
 
         Args:
             module: the policy's module.
-            rank_info: this process.
-            cfg: how to shard.
-            gradient_sync: when ranks add up their gradients: step or micro_batch.
+            rank_info: rank of this process.
+            cfg: sharding settings.
+            gradient_sync: synchronization of gradients between ranks: step or micro_batch.
             half: gather the layers in bfloat16; master weights and reductions stay float32.
             acts: the process also acts.
         """
@@ -261,7 +261,7 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
 
 
 def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
-    """Return this rank's shard of the tensor of rank `source`; None: every rank has it, and no data are sent."""
+    """Return this rank's shard of a tensor of rank `source`; None: every rank has the tensor, and no data are sent."""
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
     return shard.to(like.to_local().device)
 

@@ -23,7 +23,7 @@ from embodyrl.scheduler.start import Rendezvous
 
 @dataclass(frozen=True, slots=True)
 class StoreRendezvous(Rendezvous):
-    """A store, and a proxy where ranks are on other hosts."""
+    """Store of the driver, with a proxy if ranks run on other hosts."""
 
     store: TCPStore
     proxy: socket.socket | None = None
@@ -112,7 +112,7 @@ def _serve(listener: socket.socket, dial: Callable[[socket.socket], socket.socke
 
 
 def _pump(source: socket.socket, sink: socket.socket) -> None:
-    """Copy data until one side closes; there is no idle timeout."""
+    """Copy data until one end closes; there is no idle timeout."""
     try:
         source.settimeout(None)
         while part := source.recv(1 << 16):

@@ -33,7 +33,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
     [['seed=0', 'env=tabletop'], ['seed=1', 'env=tabletop']]
 
     Raises:
-        ConfigError: a word that cannot be parsed.
+        ConfigError: an argument cannot be parsed.
     """
     try:
         choices = [
@@ -54,12 +54,12 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check every combination, then run all; 1 if one of them failed, 128 + n on signal n, as a run.
+    """Check every combination, then run all; returns 1 if a run failed, 128 + n on signal n.
 
-    A signal is passed to the current run, which saves a checkpoint and prints how to resume.
+    A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
 
     Raises:
-        ConfigError: a combination is wrong; nothing was started.
+        ConfigError: a combination is wrong; no run was started.
     """
     jobs = expand(words)
     configs = [load_config(command, job, config_dirs=config_dirs, base=config_of_ckpt(job)) for job in jobs]
@@ -88,7 +88,7 @@ def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> in
 
 
 def _check_parts(configs: Sequence[Config]) -> None:
-    """Reject parts that do not fit each other."""
+    """Reject incompatible components."""
     # Imported late: a wrong key is rejected without the imports of the run plan.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.run_plan import build_run_plan
@@ -104,7 +104,7 @@ def _written(place: Path) -> dict[Path, int]:
 
 
 class _Running:
-    """Current run, and the signal that stopped it, if any."""
+    """The current run, and the signal that stopped it, if any."""
 
     def __init__(self) -> None:
         self.stopped = 0

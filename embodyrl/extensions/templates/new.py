@@ -1,4 +1,4 @@
-"""The command `new`: a small working package, or an experiment file, to start from."""
+"""The command `new`: generates a small working package, or an experiment file, from a template."""
 
 import argparse
 import importlib.util
@@ -26,7 +26,7 @@ class Kind:
     group: str = ""
     """Config group of the new option; empty: selected by its path."""
     entries: str = ""
-    """Entry points of its package; empty: a file in ./conf without a package."""
+    """Entry-point group of the package; empty: a file in ./conf without a package."""
     target: str = ""
     """Attribute named by the entry point."""
     then: Sequence[str] = (_TRY,)

@@ -17,12 +17,12 @@ Turn = tuple[str, str]
 
 
 class RefusedMessages(Exception):
-    """A chat template rejects a conversation."""
+    """The chat template rejects a conversation."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The template of a folder as transformers finds it."""
+    """The chat template of a folder, found as in transformers."""
 
     source: str
     tokens: Mapping[str, str]
@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
-        """Read the template of a tokenizer, or of the processor in the same folder; None: there is none."""
+        """Read the template of a tokenizer, or of the processor in the same folder; None if both are missing."""
         config = _json(folder / "tokenizer_config.json")
         found = _json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
         if (file := folder / "chat_template.jinja").is_file():
@@ -51,10 +51,10 @@ class ChatTemplate:
         return _environment().from_string(self.source)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True) -> str:
-        """Write a conversation as the model reads it; `reply`: up to where its reply begins.
+        """Render a conversation; `reply`: up to the start of the model's reply.
 
         Raises:
-            RefusedMessages: with the template's own words.
+            RefusedMessages: contains the template's message.
         """
         import jinja2
 
@@ -134,7 +134,7 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
 
 
 def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """Return the problem if the end of a turn in the template is not an end token of the folder, or None."""
+    """Return a problem if the end-of-turn token of the template is not an end token of the folder, else None."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
@@ -156,7 +156,7 @@ def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | N
 
 
 def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatTemplate | None) -> list[int]:
-    """Count the tokens of each prompt; without a folder, its characters.
+    """Count the tokens of each prompt; without a folder, the characters.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.

@@ -1,4 +1,4 @@
-"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user's; their images."""
+"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user, with their images."""
 
 import json
 import re
@@ -32,7 +32,7 @@ _VALUE_BYTES = 32
 
 @dataclass(frozen=True)
 class TextRows:
-    """Rows of one or two sources; implements `Rows`. Another process reads the sources again."""
+    """Rows of one or two sources; implements `Rows`. Other processes read the sources again."""
 
     cfg: RowSettings
     name: str
@@ -41,13 +41,13 @@ class TextRows:
     """Validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
     keep: IntArray | None = field(default=None, compare=False)
-    """Rows that are not too long; None: all."""
+    """Indices of rows below the length limit; None: all rows."""
     pictures: int = 0
-    """Largest number of images in a row."""
+    """Maximum number of images in a row."""
     image_size: tuple[int, int] = (0, 0)
-    """Height and width that have room for each of them."""
+    """Height and width that fit every image."""
     roles: tuple[tuple[str, ...], ...] = ()
-    """Each sequence of roles that a row has."""
+    """All different sequences of roles in the rows."""
     doubts: tuple[str, ...] = ()
     """Warnings, one line each."""
 
@@ -70,10 +70,10 @@ class TextRows:
         return self.row(int(index if self.keep is None else self.keep[index]))
 
     def row(self, index: int) -> TextRow:
-        """Return the row at this index of all sources together.
+        """Return the row at an index over all sources.
 
         Raises:
-            ConfigError: a column is missing or of the wrong kind; names the source and the row.
+            ConfigError: a column is missing or has a wrong type; the message names the source and the row.
         """
         for path, rows in self._raw:
             if index < len(rows):
@@ -85,16 +85,16 @@ class TextRows:
 
 
 def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) -> TextRows:
-    """Open the rows of a run; every row of a file is checked once, here.
+    """Open the rows of a run and check every row of a file.
 
     Args:
         cfg: `data.path` must be set.
-        tokenizer: folder with tokenizer.json that measures prompts; None: the small vocabulary has one token per
+        tokenizer: folder with the tokenizer.json for prompt lengths; None: the small vocabulary has one token per
             character.
-        chat: prompts go through the folder's chat template, if there is one.
+        chat: apply the folder's chat template to prompts, if there is one.
 
     Raises:
-        ConfigError: a source cannot be read, a row is malformed, or nothing is left.
+        ConfigError: a source cannot be read, a row is malformed, or no row is left.
     """
     assert cfg.path is not None
     name = cfg.path.rpartition(":")[2] if is_function(cfg.path) else Path(cfg.path).stem
@@ -151,7 +151,7 @@ def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, cont
 
 
 def holds_text(path: str) -> bool:
-    """Return whether data.path names text rows instead of demonstrations."""
+    """Return whether data.path refers to text rows instead of demonstrations."""
     found = resolve_asset(path)
     if found.is_dir():
         return not (found / "meta").exists() and any(f.suffix in SUFFIXES for f in found.rglob("*"))
@@ -207,7 +207,7 @@ def _read_packed(source: Any, file: Path) -> list[Any]:
     """Read the rows of a Parquet file in parts: a few hundred bytes can unpack to any size.
 
     Raises:
-        ConfigError: the rows take more than a quarter of the free memory; as Python objects they take a multiple.
+        ConfigError: the rows need more than a quarter of the free memory; Python objects need several times more.
     """
     limit, groups = available_bytes() // 4, [source.metadata.row_group(i) for i in range(source.num_row_groups)]
     values = sum(group.column(k).num_values for group in groups for k in range(group.num_columns))
@@ -281,7 +281,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
 
 
 def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
-    """Return the row with these images, whose sizes are written into its messages."""
+    """Return the row with these images and their sizes in its messages."""
     try:
         messages = place_pictures(row.messages, [picture.size for picture in pictures])
     except ValueError as error:
@@ -297,7 +297,7 @@ def _answer(value: Any) -> str:
 
 
 def _column(raw: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a part of one: a.b is b within a."""
+    """Return the value of a column, or of a field of one: a.b is field b of column a."""
     if key in raw or "." not in key:
         return raw.get(key)
     head, _, rest = key.partition(".")
@@ -325,7 +325,7 @@ def _content(content: Any) -> str:
 
 
 def _written(row: TextRow, template: ChatTemplate | None, controls: Collection[str]) -> str:
-    """Return the prompt of a row as the model reads it, without its images."""
+    """Return the rendered prompt of a row, without its images."""
     texts = ["".join(p for p in split_pictures(m.content) if isinstance(p, str)) for m in row.messages]
     texts = [without_controls(text, controls) for text in texts]
     if template is not None:

@@ -20,7 +20,7 @@ _CONVERSION_S = 1800.0
 
 
 def language_model_folder(named: str) -> Path:
-    """Return the Hugging Face folder of a `model.path`; GGUF files are converted at their first use.
+    """Return the Hugging Face folder of a `model.path`; GGUF files are converted on first use.
 
     Raises:
         ConfigError: the path is a package that is not installed, or a folder with several GGUF files.
@@ -37,7 +37,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
 
     Args:
         path: the resolved path.
-        named: the path as typed, for errors. `package:NAME` is the one GGUF file of an installed Python package.
+        named: the path in the config, for errors. `package:NAME` is the GGUF file of an installed Python package.
 
     Raises:
         ConfigError: the package is missing, or the folder contains several GGUF files.
@@ -62,7 +62,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
 
 
 def converted(file: Path) -> Path:
-    """Return the folder of the dequantized model, which the first call writes below the user's cache.
+    """Return the folder of the dequantized model; the first call creates it in the user's cache.
 
     Raises:
         MissingDependencyError: the package `gguf` is not installed.
@@ -113,7 +113,7 @@ def convert(source: str, target: str) -> None:
 
 
 def _add_end_of_turn(folder: Path) -> None:
-    """Add the token after a reply in the chat template to the ends of `generation_config.json`."""
+    """Add the token after a reply in the chat template to the end tokens of `generation_config.json`."""
     template = ChatTemplate.read(folder)
     if template is None:
         return

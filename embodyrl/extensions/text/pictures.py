@@ -26,7 +26,7 @@ class Picture:
     where: str
     """Source and row, for messages."""
     longest: int | None = None
-    """Pixels of the longer edge, where it would be longer."""
+    """Maximum length of the longer edge in pixels; larger images are resized."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -75,18 +75,18 @@ class Picture:
 
 
 def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:
-    """Return the images that a column holds: one or a list of files in `folder`, bytes, or pixels.
+    """Return the images in a column: one or a list of files in `folder`, bytes, or pixels.
 
     An image may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
 
     Args:
         value: content of the column.
-        folder: folder of the rows' file, which must contain the files; None: a function of the user named them.
+        folder: folder of the rows' file, which must contain the files; None: a function of the user returned the paths.
         where: source and row, for messages.
-        longest: pixels of the longer edge, where it would be longer.
+        longest: maximum length of the longer edge in pixels.
 
     Raises:
-        ConfigError: it holds something else, or a file elsewhere.
+        ConfigError: the value has another type, or a file is outside the folder.
     """
     values = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
     return tuple(Picture(_source(v, folder, where), where, longest) for v in values)
@@ -109,7 +109,7 @@ def _source(value: Any, folder: Path | None, where: str) -> Path | bytes | ByteA
 
 
 def _inside(file: Path, folder: Path, where: str) -> Path:
-    """Return the path of a file of a data set, which may be untrusted."""
+    """Return the path of a file inside the folder of a data set, which may be untrusted."""
     # The hub's cache keeps files next to the folders of its snapshots, and links to them.
     root = folder.parents[1] if folder.parent.name == "snapshots" else folder
     if not (folder / file).resolve().is_relative_to(root.resolve()):

@@ -19,7 +19,7 @@ ANY_TEXT = EnvSpec(name="text", action=ActionSpec(dim=1, kind=ActionKind.text), 
 
 
 def give_task(cfg: Config, context: EnvContext) -> EnvContext:
-    """Return the context with the rows and the reward function of the sections `data` and `reward`.
+    """Return the context with the rows and the reward functions of the sections `data` and `reward`.
 
     Raises:
         ConfigError: a file, row or reward is wrong.
@@ -32,7 +32,7 @@ def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
     """Open the rows of a run.
 
     Raises:
-        ConfigError: as `open_rows`.
+        ConfigError: see `open_rows`.
     """
     return open_rows(data, tokenizer=tokenizer_folder(cfg), chat=getattr(cfg.model, "chat", None) is not False)
 
@@ -43,7 +43,7 @@ def tokenizer_folder(cfg: Config) -> Path | None:
 
 
 def sampling_problems(cfg: Config, policy: PolicySpec) -> list[str]:
-    """Return keys that a language model cannot follow, one line each."""
+    """Return keys that language models do not support, one line each."""
     if policy.inputs.num_images and cfg.rollout.backend != "hf":
         return [f"rollout.backend={cfg.rollout.backend}: images are read by rollout.backend=hf only; use it."]
     return _teacher_problems(cfg, policy) + _engine_problems(cfg)
@@ -103,7 +103,7 @@ def _engine_problems(cfg: Config) -> list[str]:
 
 
 def text_problems(cfg: Config) -> list[str]:
-    """Return what the sections `data` and `reward` lack, one line each."""
+    """Return errors in the sections `data` and `reward`, one line each."""
     problems = judge_problems(cfg.reward)
     if cfg.data.path is None:
         problems.append(

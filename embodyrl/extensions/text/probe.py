@@ -1,4 +1,4 @@
-"""The line of `embodyrl doctor` about the sandbox."""
+"""The `embodyrl doctor` line about the sandbox."""
 
 from embodyrl.extensions.text.sandbox import confinement
 from embodyrl.findings import Finding

@@ -23,7 +23,7 @@ Reward = Callable[[str, str, str], float]
 
 
 class GRPO:
-    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model by a function.
+    """Group-relative policy optimization (Shao et al. 2024, arXiv:2402.03300) of a language model and reward function.
 
     For example:
 
@@ -34,13 +34,13 @@ class GRPO:
     """
 
     def __init__(self, model: str, reward: Reward, rows: Sequence[Mapping[str, Any]], *words: str) -> None:
-        """Store the arguments; nothing starts.
+        """Store the arguments; no process starts.
 
         Args:
             model: a folder in the Hugging Face layout, or "tiny": a random model of half a million parameters.
-            reward: a function of a module, or a self-contained one of a script or notebook (its imports inside).
+            reward: a function of a module, or a self-contained function of a script or notebook (imports in its body).
             rows: `{"prompt": text or messages, "answer": text}`; the answer may be missing.
-            words: further settings as `embodyrl train` takes them, for example "runner.max_steps=50".
+            words: overrides as for `embodyrl train`, for example "runner.max_steps=50".
         """
         self.model, self.reward, self.rows, self.words = model, reward, list(rows), words
 
@@ -48,7 +48,7 @@ class GRPO:
         """Train; `on_step` and `on_eval` as in `embodyrl.train`.
 
         Raises:
-            EmbodyError: every failure that has a cause to name.
+            EmbodyError: any failure with a known cause.
         """
         with tempfile.TemporaryDirectory(prefix="embodyrl-rows-") as folder:
             rows = Path(folder) / "rows.jsonl"

@@ -27,7 +27,7 @@ _REACHES = {
     "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
     "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
 }
-"""Accesses that a kernel without Landlock or seccomp leaves open to a program; tested at run time."""
+"""Resources that a kernel without Landlock or seccomp cannot block; tested at run time."""
 _RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
@@ -66,13 +66,13 @@ def _value(node: ast.AST) -> float:
 
 
 def calculate(expression: str) -> str:
-    """Write the value of an expression, whole numbers without a point (see `evaluate`)."""
+    """Evaluate an expression and format its value, whole numbers without a point (see `evaluate`)."""
     value = evaluate(expression)
     return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
 
 def python_tool(source: str) -> str:
-    """Return what a program prints.
+    """Run a program and return its output.
 
     Raises:
         ValueError: the program fails or reaches a limit.
@@ -84,10 +84,10 @@ def python_tool(source: str) -> str:
 
 
 def run_python(source: str, *, seconds: float) -> tuple[bool, str]:
-    """Run a program; return its success and the end of its output, or the last line of its error.
+    """Run a program; return its success and the last part of its output, or the last line of its error.
 
-    See `confinement` for the sandbox. The program has `seconds` of wall and processor time, 512 MiB, an empty folder
-    that is removed, no environment, no input and no network, starts no process and no thread, and writes into its
+    See `confinement` for the sandbox. The program has `seconds` of wall and CPU time, 512 MiB, a temporary folder,
+    no environment variables, no input, no network, no child process and no thread, and can write into its
     folder only: at most 64 files of at most 1 MiB.
     """
     ((_, code, said),) = _carry_out(source, [""], seconds=seconds, each=seconds)
@@ -100,7 +100,7 @@ def run_tests(program: str, tests: Sequence[str | Mapping[str, str]], *, seconds
     """Run a program once for each test, all within `seconds`; returns which tests pass.
 
     A test is a list of Python statements that use names of the program, in a separate process, or an `input` with the
-    `output` that the program prints for it, where blanks at the ends of lines do not count.
+    expected `output` of the program; trailing blanks are ignored.
     """
     each = max(1.0, seconds / len(tests))
     return [passed for passed, _, _ in _carry_out(program, tests, seconds=seconds, each=each)]

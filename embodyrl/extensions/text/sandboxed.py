@@ -1,9 +1,9 @@
-"""Run programs of a language model; `sandbox.py` starts this text with `python -I -c`, outside the package.
+"""Runs programs of a language model; `sandbox.py` starts this source with `python -I -c`, outside the package.
 
-This process is trusted. For each test it forks a limited child that runs the program and, where functions of the
-program are tested, another one for the test (`sandboxed_calls.py`): what a program does to its own process changes no
-verdict. At its end, or when the requesting process exits, it kills all remaining processes of children and removes
-their folder.
+This process is trusted. For each test it forks a restricted child for the program and, if functions of the program
+are tested, another child for the test (`sandboxed_calls.py`). Changes of a program to its own process affect no
+result. At the end, or when the requesting process exits, all remaining processes of children are killed and their
+folder is removed.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from typing import Any
 
 NOBODY = 65534
 OUTPUT_BYTES = 1 << 20
-"""Size of every file that a program writes, its output included."""
+"""Maximum size of every file that a program writes, including its output."""
 FILES = 64
-"""Maximum number of files and of descriptors of a program: open files without a name use memory too."""
+"""Maximum number of files and of descriptors of a program; open files without a name use memory too."""
 _POLL_S = 0.05
 _DENIED = {
     "x86_64": (
@@ -64,7 +64,7 @@ _DENIED = {
         *(434, 438, 440, 448, 238, 239),
     ),
 }
-"""AUDIT_ARCH of a machine (linux/audit.h), and the numbers of the system calls that a program does without."""
+"""AUDIT_ARCH of a machine (linux/audit.h), and the numbers of the blocked system calls."""
 _BY_ARGUMENT = (
     # fcntl: F_SETOWN, F_SETOWN_EX, F_SETSIG, and F_SETFL with O_ASYNC; ioctl: FIOASYNC, FIOSETOWN, SIOCSPGRP.
     *(("fcntl", (1, "is", command)) for command in (8, 15, 10)),
@@ -72,7 +72,7 @@ _BY_ARGUMENT = (
     *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
     ("prlimit64", (0, "not", 0)),
 )
-"""Calls that are denied with these arguments: signals to, and limits of, other processes."""
+"""System calls that are blocked for these arguments: signals to, and limits of, other processes."""
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
     "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
@@ -83,18 +83,18 @@ _DENIED_WITH = {
 }
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES = 1, 4, 22, 36, 38
 _PASSED = b"passed"
-"""Report of a test at its end, on a pipe that programs do not have."""
+"""Message of a test at its end, on a pipe that programs cannot access."""
 _libc = ctypes.CDLL(None)
 _prctl = _libc.prctl
 calls = ModuleType("calls")
-"""`sandboxed_calls.py`, once `main` has its text."""
+"""Source of `sandboxed_calls.py`, set by `main`."""
 
 
 def main() -> None:
     """Read a request from stdin and write the outcome of each test to stdout.
 
-    argv[1] is open while the requesting process waits. argv[2] holds the tests. This process never reads them, because
-    forked programs would inherit them in memory.
+    argv[1] is a descriptor that stays open while the requesting process waits. argv[2] contains the tests. This
+    process never reads the tests, because forked programs would inherit them in memory.
     """
     lifeline, tests, request = int(sys.argv[1]), int(sys.argv[2]), json.load(sys.stdin)
     sys.argv = [""]
@@ -112,8 +112,8 @@ def main() -> None:
 def _attempt(request: dict[str, Any], test: dict[str, Any], tests: int, lifeline: int) -> tuple[bool, int | None, str]:
     """Run the program and one test; return success, exit code (None: timeout) and the program's output.
 
-    A test has `place`, start and length of its text in the file `tests`, `input` for a program that reads and prints,
-    or neither, where there is only the program.
+    A test has `place`, start and length of its source in the file `tests`, `input` for a program with standard input,
+    or neither, for a program without a test.
     """
     end = min(time.monotonic() + request["seconds"], request["deadline"])
     if end <= time.monotonic():
@@ -178,7 +178,7 @@ def _compare(said: str, where: list[int], tests: int) -> bool:
 
 
 def _start(request: dict[str, Any], place: str, files: list[int], action: Callable[[], Any]) -> int:
-    """Fork a child that drops all resources it may not have, then acts; its descriptors are `files` from 0 on."""
+    """Fork a child that drops its privileges, then calls the function; its descriptors are `files` from 0 on."""
     os.makedirs(place, exist_ok=True)
     owner = _own_user(place) if os.getuid() == 0 else None
     pid = os.fork()
@@ -204,7 +204,7 @@ def _own_user(place: str) -> int:
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:
-    """Return the report of a child, whether it ended, and otherwise the reason for stopping it."""
+    """Return the report of a child, whether it exited, and otherwise the reason for stopping it."""
     heard = b""
     while (left := end - time.monotonic()) > 0:
         if sum(len(files) for _, _, files in os.walk(place)) > FILES:
@@ -231,7 +231,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _sweep(pid: int) -> int:
-    """Kill the child and all that it started: orphans become our children. Returns the child's exit code."""
+    """Kill the child and all its descendants: orphans become children of this process. Return the child's exit code."""
     code = -signal.SIGKILL
     while True:
         # Repeatedly: a killed process may have started others in between.
@@ -245,7 +245,7 @@ def _sweep(pid: int) -> int:
 
 
 def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
-    """Drop, in the child, all resources that a program may not have: descriptors, rights, time, memory, processes,
+    """Drop all resources of the child that programs may not use: descriptors, rights, time, memory, processes,
     threads.
     """
     os.setsid()
@@ -331,7 +331,7 @@ def _run(program: str) -> None:
 
 
 def _exit_code(action: Callable[[], Any]) -> int:
-    """Return the exit code of a child's action; write the reason of a failure to its stderr."""
+    """Return the exit code of a child's function; write the reason of a failure to its stderr."""
     code = 0
     try:
         try:

@@ -1,9 +1,9 @@
 """Calls between a program of a language model and the tests of its functions, which run in two processes.
 
-`sandboxed.py` runs this text in both. Names, arguments and results cross a pipe as JSON of plain data, so comparisons
-use values only and do not depend on the state of the program's process. Objects of the program stay there: a test holds
-a number for each and may call it, read its attributes or iterate over it, but two of them are equal only if they are
-one object.
+`sandboxed.py` runs this source in both processes. Names, arguments and results are sent over a pipe as JSON of plain
+data, so comparisons use values only and do not depend on the state of the program's process. Objects of the program
+stay in its process: a test has a number for each object and may call it, read its attributes or iterate over it. Two
+such objects are equal only if they are identical.
 """
 
 import ast
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 LONGEST = 16 << 20
-"""Bytes of a message."""
+"""Maximum size of a message in bytes."""
 MOST_ITEMS = 1_000_000
 _BY_TEXT = {
     "Fraction": fractions.Fraction,
@@ -57,7 +57,7 @@ _SHOWN = (
 
 
 class Link:
-    """One end of the pipes: writes and reads messages, and keeps the objects that the other end has numbers for."""
+    """One end of the pipes: writes and reads messages, and keeps the objects to which the other end has numbers."""
 
     def __init__(self, incoming, outgoing):
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
@@ -83,7 +83,7 @@ class Link:
         return number
 
     def pack(self, value):
-        """Return a value as JSON: plain data by value, of their subclasses the plain part; all else by number."""
+        """Return a value as JSON: plain data and subclasses of plain types by value, other objects by number."""
         if value is None or type(value) in _PLAIN:
             return value
         if isinstance(value, Remote):
@@ -135,7 +135,7 @@ class Link:
         return {self.unpack(key): self.unpack(value) for key, value in pairs}
 
     def ask(self, what, *parts, in_place=False, **named):
-        """Send a request to the other process and return its reply; meanwhile answer its calls.
+        """Send a request to the other process and return its reply; handles calls of the other process meanwhile.
 
         `in_place`: lists, dicts and sets among the arguments receive the changes of the function.
         """
@@ -165,7 +165,7 @@ class Link:
             self.send({"raised": [type(error).__name__, str(error)[:1000], _shown(type(error))]})
 
     def exception(self, name, text, shown):
-        """Rebuild an exception of the other process: a built-in one, or its own by name."""
+        """Rebuild an exception of the other process: a built-in exception, or its own by name."""
         found = getattr(builtins, name, None)
         return (found if isinstance(found, type) and issubclass(found, Exception) else Foreign.of(name, shown))(text)
 
@@ -180,7 +180,7 @@ _DEEDS = {
     "text": lambda value, form: str(value) if form == "s" else repr(value),
     "truth": bool,
 }
-"""Operations that a test may perform on an object of the program, in addition to calls; a program may only call
+"""Operations of a test on an object of the program, in addition to calls; a program may only call
 functions."""
 _PAIRS = ("dict", "OrderedDict", "Counter", "defaultdict")
 
@@ -260,7 +260,7 @@ class Remote:
 
 
 def serve_program(program, incoming, outgoing):
-    """Load a program, then answer a test until it ends."""
+    """Load a program, then handle the requests of a test until it ends."""
     link = Link(incoming, outgoing)
     module = sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -281,7 +281,7 @@ def serve_program(program, incoming, outgoing):
 
 
 class Names(dict):
-    """Globals of a test: its own, then those of the program."""
+    """Globals of a test: its own names, then those of the program."""
 
     def __init__(self, link, kinds, tree):
         super().__init__(__name__="__test__", __builtins__=builtins, _in_place=_in_place)
@@ -304,7 +304,7 @@ def _in_place(function, *args, **named):
 
 
 class _Statements(ast.NodeTransformer):
-    """Turns calls that are statements into `_in_place`."""
+    """AST transformer of call statements into `_in_place`."""
 
     def visit_Expr(self, node):
         if isinstance(node.value, ast.Call):
@@ -314,7 +314,7 @@ class _Statements(ast.NodeTransformer):
 
 
 def _tested_names(tree):
-    """Return functions whose results a test compares, as in `assert sum(1, 2) == 3`: a built-in one may be the task."""
+    """Return functions whose results a test compares, as in `assert sum(1, 2) == 3`; a task may redefine built-ins."""
     found = set()
     for node in tree.body:
         test = node.test if isinstance(node, ast.Assert) else None

@@ -23,7 +23,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class DataSettings(Settings):
-    """Source of the data."""
+    """Keys of the data source."""
 
     needs = {"val_path=null": "val_share"}
 
@@ -39,7 +39,7 @@ class DataSettings(Settings):
 
 
 class RowSettings(DataSettings):
-    """Rows of text."""
+    """Keys of text rows."""
 
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the function of data.path=package.module:function."""
@@ -77,14 +77,14 @@ class RowSettings(DataSettings):
         return [(path, split) for path, split in ((self.path, self.split), (val, self.val_split)) if path is not None]
 
     def problems(self) -> Iterator[str]:
-        """Yield also a `val_split` of rows that come from a function."""
+        """Yield settings problems, including a `val_split` of rows that come from a function."""
         yield from super().problems()
         if self.val_split is not None and is_function(self.val_path or self.path or ""):
             yield f"data.val_split={self.val_split}: only files have splits; use data.val_path or data.val_share."
 
 
 class PairSettings(RowSettings):
-    """Rows of text with two answers of which one is better."""
+    """Keys of text rows with a chosen and a rejected answer."""
 
     answer_key: str = "chosen"
     """Column of the chosen answer: text, or a conversation that ends with the answer; a.b is field b of column a."""

@@ -1,4 +1,4 @@
-"""Generated text tasks that need no download: the rows are a pure function of the seed, each question comes once."""
+"""Generated text tasks without a download: the rows are a pure function of the seed, each question occurs once."""
 
 import random
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from embodyrl.conversation import Message, TextRow
 
 ROWS = 20_000
 _SPARE = 1000
-"""Number of repeated samples after which no further questions are expected."""
+"""Number of consecutive repeated samples after which no further questions are expected."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
-"""Samples a (prompt, answer) pair."""
+"""Function that samples a (prompt, answer) pair."""
 COLOURS = {
     "black": (0, 0, 0),
     "red": (255, 0, 0),
@@ -59,7 +59,7 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
     """Return rows such as `What is 3 + 4?` with the answer 7.
 
-    Both orders of a pair follow each other, so a split by rows separates pairs.
+    Both orders of a pair are adjacent, so a split by rows separates pairs.
     """
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(pairs)
@@ -71,7 +71,7 @@ def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
 
 
 def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `3,7,2:23=`: the answer is an expression of these numbers, each once, equal to 23."""
+    """Return rows such as `3,7,2:23=`: the answer is an expression of these numbers, each once, with the value 23."""
 
     def draw(rng: random.Random) -> tuple[str, str]:
         numbers = [rng.randint(1, largest) for _ in range(count)]
@@ -87,7 +87,7 @@ def countdown(*, count: int = 3, largest: int = 20, rows: int = ROWS, seed: int 
 def colour(
     *, size: int = 16, noise: int = 40, shuffled: bool = False, rows: int = 2000, seed: int = 0
 ) -> list[TextRow]:
-    """Return rows with an image of a coloured square; the answer is its colour. `shuffled` colours are a control."""
+    """Return rows with an image of a coloured square; the answer is the colour. `shuffled` colours are a control."""
 
     def draw(rng: random.Random) -> TextRow:
         pixels, side = np.random.default_rng(rng.getrandbits(32)), size // 2
@@ -110,9 +110,9 @@ def _word(letters: str, size: int, answer: Callable[[str], str]) -> Draw:
 
 
 def _rows(draw: Draw, rows: int, seed: int) -> list[TextRow]:
-    """Return `rows` rows, or fewer where there are no more questions.
+    """Return `rows` rows, or fewer if the task has fewer questions.
 
-    Repeated questions are left out, so that a held-out question does not occur in training.
+    Repeated questions are skipped, so that a held-out question does not occur in training.
     """
     rng = random.Random(seed)
     found: dict[str, str] = {}

@@ -30,10 +30,10 @@ class ActFactory(LeRobotFactory):
         return []
 
     def plan(self, cfg: ActSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
-        """Return the policy's config (see `LeRobotFactory`); an environment may take whole chunks as actions.
+        """Return the policy's config (see `LeRobotFactory`); for temporal ensembling, an action is a whole chunk.
 
         Raises:
-            ConfigError: its actions are not chunks of this policy.
+            ConfigError: the environment's actions are not chunks of this policy.
         """
         if not cfg.temporal_ensemble:
             return super().plan(cfg, env)
@@ -60,19 +60,19 @@ class ActFactory(LeRobotFactory):
         return replace(spec, doubts=(*spec.doubts, doubt))
 
     def features(self, config: ActConfig) -> int:
-        """Return the width of the encoder's mean output."""
+        """Return the number of features: the width of the encoder's mean output."""
         return config.dim_model
 
     def chosen(self, cfg: ActSettings, config: ActConfig) -> int:
-        """Return the latent's width."""
+        """Return the width of the latent, the actor's output."""
         return config.latent_dim
 
     def record(self, cfg: ActSettings, config: ActConfig) -> ChunkRecord:
-        """Return the record of a chunk: its executed numbers."""
+        """Return the record of a chunk: its executed actions."""
         return ChunkRecord.chain(chunk_shape(config), 0)
 
     def passes(self, cfg: ActSettings, config: ActConfig) -> int:
-        """Return the forward passes of a chunk."""
+        """Return the number of forward passes per chunk."""
         return 1
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:

@@ -39,12 +39,12 @@ class ActConfig(LeRobotConfig):
 
     @property
     def horizon_length(self) -> int:
-        """H: actions of a chunk."""
+        """H: number of actions per chunk."""
         return self.chunk_size
 
     @property
     def num_parameters(self) -> int:
-        """All trained weights of the network."""
+        """Number of trained weights of the network."""
         w, hidden, state = self.dim_model, self.dim_feedforward, self.state_dim
         attention, norm, mlp = 4 * w * w + 4 * w, 2 * w, 2 * w * hidden + w + hidden
         layer = attention + mlp + 2 * norm
@@ -62,7 +62,7 @@ class ActConfig(LeRobotConfig):
         return total
 
     def wrong(self) -> str | None:
-        """Return a contradiction in the config, or None."""
+        """Return an error of the config, or None."""
         if self.n_obs_steps != 1:
             return f"n_obs_steps={self.n_obs_steps}, and ACT reads one observation"
         if self.temporal_ensemble_coeff is not None and self.n_action_steps > 1:

@@ -21,7 +21,7 @@ PLACE_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """Encoder tokens of B observations, all but the latent's."""
+    """Encoder tokens of B observations, without the latent's token."""
 
     content: Tensor
     """[N - 1, B, D]"""
@@ -52,7 +52,7 @@ class Posterior(NamedTuple):
 
 
 class _FeedForward(nn.Module):
-    """Parts that encoder and decoder layers share: two linear layers, dropout, and the order of norms."""
+    """Shared parts of encoder and decoder layers: two linear layers, dropout, and the order of norms."""
 
     def __init__(self, config: ActConfig, norms: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _FeedForward(nn.Module):
         return self.linear2(self.dropout(self._activate(self.linear1(x))))
 
     def around(self, x: Tensor, index: int, inner: Callable[[Tensor], Tensor]) -> Tensor:
-        """Add the output of `inner` to x; the norm comes before `inner` (pre-norm) or after the sum."""
+        """Return x plus `inner` of x; the norm is applied before `inner` (pre-norm) or after the sum."""
         norm, dropout = getattr(self, f"norm{index}"), getattr(self, f"dropout{index}")
         if self._pre_norm:
             return x + dropout(inner(norm(x)))
@@ -147,7 +147,7 @@ class Decoder(nn.Module):
 
 
 class Act(nn.Module):
-    """Network of an ACT policy: a transformer, and the encoder of a variational autoencoder for training."""
+    """Network of an ACT policy: a transformer, and the VAE encoder for training."""
 
     vae_encoder_pos_enc: Tensor
 
@@ -209,7 +209,7 @@ class Act(nn.Module):
         return Decoded(hidden, self.action_head(hidden.transpose(0, 1)))
 
     def posterior(self, inputs: Inputs, actions: Tensor, padding: Tensor) -> Posterior:
-        """Return the latent's distribution given normalized actions [B, H, A], of which `padding` [B, H] are none."""
+        """Return the latent's distribution for normalized actions [B, H, A]; `padding` [B, H] marks repetitions."""
         parts = [self.vae_encoder_cls_embed.weight[None].expand(len(actions), -1, -1)]
         if inputs.state is not None:
             parts.append(self.vae_encoder_robot_state_input_proj(inputs.state[:, :1]))
@@ -243,5 +243,5 @@ def grid_places(grid: Tensor, half: int) -> Tensor:
 
 
 def _waves(angle: Tensor) -> Tensor:
-    """Return sines of even and cosines of odd columns, in turn."""
+    """Return sines of even and cosines of odd columns, interleaved."""
     return torch.stack([angle[:, 0::2].sin(), angle[:, 1::2].cos()], 2).flatten(1)

@@ -1,4 +1,4 @@
-"""ACT as a policy: a chunk from a latent of zeros, a Gaussian around it, and training as an autoencoder."""
+"""ACT as a policy: the chunk of a zero latent, a Gaussian around it, and training as a variational autoencoder."""
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ class ActPolicy(LeRobotPolicy):
     _network: Act
 
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`); an action may be a whole chunk, to be averaged."""
+        """Return a chunk per observation (see `Policy.act`); with temporal ensembling an action is a whole chunk."""
         if not self._cfg.temporal_ensemble:
             return super().act(obs, noise=noise, temperature=temperature)
         out = super().act(obs, noise=None)
         return replace(out, actions=out.actions.reshape(len(obs), 1, -1))
 
     def _executed(self, chunk: Tensor) -> Tensor:
-        """Return the executed rows of chunks [B, H, A], all where they are averaged."""
+        """Return the executed rows of chunks [B, H, A]; with temporal ensembling all rows."""
         return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
 
     @property
@@ -72,7 +72,7 @@ class ActPolicy(LeRobotPolicy):
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H, A]: mean distance, and `kl_weight` times the latent's KL divergence.
 
-        Rows of `padding` [B, H] do not count.
+        Rows with `padding` [B, H] are ignored.
 
         Without gradients the latent is zero as in acting, there is no KL, and `error` is the mean distance of the
         executed rows in the environment's units.
@@ -90,7 +90,7 @@ class ActPolicy(LeRobotPolicy):
         return ImitationScores(loss=loss, accuracy=torch.zeros_like(loss))
 
     def loss(self, obs: Observation, target: Tensor, padding: Tensor) -> Tensor:
-        """Return the training loss [B] of normalized chunks [B, H, A], of which `padding` [B, H] rows do not count.
+        """Return the training loss [B] of normalized chunks [B, H, A]; rows with `padding` [B, H] are ignored.
 
         The mean is over all numbers of a chunk, padding included (LeRobot 0.4).
         """
@@ -107,7 +107,7 @@ class ActPolicy(LeRobotPolicy):
 
 
 class SteeredAct(Started, ActPolicy):
-    """A frozen ACT whose latent is chosen."""
+    """A frozen ACT with an actor that chooses the latent."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         tokens, _ = read.model
@@ -117,4 +117,4 @@ class SteeredAct(Started, ActPolicy):
 
 
 class CorrectedAct(Corrected, ActPolicy):
-    """A frozen ACT whose chunk is corrected."""
+    """A frozen ACT with an actor that corrects the chunk."""

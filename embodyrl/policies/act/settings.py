@@ -9,7 +9,7 @@ Likelihood = StrEnum("Likelihood", ["gaussian", "dsrl", "residual"])
 
 
 class ActSettings(LeRobotSettings):
-    """The action chunking transformer in LeRobot's layout."""
+    """Keys of ACT in LeRobot's layout."""
 
     needs = {"likelihood=gaussian": "action_std"}
 

@@ -27,7 +27,7 @@ class ActorCriticFactory:
         return [f"model.precision={cfg.precision.value}: {self.name} supports fp32 only; set model.precision=fp32."]
 
     def spec(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy, whose sizes follow from the environment's observations and actions."""
+        """Return the policy spec, derived from the environment's observations and actions."""
         shape = self._shape(cfg, env, value_dim)
         return PolicySpec(
             name=self.name,
@@ -47,7 +47,7 @@ class ActorCriticFactory:
         )
 
     def costs(self, cfg: ActorCriticSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Count parameters."""
+        """Return the number of parameters."""
         return PolicyCosts(num_parameters=self._shape(cfg, env, value_dim).num_parameters)
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:

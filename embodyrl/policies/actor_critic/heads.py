@@ -31,7 +31,7 @@ class CategoricalHead(nn.Module):
         super().__init__()
         widest = max(sizes)
         self._even = (len(sizes), widest) if min(sizes) == widest else None
-        """Dimensions and categories of each, if all dimensions have equally many."""
+        """Dimensions and number of categories, if all dimensions have equally many."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -84,7 +84,7 @@ class GaussianHead(nn.Module):
 
     With a correlation r the noise of a chunk is autoregressive, e_k = r e_(k-1) + sqrt(1 - r^2) n_k (Korenkevych et
     al., arXiv 1903.11524, order 1): it has the same deviation as n, but its sum over K actions does not average out.
-    Each action is scored given the one before, so that the sum over a chunk is the chunk's log-probability.
+    The score of an action is conditioned on the previous action, so that the chunk's log-probability is the sum.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class SquashedHead(GaussianHead):
 
 
 def build_head(shape: NetShape, log_std: float = 0.0, correlation: float = 0.0) -> CategoricalHead | GaussianHead:
-    """Build the head for an action space; `log_std`: initial value for real actions, `correlation`: of their noise."""
+    """Build the head of an action space; `log_std`: initial value for real actions, `correlation`: of their noise."""
     if shape.sizes:
         return CategoricalHead(shape.sizes)
     if shape.squashed:

@@ -1,4 +1,4 @@
-"""Actor-critic policy: acting and scoring share one code path, so that their log-probabilities agree."""
+"""Actor-critic policy: `act` and `score` share one code path, so that their log-probabilities agree."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,11 +24,11 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 VALUE_HEAD = "value_head"
 
 _Init = Callable[[nn.Linear | nn.Conv2d, float], nn.Module]
-"""Initialises a layer's weights, with a gain."""
+"""Function that initialises a layer's weights, with a gain."""
 
 
 class ActorCritic(nn.Module):
-    """Separate networks for policy and value, on shared convolutions."""
+    """Policy and value networks with shared convolutions."""
 
     def __init__(
         self, shape: NetShape, seed: int, log_std: float = 0.0, correlation: float = 0.0, orthogonal: bool = True
@@ -110,7 +110,7 @@ class RunningMoments(nn.Module):
 
 
 class ActorCriticPolicy:
-    """Implements `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
+    """Implementation of `Policy`, `LearnsStatistics` and, with squashed actions, `SoftActor`."""
 
     frozen = False
 
@@ -180,7 +180,7 @@ class ActorCriticPolicy:
             self._net.states.take(on_device(np.ascontiguousarray(obs.state), self._device))
 
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample chunks [B, L], within -1..1, with their log-probability [B] (see `SoftActor.draw`)."""
+        """Sample chunks [B, L] within -1..1 and their log-probability [B] (see `SoftActor.draw`)."""
         assert isinstance(self._net.head, SquashedHead)
         return self._net.head.draw(self._net.outputs(features))
 
@@ -194,7 +194,7 @@ class ActorCriticPolicy:
         return on_device(self._net.head.normalise(actions), self._device).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics as large as the policy's network (see `SoftActor.build_critics`)."""
+        """Build critics with the sizes of the policy's network (see `SoftActor.build_critics`)."""
         widths = (self._shape.features + self.width, *self._shape.hidden)
         generator = torch.Generator().manual_seed(seed)
         return Critics(count, widths, generator, layer_norm=layer_norm).to(self._device)
@@ -207,7 +207,7 @@ class ActorCriticPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`).
 
-        A value head that only one side has is ignored: GRPO can start from PPO's weights, and vice versa.
+        A value head that only the file or only the model has is skipped: GRPO can start from PPO's weights.
         """
         self._shape.check(folder)
         fix = "Use the environment and model settings of its training."

@@ -42,13 +42,13 @@ class NetShape:
     activation: str = "tanh"
     """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False
-    """States are normalised by running statistics."""
+    """True if states are normalised by running statistics."""
     squashed: bool = False
-    """Actions are tanh of Gaussians whose deviation depends on the observation."""
+    """True if actions are tanh of Gaussians whose deviation depends on the observation."""
     cameras: tuple[str, ...] = ()
     """Names of the C cameras, in order."""
     grey: bool = False
-    """One channel of each image is used: all three are equal."""
+    """True if one channel of each image is used, because all three are equal."""
 
     @property
     def action_dim(self) -> int:
@@ -96,7 +96,7 @@ class NetShape:
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare with the `config.json` of a folder; a value head is optional.
+        """Compare the sizes with the `config.json` of a folder; a value head is optional.
 
         Raises:
             CheckpointError: the file is missing, malformed or of another kind of policy, or a size differs.

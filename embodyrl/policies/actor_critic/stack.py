@@ -1,4 +1,4 @@
-"""Small networks as one autograd operation on a CPU, where call overhead exceeds the arithmetic."""
+"""Small networks as one autograd operation on a CPU, because call overhead exceeds the arithmetic."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class CausalLMFactory:
     the seed."""
     start_parameters: int = 0
     sees: bool = False
-    """A vision-language model (`AutoModelForImageTextToText`), which processes the images of rows."""
+    """True for a vision-language model (`AutoModelForImageTextToText`), which processes the images of rows."""
     settings: ClassVar = CausalLMSettings
 
     def validate(self, cfg: CausalLMSettings) -> list[str]:

@@ -25,10 +25,10 @@ KV_CACHE_BYTES = 1 << 30
 
 @contextmanager
 def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
-    """Provide a temporary folder for vLLM, which `save` writes, with a path that depends on the model's config only.
+    """Provide a temporary folder for vLLM, filled by `save`, with a path that depends only on the model's config.
 
-    The path is a part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
-    config that start at the same time take turns.
+    The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
+    config that start at the same time wait for each other.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "vllm"
     cache.mkdir(parents=True, exist_ok=True)
@@ -50,10 +50,10 @@ class VllmEngine:
     """One vLLM engine with the weights of a module."""
 
     tempered = True
-    """Log-probabilities include the temperature."""
+    """True if log-probabilities include the temperature."""
 
     def __init__(self, save: Callable[[Path], None], request: PolicyRequest, *, dtype: str) -> None:
-        """Build the engine from a folder that `save` writes; the user's arguments of vLLM take precedence.
+        """Build the engine from a folder filled by `save`; the user's arguments of vLLM take precedence.
 
         Raises:
             MissingDependencyError: vLLM is not installed.
@@ -90,7 +90,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Free the GPU's memory until the next `sync`, if `enable_sleep_mode` is set.
 
-        Weights are dropped instead of copied to the host: training changes them anyway.
+        Weights are dropped instead of copied to the host, because training changes them.
         """
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=2)
@@ -99,13 +99,13 @@ class VllmEngine:
     def sync(
         self, module: nn.Module, version: int, probe: Sequence[int], logprob: Callable[[Sequence[int], int], float]
     ) -> None:
-        """Load the module's weights if their version has changed since the last call; wake up.
+        """Load the module's weights if their version has changed since the last call; end the sleep.
 
         After the first change, the engine must agree with the module on the log-probability of its next token after
         `probe`; `logprob(prompt, token)` is the module's.
 
         Raises:
-            EmbodyError: they differ; the engine has other weights.
+            EmbodyError: the log-probabilities differ; the engine has other weights.
         """
         if version == self._synced and not self._asleep:
             return
@@ -139,8 +139,8 @@ class VllmEngine:
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """Return tokens (-1 after the end) and log-probabilities [B, limit], and filled `no_best`.
 
-        Each reply's seed is derived from its noise; on a GPU, where vLLM samples replies with seeds one by one, only in
-        deterministic mode.
+        Each reply's seed is derived from its noise; on a GPU only in deterministic mode, because vLLM samples them
+        one by one.
         """
         seeds: list[int | None] = [None] * len(prompts)
         if noise is not None and (not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled()):

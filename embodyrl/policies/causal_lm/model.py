@@ -35,7 +35,7 @@ logging.getLogger("transformers").setLevel(logging.ERROR)
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Suppress transformers' progress bars while weights are read or written: a run has its own progress line."""
+    """Suppress transformers' progress bars while weights are read or written; runs have their own progress line."""
     shown = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
@@ -57,11 +57,11 @@ def _without_warnings() -> Iterator[None]:
 def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: bool = False) -> tuple[Any, Any]:
     """Return (model, tokenizer), or (model, processor) of a vision-language model; the folder's own code is never run.
 
-    With a `seed` the folder has no weights, and they are initialised randomly.
+    With a `seed` the folder has no weights; they are initialised randomly.
 
     Raises:
         CheckpointError: the folder has no such model, or a file is damaged.
-        MissingDependencyError: its processor needs a package that is not installed.
+        MissingDependencyError: the processor needs a package that is not installed.
     """
     if not (folder / "config.json").is_file() or (folder / _ADAPTER_CONFIG).is_file():
         # The library would search its hub cache for the folder, or for the adapter's base model.
@@ -157,7 +157,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
 
-        `beside` are the tensors of images, under the model's names.
+        `beside` contains the image tensors, under the model's names.
         """
         out = self.lm(
             input_ids=ids,
@@ -309,7 +309,7 @@ def untie(lm: Any, like: Any) -> None:
 
 @torch.no_grad()
 def fill(module: nn.Module, state: Mapping[str, Tensor], where: Path) -> None:
-    """Copy full weights into a module that may be sharded, which its `load_state_dict` does not support.
+    """Copy full weights into a possibly sharded module, which `load_state_dict` does not support.
 
     Raises:
         CheckpointError: `state` has neither adapters nor all weights, or a different shape.

@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 ADAPTER_FOLDER = "adapter"
 ADAPTED_SEED = 0
-"""Seed of random weights below adapters: checkpoints contain the adapters only, which fit every run."""
+"""Seed of random weights below adapters: checkpoints contain only the adapters, which fit every run."""
 VALUE_FILE = "value_head/model.safetensors"
-"""File in a separate folder: other tools read every weight file next to config.json as a part of the language model."""
+"""File in a separate folder, because other tools read every weight file next to config.json as part of the model."""
 
 
 class CausalLMPolicy:
-    """Implements `Policy`. A chunk is one reply of at most K tokens, including the end token."""
+    """Implementation of `Policy`. A chunk is one reply of at most K tokens, including the end token."""
 
     def __init__(
         self, spec: PolicySpec, cfg: CausalLMSettings, folder: Path, request: PolicyRequest, *, sees: bool
     ) -> None:
         """Load a folder's model; without `cfg.path` its weights are initialised from the seed.
 
-        `sees`: it is a vision-language model, which processes the images of an observation.
+        `sees`: True for a vision-language model, which processes the images of an observation.
         """
         self.spec = spec
         self._temperature, self._sampling = request.temperature, request.sampling
@@ -132,7 +132,7 @@ class CausalLMPolicy:
     def _ask_engine(
         self, obs: Observation, prompts: Sequence[Prompt], noise: FloatArray | None, temperature: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return tokens, log-probabilities, values [B, K] and `best` from the engine, or else from the module."""
+        """Return tokens, log-probabilities, values [B, K] and `best` from the engine, or from the module."""
         if self._engine is None:
             self._engine = self._start_engine()
         self._engine.sync(self._net.lm, weights_version(self.module), prompts[0], self._next_logprob)
@@ -240,13 +240,13 @@ class CausalLMPolicy:
         return tokens, logprobs, values, best.cpu().numpy()
 
     def _barred(self, t: int) -> Tensor | None:
-        """Return tokens that are not allowed as token t of a reply."""
+        """Return tokens that are not allowed at position t of a reply."""
         early = self.ends if t < self._sampling.min_new_tokens else None
         both = [ids for ids in (early, self._never) if ids is not None]
         return torch.cat(both) if both else None
 
     def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
-        """Return tokens of the prompts as a mask [B, V]; [B, 0] without a penalty."""
+        """Return a mask [B, V] of tokens in the prompts; [B, 0] without a penalty."""
         if self._sampling.repetition_penalty == 1.0:
             return mask[:, :0].bool()
         seen = torch.zeros_like(logits, dtype=torch.bool)
@@ -371,7 +371,7 @@ class CausalLMPolicy:
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`).
 
-        A value head that the folder lacks stays unchanged, so that PPO can start from SFT or GRPO weights.
+        A value head that the folder lacks is unchanged, so that PPO can start from SFT or GRPO weights.
         """
         adapter = folder / ADAPTER_FOLDER
         try:

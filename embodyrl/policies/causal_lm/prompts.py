@@ -33,9 +33,9 @@ class Reader:
     """Converts conversations and their images to prompts, by the chat template or by concatenation."""
 
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
-        """Set up from a tokenizer, or the processor of a vision-language model.
+        """Set up the reader from a tokenizer, or the processor of a vision-language model.
 
-        `first` is the only token of an otherwise empty prompt; `pixels`: of one observation.
+        `first` is the only token of an otherwise empty prompt; `pixels`: image tensors of one observation.
         """
         self._processor, self._chat = processor, processor.chat_template is not None if chat is None else chat
         self._sees, self._first = hasattr(processor, "tokenizer"), first
@@ -46,7 +46,7 @@ class Reader:
         self._read = lru_cache(min(_CACHED_PROMPTS, 1 + _CACHED_PIXELS // max(1, pixels)))(self._encode)
 
     def __call__(self, obs: Observation) -> list[Prompt]:
-        """Convert each conversation; equal ones are the same object."""
+        """Convert each conversation; equal conversations share one object."""
         # Bytes and shape, because cache keys must be hashable.
         shapes = [image.shape if self._sees else () for image in obs.images]
         bits = [image.tobytes() if self._sees else b"" for image in obs.images]
@@ -55,7 +55,7 @@ class Reader:
     def end_of_reply(self, ends: Sequence[int]) -> int:
         """Return the end-of-turn token: that of the chat template, else the tokenizer's, else the first of `ends`.
 
-        Llama-3 and Gemma have several, and their templates do not end a turn with the first one.
+        Llama-3 and Gemma have several end tokens, and their templates do not end a turn with the first one.
         """
         tokenizer = getattr(self._processor, "tokenizer", self._processor)
         said = [tokenizer.eos_token_id]
@@ -140,7 +140,7 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
 
 
 def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the further tensors of a batch of prompts that are followed by replies of these lengths.
+    """Return the additional tensors of a batch of prompts followed by replies of these lengths.
 
     Images are concatenated along the first dimension; all others are padded with zeros, which models treat as padding.
     """

@@ -67,7 +67,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.3}
 
 
 def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
-    """Return sampling parameters under the names of vLLM and compatible servers."""
+    """Return sampling parameters with the names of vLLM and compatible servers."""
     names = ("top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
     return {name: getattr(params, name) for name in names} | {
         "top_k": max(params.top_k, 0),
@@ -80,19 +80,19 @@ def in_words_of_vllm(params: SamplingSettings, top: int) -> dict[str, Any]:
 
 
 def seeds_of(noise: FloatArray) -> list[int]:
-    """Return a seed for each reply, from the first of its uniform numbers [B, K]."""
+    """Return a seed for each reply, derived from the first of its uniform numbers [B, K]."""
     return [int(float(first) * 2**31) for first in noise[:, 0]]
 
 
 def unwritten(count: int, limit: int, top: int) -> tuple[IntArray, FloatArray, FloatArray]:
-    """Allocate tokens (-1 after the end), log-probabilities, both [B, limit], and `no_best` for replies."""
+    """Allocate tokens (-1 after the end) and log-probabilities, both [B, limit], and `no_best` for replies."""
     return np.full((count, limit), -1, np.int64), np.zeros((count, limit), np.float32), no_best(count, limit, top)
 
 
 def no_best(count: int, length: int, top: int) -> FloatArray:
     """Allocate `rollout.logprobs` [B, K, 1 + top, 2]: ids and log-probabilities before temperature and truncation.
 
-    First the sampled token, then the most probable ones; ids below 0 are padding, empty without `top`.
+    First the sampled token, then the most probable tokens; ids below 0 are padding, empty without `top`.
     """
     # float32 represents ids up to 2^24 exactly
     return np.full((count, length, 1 + top if top else 0, 2), -1.0, np.float32)

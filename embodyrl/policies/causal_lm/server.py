@@ -18,7 +18,7 @@ from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, see
 from embodyrl.types import FloatArray, IntArray, Observation, PolicyScores
 
 ANSWER_S = 300.0
-"""Timeout of one reply, or of loading an adapter."""
+"""Timeout in seconds of one reply, or of loading an adapter."""
 CONNECTIONS = 64
 """Maximum number of concurrent requests."""
 _ADAPTERS = (
@@ -36,11 +36,11 @@ class _Server:
         """Query the models of the server.
 
         Args:
-            url: with its /v1.
-            model: one of the server's models; None: its first.
+            url: address including /v1.
+            model: one of the server's models; None: its first model.
 
         Raises:
-            EmbodyError: there is no server, or it does not serve that model.
+            EmbodyError: there is no server, or it does not serve the model.
         """
         self._url = url.rstrip("/")
         served = [str(entry["id"]) for entry in self._ask("models")["data"]]
@@ -75,18 +75,18 @@ class ServerEngine(_Server):
     """Generates replies; only low-rank adapters can be updated (`<url>/load_lora_adapter`)."""
 
     tempered = False
-    """Log-probabilities are those before the temperature."""
+    """False: log-probabilities exclude the temperature."""
 
     def __init__(
         self, url: str, model: str | None, save_adapter: Callable[[Path], None] | None, *, dtype: str, sampling: Any
     ) -> None:
-        """Connect as `_Server` does.
+        """Connect to the server (see `_Server`).
 
         Args:
-            url: with its /v1.
-            model: one of the server's models; None: its first.
-            save_adapter: writes the adapters into a folder that the server can read; None: there are none.
-            dtype: of the actor, for the tolerance.
+            url: address including /v1.
+            model: one of the server's models; None: its first model.
+            save_adapter: writes the adapters into a folder that the server can read; None: no adapters.
+            dtype: dtype of the actor, for the tolerance.
             sampling: sampling parameters.
         """
         super().__init__(url, model)
@@ -100,7 +100,7 @@ class ServerEngine(_Server):
         """Upload the adapters if their version is new, then compare a log-probability after `probe` with the module's.
 
         Raises:
-            EmbodyError: they differ: other weights, or another tokenizer.
+            EmbodyError: the log-probabilities differ: other weights, or another tokenizer.
         """
         if version == self._synced:
             return
@@ -152,7 +152,7 @@ class ServerEngine(_Server):
 
 
 class ServedReference(_Server):
-    """A reference on a server: log-probabilities of given tokens, by `echo` of prompt and reply.
+    """A reference policy on a server: log-probabilities of given tokens, by `echo` of prompt and reply.
 
     Implements the part of `Policy` that a reference needs.
     """

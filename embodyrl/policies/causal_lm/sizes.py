@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 CHUNK_LOGITS = 2**26
-"""Logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
+"""Number of logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
 _MOST_PIXELS = 14 * 14 * 4 * 1280
 """Default maximum for images at native resolution, if the processor's config has none."""
 
@@ -20,21 +20,21 @@ class TextSizes:
     hidden: int
     layers: int
     keys: int
-    """Width of keys and of values."""
+    """Width of keys and values."""
     tied: bool
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer."""
+        """Number of parameters of one layer."""
         return 2 * self.width * (self.width + self.keys) + 3 * self.width * self.hidden
 
     @property
     def outside_parameters(self) -> int:
-        """Parameters of embeddings and output matrix."""
+        """Number of parameters of embeddings and output matrix."""
         return self.vocabulary * self.width * (1 if self.tied else 2)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Return the trained parameters of adapters on all linear layers except the output matrix."""
+        """Return the number of parameters of adapters on all linear layers except the output matrix."""
         w, m, k = self.width, self.hidden, self.keys
         return rank * self.layers * (2 * (w + w) + 2 * (w + k) + 3 * (w + m))
 
@@ -51,7 +51,7 @@ class TextSizes:
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
     def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the further bytes for scores, without and with recomputed layers.
+        """Return the additional bytes for scores, without and with recomputed layers.
 
         Chunks need three float32 copies. The matrix has its gradient of the chunks so far, that of earlier
         micro-batches, and that of this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16
@@ -77,9 +77,9 @@ class PictureSizes:
 
     tower: TextSizes
     patches: int
-    """Inputs of the vision tower."""
+    """Number of inputs of the vision tower."""
     tokens: int
-    """Inputs of the language model."""
+    """Number of inputs of the language model."""
 
 
 def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:

@@ -21,7 +21,7 @@ class DiffusionFactory(LeRobotFactory):
         return cfg.applied(config), raw
 
     def features(self, config: DiffusionConfig) -> int:
-        """Return the width of a condition."""
+        """Return the number of features: the width of a condition."""
         return config.condition_width
 
     def chosen(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
@@ -33,7 +33,7 @@ class DiffusionFactory(LeRobotFactory):
         return record_of(cfg, config)
 
     def passes(self, cfg: DiffusionSettings, config: DiffusionConfig) -> int:
-        """Return the forward passes of a chunk."""
+        """Return the number of forward passes per chunk."""
         return config.steps
 
     def policy(self, steering: SteeringShape | None) -> type[Any]:

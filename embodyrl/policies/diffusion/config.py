@@ -59,12 +59,12 @@ class DiffusionConfig(LeRobotConfig):
 
     @property
     def horizon_length(self) -> int:
-        """H: actions of a chunk."""
+        """H: number of actions per chunk."""
         return self.horizon
 
     @property
     def steps(self) -> int:
-        """Denoising steps of a chunk."""
+        """Number of denoising steps per chunk."""
         return self.num_inference_steps or self.num_train_timesteps
 
     @property
@@ -84,13 +84,13 @@ class DiffusionConfig(LeRobotConfig):
 
     @property
     def condition_width(self) -> int:
-        """Numbers of a condition: state, image features and environment state of each observed step."""
+        """Width of a condition: state, image features and environment state of each observed step."""
         seen = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
         return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
 
     @property
     def num_parameters(self) -> int:
-        """All trained weights of the network."""
+        """Number of trained weights of the network."""
         step, levels = self.diffusion_step_embed_dim, self.down_dims
         pairs = [(self.action_dim, levels[0]), *pairwise(levels), (levels[-1], levels[-1])]
         total = 8 * step * step + 5 * step

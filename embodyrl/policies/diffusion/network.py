@@ -32,7 +32,7 @@ class SpatialSoftmax(nn.Module):
 
 
 class ImageEncoder(nn.Module):
-    """Resize, crop, backbone, key points and a linear layer."""
+    """Image encoder: resize, crop, backbone, key points and a linear layer."""
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class ImageEncoder(nn.Module):
         return F.relu(self.out(self.pool(self.backbone(images)).flatten(1)))
 
     def _cropped(self, images: Tensor, height: int, width: int) -> Tensor:
-        """Crop at the centre, or while training at one random place for all images of a batch."""
+        """Crop at the centre, or during training at one random position for all images of a batch."""
         rooms = images.shape[2] - height, images.shape[3] - width
         top, left = (round(room / 2) for room in rooms)
         if self.training and self._random and any(rooms):

@@ -1,4 +1,4 @@
-"""Diffusion Policy as a policy: chunks by denoising, the chain's likelihood (DPPO), and the loss of the noise."""
+"""Diffusion Policy as a policy: chunks by denoising, likelihood of the chain (DPPO), and noise prediction loss."""
 
 from functools import partial
 from typing import Any
@@ -25,9 +25,9 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 
 
 class DenoisingChain(GaussianChain):
-    """Denoising steps as a policy (DPPO, arXiv 2409.00588) whose deviations have a lower bound.
+    """Denoising steps as a policy (DPPO, arXiv 2409.00588), with a lower bound of the standard deviations.
 
-    Where one step is stochastic, the others are those of DDIM without noise.
+    If one step is stochastic, the other steps are DDIM steps without noise.
     """
 
     def __init__(self, cfg: DiffusionSettings, config: DiffusionConfig) -> None:
@@ -38,7 +38,7 @@ class DenoisingChain(GaussianChain):
         self._plain = Schedule(config, steps, Sampler.DDIM)
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the step with noise, and the certain one."""
+        """Return the stochastic step, and the deterministic step."""
         level = self._noisy.levels.to(x.device)[index]
         predicted, _ = velocity(x, level)
         step = self._noisy.step(x, predicted, level)
@@ -46,7 +46,7 @@ class DenoisingChain(GaussianChain):
         return Transition(mean=step.mean, std=step.std.clamp(min=self._least)), certain
 
     def _part(self, x: Tensor) -> Tensor:
-        """Return the executed numbers [B, K, A] of a state; rows of the past come first."""
+        """Return the executed actions [B, K, A] of a state; rows of past steps come first."""
         return x[:, self._first : self._first + self._shape.executed]
 
 
@@ -73,7 +73,7 @@ class DiffusionPolicy(LeRobotPolicy):
         return predicted, predicted
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Denoise from noise of the observation's own seed, or from zeros without noise."""
+        """Denoise from noise seeded by the observation, or from zeros."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return self._executed(self.denoise(read.model, torch.zeros(len(obs), *self._size, device=self._device)))
         seeds = seeds_of_observations(obs)
@@ -83,7 +83,7 @@ class DiffusionPolicy(LeRobotPolicy):
     def denoise(
         self, condition: Tensor, x: Tensor, seeds: IntArray | None = None, schedule: Schedule | None = None
     ) -> Tensor:
-        """Return the chunks [B, H, A] of noise x [B, H, A]; without seeds no step adds noise."""
+        """Return the chunks [B, H, A] of initial noise x [B, H, A]; without seeds no step adds noise."""
         schedule = schedule or self._schedule
         for index, number in enumerate(schedule.levels.tolist()):
             level = torch.full((len(x),), number, device=x.device)
@@ -109,8 +109,8 @@ class DiffusionPolicy(LeRobotPolicy):
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
         """Return the loss of actions [B, H', A]: squared error of the noise, or of the chunk (`prediction_type`).
 
-        Rows of `padding` [B, H'] do not count with `do_mask_loss_for_padding`; the mean is over all numbers. Missing
-        rows before the present step repeat the first action, and do not count. Without gradients noise and step are the
+        Rows with `padding` [B, H'] are ignored with `do_mask_loss_for_padding`; the mean is over all numbers. Missing
+        rows before the present step repeat the first action and are ignored. Without gradients, noise and step are the
         same in every call, and `error` is the mean distance of the executed rows in the environment's units.
         """
         past = self._shape.horizon - actions.shape[1]
@@ -138,7 +138,7 @@ class DiffusionPolicy(LeRobotPolicy):
 
 
 class SteeredDiffusion(Started, DiffusionPolicy):
-    """A frozen diffusion policy whose starting noise is chosen; its steps are those of DDIM without noise."""
+    """A frozen diffusion policy with an actor that chooses the initial noise of DDIM steps without noise."""
 
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
         plain = Schedule(self._config, self._config.steps, Sampler.DDIM)
@@ -149,4 +149,4 @@ class SteeredDiffusion(Started, DiffusionPolicy):
 
 
 class CorrectedDiffusion(Corrected, DiffusionPolicy):
-    """A frozen diffusion policy whose chunk is corrected."""
+    """A frozen diffusion policy with an actor that corrects the chunk."""

@@ -33,29 +33,29 @@ def _cosine(t: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Outcome of a denoising step."""
+    """Result of a denoising step."""
 
     clean: Tensor
-    """[B, H, A] estimate of the chunk, clipped."""
+    """[B, H, A] clipped estimate of the clean chunk."""
     mean: Tensor
-    """[B, H, A] of the state after the step."""
+    """[B, H, A] mean of the next state."""
     std: Tensor
-    """[B, 1, 1]; 0 in the last step."""
+    """[B, 1, 1] standard deviation; 0 in the last step."""
 
     @property
     def certain(self) -> Transition:
-        """The step without its noise."""
+        """Return the step without its noise."""
         return Transition(mean=self.mean, std=torch.zeros_like(self.std))
 
 
 class Schedule:
-    """Steps from noise to a chunk; `levels` are the training steps that they begin at, noisiest first."""
+    """Denoising steps from noise to a chunk; `levels` are the training steps at which they start, noisiest first."""
 
     def __init__(self, config: DiffusionConfig, steps: int, sampler: str, eta: float = 0.0) -> None:
-        """Take `steps` steps of `sampler`, DDPM or DDIM with `eta` of DDPM's noise."""
+        """Build `steps` steps of `sampler`, DDPM or DDIM with `eta` times the noise of DDPM."""
         self._config, self._ddpm, self._eta = config, sampler == "DDPM", eta
         self.shares = torch.cumprod(1.0 - betas(config), 0)
-        """[T] part of the variance that is signal after each training step."""
+        """[T] fraction of the variance that is signal after each training step."""
         self._stride = config.num_train_timesteps // steps
         self.levels = torch.arange(steps - 1, -1, -1) * self._stride
 
@@ -69,7 +69,7 @@ class Schedule:
 
         Args:
             x: [B, H, A] states.
-            predicted: [B, H, A] output of the network there: the noise, or the chunk (`prediction_type`).
+            predicted: [B, H, A] network output: the noise, or the chunk (`prediction_type`).
             level: [B] training steps of the states.
         """
         shares = self.shares.to(x.device)

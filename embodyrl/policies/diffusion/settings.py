@@ -12,14 +12,14 @@ GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
 
 
 class Sampler(StrEnum):
-    """Denoising steps."""
+    """Keys of the denoising steps."""
 
     DDPM = "DDPM"
     DDIM = "DDIM"
 
 
 class DiffusionSettings(LeRobotSettings):
-    """The diffusion policy in LeRobot's layout."""
+    """Keys of the diffusion policy in LeRobot's layout."""
 
     needs = {
         "likelihood=chain": "stochastic_steps diffusion_eta diffusion_min_std",
@@ -48,11 +48,11 @@ class DiffusionSettings(LeRobotSettings):
 
     @property
     def every_step(self) -> bool:
-        """All denoising steps are stochastic."""
+        """True if all denoising steps are stochastic."""
         return self.stochastic_steps is Stochastic.all
 
     def applied(self, config: DiffusionConfig) -> DiffusionConfig:
-        """Return the config with the sampler and the number of steps of these settings."""
+        """Return the config with the sampler and the number of steps of the settings."""
         changes = {"noise_scheduler_type": self.sampler, "num_inference_steps": self.num_inference_steps}
         return config.model_copy(update={key: value for key, value in changes.items() if value is not None})
 

@@ -1,1 +1,1 @@
-"""Flow policies: pi0, pi0.5, SmolVLA and a small one. Importing this package does not import torch."""
+"""Flow policies: pi0, pi0.5, SmolVLA and a small policy. Importing this package does not import torch."""

@@ -19,7 +19,7 @@ from embodyrl.policies.openvla_oft.llama import Rope, rope_tables
 
 ROPE_THETA = 10000.0
 UNSEEN = -2.3819763e38
-"""Added to the scores of masked keys; finite in bfloat16 too, so that a fully masked query averages all values, as in
+"""Score added to masked keys; finite in bfloat16 too, so that a fully masked query averages all values, as in
 the public code."""
 
 KeysValues = tuple[Tensor, Tensor]
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         return _rotate(self._heads(self.k_proj(x)), rope), self._heads(self.v_proj(x))
 
     def translate(self, memory: KeysValues) -> KeysValues:
-        """Return keys and values computed from those of another stack, which are already rotated."""
+        """Return keys and values computed from the rotated keys and values of another stack."""
         keys, values = (x.transpose(1, 2).flatten(2) for x in memory)
         return self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
 
@@ -143,13 +143,13 @@ class View:
     mask: Tensor
     """[B or 1, 1, 1 or T, keys]"""
     memory: KeysValues | None = None
-    """Keys and values of earlier tokens, which come first."""
+    """Keys and values of earlier tokens, concatenated first."""
     among: bool = True
-    """The tokens attend to each other; False: only to the memory."""
+    """True if the tokens attend to each other; False: only to the memory."""
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm layer. All calls go through `forward`, where FSDP gathers the weights of a layer."""
+    """Pre-norm layer. All calls use `forward`, in which FSDP gathers the weights of a layer."""
 
     def __init__(self, spec: LayersSpec, *, condition_width: int = 0, kv_inputs: int | None = None) -> None:
         super().__init__()
@@ -161,10 +161,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor | None, view: View | KeysValues, condition: Tensor | None = None, *, output: bool = True
     ) -> tuple[Tensor | None, KeysValues | None]:
-        """Map tokens [B, T, width] to the same shape, and return their own keys and values if they have any.
+        """Map tokens [B, T, width] to the same shape, and return their own keys and values, if any.
 
         Without `output`, return only the keys and values. Without tokens, `view` contains another stack's keys and
-        values, and this layer's translation of them is returned.
+        values, and this layer returns its projection of them.
         """
         if not isinstance(view, View):
             return None, self.self_attn.translate(view)

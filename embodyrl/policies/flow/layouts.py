@@ -1,4 +1,4 @@
-"""Mapping between names of weights in public checkpoints and ours, without guesses or silent omissions."""
+"""Mapping between the weight names of public checkpoints and ours, without guesses or silent omissions."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ HEADS = ("value_head.", "noise_head.", "noise_actor.", "residual_actor.")
 """Heads added by RL (the first two with RLinf's names): optional in both the model and the checkpoint."""
 _TELLING = ("vision.embeddings.", "language.layers.", "expert.layers.", "action_in_proj.", "action_out_proj.")
 _OLD_STATISTICS = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")
-"""lerobot stored the statistics of the data with the weights before its processors got separate files."""
+"""Statistics of the data, which LeRobot stored with the weights before its processors had separate files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class Layout:
 
     name: str
     renames: tuple[tuple[str, str], ...]
-    """(our prefix, their prefix); the first match counts."""
+    """(our prefix, public prefix) pairs; the first match counts."""
     tied: str | None = None
     """Name of an output matrix tied to the token embedding; the only copy in some files."""
     dead: tuple[tuple[str, str], ...] = ()
-    """(their name, stack) of unused matrices [vocab, width of that stack] that their loader requires."""
+    """(public name, stack) of unused matrices [vocab, width of that stack] required by the public loader."""
 
     def likeness(self, keys: Iterable[str]) -> int:
         """Return the number of characteristic names of this layout among the keys."""
@@ -39,7 +39,7 @@ class Layout:
         return _rename(key, ((theirs, ours) for ours, theirs in self.renames))
 
     def theirs(self, key: str) -> str:
-        """Return their name of a weight."""
+        """Return the public name of a weight; unknown names are unchanged."""
         return _rename(key, self.renames)
 
 
@@ -118,7 +118,7 @@ _TRANSFORMERS_SAVED = (
     _transformers("transformers (saved again)", head="model."),
     _transformers("transformers (older, saved again)", "vision_model.", head="model."),
 )
-"""Written by `save_pretrained` (5.23) when it reverts renamings; openpi's and lerobot's names are kept."""
+"""Layout of `save_pretrained` (5.23) with reverted renamings; openpi's and LeRobot's names are unchanged."""
 _SMOL = "model.vlm_with_expert."
 SMOLVLA_LEROBOT = Layout(
     name="lerobot (SmolVLA)",
@@ -157,17 +157,17 @@ def layout_of(keys: Iterable[str], where: Path) -> Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Storage format of a checkpoint, to write it in the same format."""
+    """Storage format of a checkpoint, for saving in the same format."""
 
     layout: Layout
     embedding_names: tuple[str, ...]
     """Names of the token embedding in the files: its own, that of the tied output matrix, or both."""
     aside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Weights and statistics of the files that the model does not have, by name."""
+    """Additional weights and statistics of the files, by name."""
 
 
 def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
-    """Return the storage of weights under a layout's names for its own loader; unused weights are zeros."""
+    """Return the storage format of a layout for the public loader; unused weights are zeros."""
     vocab, width = weights[EMBEDDING].shape
     widths = {"language": width, "expert": weights["action_in_proj.weight"].shape[0]}
     aside = {key: torch.zeros(vocab, widths[stack], dtype=weights[EMBEDDING].dtype) for key, stack in layout.dead}
@@ -175,7 +175,7 @@ def fresh_source(layout: Layout, weights: Mapping[str, Tensor]) -> Source:
 
 
 def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor], Source]:
-    """Return the weights of a full checkpoint under our names, and its storage format.
+    """Return the weights of a full checkpoint under our names, and the storage format.
 
     Raises:
         CheckpointError: no layout matches, the names mix layouts, or the output matrix differs from the embedding.
@@ -212,7 +212,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
 
 
 def to_theirs(weights: Mapping[str, Tensor], source: Source) -> dict[str, Tensor]:
-    """Return our weights under the names of a source, with its further weights."""
+    """Return our weights under the names of a storage format, with its additional weights."""
     stored = {source.layout.theirs(key): tensor for key, tensor in weights.items() if key != EMBEDDING}
     stored |= {name: weights[EMBEDDING] for name in source.embedding_names}
     return stored | dict(source.aside)

@@ -20,7 +20,7 @@ from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, Chosen, normals,
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]
-"""Hidden rows [B, H, width] to deviations [B, H, D]."""
+"""Function from hidden rows [B, H, width] to standard deviations [B, H, D]."""
 
 
 def times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def follow_ode(velocity: Velocity, x: Tensor, steps: int) -> Tensor:
 
 
 class ChainLikelihood(GaussianChain):
-    """Chain of flow steps; `joint_logprob` may divide the sum over all steps by their number."""
+    """Likelihood of a chain of flow steps; `joint_logprob` may divide the sum over all steps by their number."""
 
     def __init__(self, cfg: FlowSettings, shape: ChunkShape, noise_std: NoiseStd | None) -> None:
         mean = cfg.every_step and cfg.joint_logprob is JointLogprob.mean
@@ -111,7 +111,7 @@ MAX_LOSS_CHANGE = 3.0
 
 
 class FpoLikelihood:
-    """ODE samples with FPO's ratio estimate; implements `ChunkLikelihood`.
+    """ODE samples with FPO's ratio estimate; implementation of `ChunkLikelihood`.
 
     The "log-probability" of an executed action is minus its flow-matching loss (mean over its numbers) at N pairs of
     noise and time in (0, 1) of the chunk: averaged over the pairs, or one per pair, then clipped to +-3 around its
@@ -147,7 +147,7 @@ class FpoLikelihood:
         return logprob, torch.zeros_like(logprob)
 
     def _minus_loss(self, velocity: Velocity, x: Tensor, seeds: IntArray) -> Tensor:
-        """Return [B, K, P] of chunks [B, H, D]."""
+        """Return the negative losses [B, K, P] of chunks [B, H, D]."""
         shape, count = self._shape, self._cfg.fpo_pairs
         noise = normals(seeds, PAIRS, (count, shape.horizon, shape.width), x.device)
         t = on_device(uniforms(seeds, TIMES, count).astype(np.float32), x.device)

@@ -18,7 +18,7 @@ from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSp
 
 LAYER_NORM_EPS = 1e-6
 CYCLES, CONTRAST = 4, 3.0
-"""Initial patch filters: cosines in each direction, and their scale."""
+"""Initial patch filters: number of cosines per direction, and their scale."""
 
 
 class SiglipEmbeddings(nn.Module):
@@ -130,9 +130,9 @@ class SiglipTower(nn.Module):
 
 
 BACKBONE = ("vision", "projector", "language")
-"""Attributes of the vision-language model; everything else is the action expert with its head."""
+"""Attributes of the vision-language model; all other attributes belong to the action expert and its head."""
 QUERY_SCALE = 3.0
-"""Scale of the expert's random queries relative to variance 1."""
+"""Scale of the expert's random initial queries relative to variance 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +158,9 @@ class Prefix:
     layers: tuple[KeysValues, ...]
     """Keys and values of each language layer."""
     valid: Tensor
-    """[B, P] bool: no padding."""
+    """[B, P] bool, False for padding."""
     state: Tensor
-    """[B, S] as in the inputs."""
+    """[B, S] state of the inputs."""
     hidden: Tensor | None = None
     """[B, P, D] after the language model's final norm, if requested (for values)."""
 
@@ -198,7 +198,7 @@ def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
 
 
 class FlowModel(nn.Module, ABC):
-    """Vision-language backbone, action expert and flow head. Prefix and memory run once, `denoise` K times."""
+    """Vision-language backbone, action expert and flow head. Prefix and memory are computed once, `denoise` K times."""
 
     vision: SiglipTower
     projector: nn.Linear
@@ -228,7 +228,7 @@ class FlowModel(nn.Module, ABC):
 
     @abstractmethod
     def memory(self, prefix: Prefix) -> Memory:
-        """Return the expert's inputs from a prefix; the first use of the expert's weights."""
+        """Return the expert's inputs from a prefix, computed with the expert's weights."""
 
     @abstractmethod
     def embed_suffix(self, memory: Memory, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -254,9 +254,9 @@ class FlowModel(nn.Module, ABC):
         """Run one pass of the expert.
 
         Args:
-            memory: of B observations.
+            memory: memory of B observations.
             x: [B, H, A] noisy actions.
-            time: [B], or [1] if it is the same for all, which is cheaper.
+            time: [B], or [1] for a common time, which is cheaper.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
         # The last tokens are the actions'; that of the state may come first.
@@ -271,7 +271,7 @@ class FlowModel(nn.Module, ABC):
     def initialise(self, seed: int) -> None:
         """Initialise all weights: normal with variance 1 / inputs; biases and adaptive norms 0, plain norms identity.
 
-        A small model learns faster with useful attention at the start: towers as in `SiglipTower.initialise`, open
+        A small model learns faster if attention is useful at the start: towers as in `SiglipTower.initialise`, open
         gates after the expert's adaptive norms, and queries of the expert that depend on the token and not only on the
         noise.
         """

@@ -1,4 +1,4 @@
-"""Flow policy for any velocity network: acting, scoring and training share one code path. Also Flow-Noise's head."""
+"""Flow policy for any velocity network: `act`, `score` and training share one code path. Also Flow-Noise's head."""
 
 import math
 import zlib
@@ -55,7 +55,7 @@ class _Layers(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """Deviation of the noise of each number of a chunk, from the expert's hidden rows.
+    """Head for the standard deviation of the noise of each number of a chunk, from the expert's hidden rows.
 
     The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
     the layers are those of piRL's public code. A new head returns the geometric mean of the range everywhere.
@@ -73,7 +73,7 @@ class NoiseHead(nn.Module):
 
 
 RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
-"""Parts of `FlowModule` that RL adds; optional in both the model and the checkpoint."""
+"""Modules of `FlowModule` added by RL; optional in both the model and the checkpoint."""
 VALUE_WIDTHS = (256, 128)
 
 
@@ -81,7 +81,7 @@ class ActionScale(Protocol):
     """Conversion between the units of actions and those of the flow."""
 
     varies: FloatArray
-    """[A] 0 for numbers of an action that are constant in the data, else 1. The flow of constant numbers is arbitrary,
+    """[A] 0 for action dimensions that are constant in the data, else 1. The flow of constant dimensions is arbitrary,
     and its log-probability would add noise to every gradient."""
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
@@ -94,7 +94,7 @@ class ActionScale(Protocol):
 
 
 class WeightFiles(Protocol):
-    """Storage of a network's weights, and further files, in a folder."""
+    """Interface of the weight storage of a network in a folder."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write all weights of a `FlowModule`."""
@@ -140,9 +140,9 @@ class FlowModule(nn.Module):
 
 
 class FlowPolicy:
-    """Implements `Policy` for the network of a `FlowModule`.
+    """Implementation of `Policy` for the network of a `FlowModule`.
 
-    Tokens have the layout of `ChunkRecord`. Log-probabilities of an action are at the start of its part of the tokens,
+    Tokens have the layout of `ChunkRecord`. The log-probabilities of an action are at the start of its tokens,
     padded with 0.
     """
 
@@ -209,7 +209,7 @@ class FlowPolicy:
 
         Time is 0.001 + 0.999 Beta(`imitated_time`, 1); pi0 (arXiv 2410.24164) uses 1.5. Without gradients (validation)
         noise and time are the same in every call, and `accuracy` is the share of numbers whose greedy prediction is
-        within 0.1 of the target, in a range of 2; it is not computed in training.
+        within 0.1 of the target, in a range of 2; training does not compute it.
         """
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
@@ -288,7 +288,7 @@ class FlowPolicy:
         return head(hidden.mean(1))
 
     def _counted(self, per_action: Tensor) -> Tensor:
-        """Mask [B, K, P] by `varies`, if each number of an action has its own log-probability."""
+        """Mask [B, K, P] by `varies`, if each number of an action has a separate log-probability."""
         per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
         return per_action * on_device(self._scale.varies, self._device) if per_number else per_action
 

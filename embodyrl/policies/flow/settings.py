@@ -74,7 +74,7 @@ class FlowSettings(ResidualSettings):
     fpo_ratio: FpoRatio = FpoRatio.mean
     """fpo: one ratio from the mean loss of the pairs, or one per pair (sample; with logprob_type=token_level)."""
     imitated_pairs: Annotated[int, Field(ge=1, le=1000)] = 1
-    """SFT: number of (noise, time) pairs per chunk; the prefix, which is most of the cost, is computed once for all
+    """SFT: number of (noise, time) pairs per chunk; the prefix, which takes most of the time, is computed once for all
     pairs."""
     imitated_time: Annotated[float, Field(gt=0, le=100)] = 1.5
     """SFT: times are sampled from Beta(imitated_time, 1); pi0, pi0.5 and SmolVLA use 1.5. Larger values are closer to
@@ -84,7 +84,7 @@ class FlowSettings(ResidualSettings):
 
     @property
     def steers(self) -> bool:
-        """True if the flow is frozen and an actor on it is trained."""
+        """True if the flow is frozen and an actor is trained."""
         return self.corrects or self.likelihood is Likelihood.dsrl
 
     @property
@@ -99,12 +99,12 @@ class FlowSettings(ResidualSettings):
 
     @property
     def sampled_steps(self) -> int:
-        """Number of steps among which the stochastic one is sampled; the last step of CPS is deterministic."""
+        """Number of steps from which the stochastic step is sampled; the last step of CPS is deterministic."""
         skips = self.ignore_last or self.likelihood is Likelihood.flow_cps
         return self.num_steps - 1 if skips else self.num_steps
 
     def problems(self) -> Iterator[str]:
-        """Yield settings without any stochastic step."""
+        """Yield errors of settings without any stochastic step."""
         yield from super().problems()
         if self.steers or self.likelihood is Likelihood.fpo:
             return
@@ -119,7 +119,7 @@ class FlowSettings(ResidualSettings):
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:
-    """Return inputs and outputs of the actor on a frozen flow, with `hidden` features of the expert."""
+    """Return inputs and outputs of the actor for a frozen flow with `hidden` expert features."""
     if cfg.corrects:
         return SteeringShape.correcting(cfg, hidden, shape.action_dim)
     return SteeringShape(
@@ -136,7 +136,7 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
     """Return the spec of a flow policy in a folder, adapted if its flow is frozen.
 
     Raises:
-        CheckpointError: the folder has an actor with another kind of output.
+        CheckpointError: the folder has an actor with other outputs.
     """
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
@@ -146,15 +146,15 @@ def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: in
 
 
 def described_costs(costs: PolicyCosts, cfg: FlowSettings, shape: ChunkShape, hidden: int) -> PolicyCosts:
-    """Return the costs of a flow policy, with those of the actor where its flow is frozen."""
+    """Return the costs of a flow policy, including those of the actor if its flow is frozen."""
     return steering_costs(costs, steering_shape(cfg, shape, hidden)) if cfg.steers else costs
 
 
 def check_steering(cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path) -> None:
-    """Compare the actor on a flow, if there is one, with that of a folder, if it has one.
+    """Compare the actor of a flow policy with the actor in a folder, if both exist.
 
     Raises:
-        CheckpointError: their outputs differ.
+        CheckpointError: the outputs of the actors differ.
     """
     if cfg.steers:
         steering_shape(cfg, shape, hidden).check(folder)

@@ -1,6 +1,6 @@
-"""Sizes of flow policies: the published ones, and those in a checkpoint's `config.json`.
+"""Sizes of flow policies: published sizes, and sizes in a checkpoint's `config.json`.
 
-The file may be openpi's, lerobot's, transformers' or ours.
+The file may be in the format of openpi, LeRobot, transformers or embodyrl.
 """
 
 import json
@@ -13,7 +13,7 @@ from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
-"""Width of states and actions in all published checkpoints; shorter ones are padded with zeros."""
+"""Width of states and actions in all published checkpoints; smaller states and actions are padded with zeros."""
 SHORTEST_PERIOD, LONGEST_PERIOD = 4e-3, 4.0
 """Periods of the time embedding."""
 
@@ -60,7 +60,7 @@ class FlowSpec:
     expert: LayersSpec
     vocab: int
     horizon: int = 50
-    """H: actions of a chunk."""
+    """H: number of actions per chunk."""
     action_dim: int = MAX_DIM
     state_dim: int = MAX_DIM
 
@@ -85,7 +85,7 @@ class SmolVlaSpec(FlowSpec):
     shuffle: int = 4
     """Side of the square of patches that are merged into one token."""
     joint_every: int = 2
-    """Layers whose index is a multiple attend jointly, the others use cross-attention; 1: all jointly."""
+    """Layers whose index is a multiple of this attend jointly, the others use cross-attention; 1: all jointly."""
 
     @property
     def image_tokens(self) -> int:
@@ -130,8 +130,8 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
     """Read the sizes of a checkpoint.
 
     Args:
-        folder: with config.json.
-        adaptive: openpi's files do not distinguish pi0 and pi0.5.
+        folder: folder with config.json.
+        adaptive: True for pi0.5; openpi's files do not distinguish pi0 and pi0.5.
 
     Raises:
         CheckpointError: the file is missing or malformed, or describes an unsupported architecture.
@@ -201,7 +201,7 @@ _THEIRS = {
 
 
 def _sizes(raw: Mapping[str, Any], *more: str) -> dict[str, Any]:
-    """Map sizes of transformers' configs to our names; `more` have the same name in both."""
+    """Map sizes in transformers' configs to our names; `more` have the same name in both."""
     return {ours: int(raw[theirs]) for ours, theirs in (_THEIRS | {name: name for name in more}).items()}
 
 
@@ -214,7 +214,7 @@ def _layers(raw: Mapping[str, Any]) -> LayersSpec:
 
 
 def _read_smolvla(config: Mapping[str, Any], where: Path) -> SmolVlaSpec:
-    """Read SmolVLA's sizes; those of the backbone are SmolVLM2-500M's, which lerobot's file does not repeat."""
+    """Read SmolVLA's sizes; the backbone's sizes are those of SmolVLM2-500M, which LeRobot's file omits."""
     only = {"attention_mode": "cross_attn", "add_image_special_tokens": False}
     strange = {name: config[name] for name, value in only.items() if config.get(name, value) != value}
     layers = int(config.get("num_vlm_layers", SMOLVLA.language.depth))

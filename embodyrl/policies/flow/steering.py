@@ -1,4 +1,4 @@
-"""Actors on a frozen flow: one selects the initial noise, one corrects the actions.
+"""Actors on a frozen flow: one chooses the initial noise, the other corrects the actions.
 
 The first is DSRL (Wagenmaker et al., arXiv 2506.15799), the second a residual policy (ResiP, arXiv 2407.16677; Policy
 Decorator, arXiv 2412.13630).
@@ -22,7 +22,7 @@ from embodyrl.types import FloatArray, IntArray, Observation
 
 
 class SteeredFlowPolicy(Steered, FlowPolicy):
-    """A frozen flow with a trained actor; implements `SoftActor`."""
+    """A frozen flow with a trained actor; implementation of `SoftActor`."""
 
     @property
     def _actor(self) -> SteeringActor:
@@ -42,7 +42,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         return Seen(features, self._value(prefix, len(obs)), velocity)
 
     def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`), and the shape of the actor."""
+        """Write the weights (see `Policy.save`) and the shape of the actor."""
         super().save(folder)
         self._actor.shape.save(folder)
 
@@ -52,7 +52,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
 
 
 class SteeredStart(SteeredFlowPolicy):
-    """The choice, scaled to `noise_bound`, is the initial noise of the flow."""
+    """DSRL: the actor's output, scaled to `noise_bound`, is the initial noise of the flow."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
         """Return the expert's mean hidden row [B, width] for zero noise."""
@@ -62,7 +62,7 @@ class SteeredStart(SteeredFlowPolicy):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Integrate the frozen flow's ODE, or with `steered_noise` and seeds its SDE."""
+        """Integrate the ODE of the frozen flow, or its SDE with `steered_noise` and seeds."""
         # Noise of all rows, or of one row that is repeated.
         rows = (self._cfg.noise_bound * choice.tanh()).unflatten(2, (-1, self._shape.width))[:, 0]
         x, steps, velocity = rows.expand(-1, self._shape.horizon, -1), self._cfg.num_steps, seen.model
@@ -78,10 +78,10 @@ class SteeredStart(SteeredFlowPolicy):
 
 
 class CorrectedFlow(SteeredFlowPolicy):
-    """The choice, times `residual_scale`, is added to the executed part of the flow's greedy chunk."""
+    """Residual policy: the actor's output times `residual_scale` is added to the executed part of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return the expert's mean hidden row in the flow's first step, and the proposal's executed numbers, [B, F]."""
+        """Return the expert's mean hidden row in the first step and the executed part of the proposal, [B, F]."""
         hidden: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Read and write the keys of LeRobot's config.json that its policies share. No torch."""
+"""Shared keys of LeRobot's config.json: reading and writing. No torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Feature(BaseModel):
 
 
 class LeRobotConfig(BaseModel):
-    """Keys of config.json that both policies have; unknown keys are kept in the file and not read."""
+    """Keys of config.json that both policies have; unknown keys are kept in the file and ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
@@ -63,7 +63,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def state_dim(self) -> int:
-        """Numbers of the robot's state; 0: none is read."""
+        """Dimension of the robot's state; 0: no state input."""
         feature = self.input_features.get(STATE)
         return feature.shape[0] if feature else 0
 
@@ -75,7 +75,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def environment_dim(self) -> int:
-        """Numbers of the environment's state; 0: none is read."""
+        """Dimension of the environment's state; 0: no such input."""
         feature = self.input_features.get(self.environment_name)
         return feature.shape[0] if feature else 0
 
@@ -86,21 +86,21 @@ class LeRobotConfig(BaseModel):
 
     @property
     def horizon_length(self) -> int:
-        """H: actions of a chunk."""
+        """H: number of actions per chunk."""
         raise AssertionError("each policy overrides this method")
 
     @property
     def num_parameters(self) -> int:
-        """All trained weights of the network."""
+        """Number of trained weights of the network."""
         raise AssertionError("each policy overrides this method")
 
     @property
     def first_executed(self) -> int:
-        """Rows of a chunk before the present step."""
+        """Number of rows of a chunk before the current step."""
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:
-        """Return a contradiction in the config, or None."""
+        """Return an error of the config, or None."""
         if ACTION not in self.output_features:
             return f"output_features has no '{ACTION}'"
         if not self.cameras and not self.environment_dim:
@@ -182,7 +182,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
     """Read config.json; return the config and the raw keys.
 
     Raises:
-        CheckpointError: the file is missing, malformed, of another policy, or contradicts itself.
+        CheckpointError: the file is missing, malformed, contradictory or of another policy.
     """
     path = folder / CONFIG_FILE
     try:
@@ -209,7 +209,7 @@ def require_fit(config: LeRobotConfig, env: EnvSpec) -> None:
     """Check that an environment has the inputs of a policy.
 
     Raises:
-        ConfigError: inputs are missing; names them.
+        ConfigError: inputs are missing; the message names them.
     """
     if problems := config.mismatches(env):
         raise ConfigError(problems)

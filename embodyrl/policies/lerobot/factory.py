@@ -1,4 +1,4 @@
-"""The factory of LeRobot's imitation policies. Importing this module does not import torch."""
+"""Base factory of LeRobot's imitation policies. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MAY_DIFFER = (
     *("temporal_ensemble_coeff", "noise_scheduler_type", "num_inference_steps", "crop_is_random", "drop_n_last_frames"),
     *("do_mask_loss_for_padding", "compile_model", "compile_mode"),
 )
-"""Keys of config.json that change no weight's shape or meaning."""
+"""Keys of config.json that do not affect the shape or meaning of weights."""
 
 
 class LeRobotFactory(ABC):
-    """Implements `PolicyFactory`; a policy adds its config, its sizes and its network."""
+    """Implementation of `PolicyFactory`; subclasses add config, sizes and network."""
 
     kind: ClassVar[str]
     config: ClassVar[type[LeRobotConfig]]
@@ -35,11 +35,11 @@ class LeRobotFactory(ABC):
 
     @abstractmethod
     def features(self, config: Any) -> int:
-        """Return the numbers that value heads and actors read."""
+        """Return the number of inputs of value heads and actors."""
 
     @abstractmethod
     def chosen(self, cfg: Any, config: Any) -> int:
-        """Return the numbers that dsrl chooses."""
+        """Return the number of values chosen by the DSRL actor."""
 
     @abstractmethod
     def record(self, cfg: Any, config: Any) -> ChunkRecord:
@@ -47,11 +47,11 @@ class LeRobotFactory(ABC):
 
     @abstractmethod
     def passes(self, cfg: Any, config: Any) -> int:
-        """Return the forward passes of a chunk."""
+        """Return the number of forward passes per chunk."""
 
     @abstractmethod
     def policy(self, steering: SteeringShape | None) -> type[Any]:
-        """Return the class of the policy; `steering`: its network is frozen."""
+        """Return the class of the policy; `steering`: True if its network is frozen."""
 
     def validate(self, cfg: LeRobotSettings) -> list[str]:
         """Return config problems, one line each with the fix."""
@@ -73,7 +73,7 @@ class LeRobotFactory(ABC):
         """Return the folder of `model.path`.
 
         Raises:
-            ConfigError: the key is not set, or names no folder.
+            ConfigError: the key is not set, or is not a folder.
         """
         folder = None if cfg.path is None else resolve_asset(cfg.path)
         if folder is None or not folder.is_dir():
@@ -84,10 +84,10 @@ class LeRobotFactory(ABC):
         return folder
 
     def spec(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy from the folder's config.json.
+        """Return the policy spec, read from the folder's config.json.
 
         Raises:
-            ConfigError: the checkpoint and the environment do not fit together.
+            ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
         config, _ = self.plan(cfg, env)
@@ -129,20 +129,20 @@ class LeRobotFactory(ABC):
         return replace(spec, tokens_per_chunk=layout.tokens)
 
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Count parameters and forward passes."""
+        """Return the numbers of parameters and forward passes."""
         config, _ = self.plan(cfg, env)
         costs = PolicyCosts(num_parameters=config.num_parameters, act_passes=self.passes(cfg, config))
         shape = self.steering(cfg, config)
         return costs if shape is None else steering_costs(costs, shape)
 
     def steering(self, cfg: LeRobotSettings, config: LeRobotConfig) -> SteeringShape | None:
-        """Return the choice of the actor of a frozen network; None: the network itself learns."""
+        """Return the output shape of the actor on a frozen network; None: the network itself is trained."""
         if not cfg.steers:
             return None
         return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
 
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes of network and actor (see `ComparesWeights`)."""
+        """Compare the sizes of network and actor (see `ComparesWeights`)."""
         config, _ = self.plan(cfg, env)
         mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))
@@ -176,7 +176,7 @@ class LeRobotFactory(ABC):
         """Return the policy's config in an environment, and the keys of config.json.
 
         Raises:
-            ConfigError: the checkpoint and the environment do not fit together.
+            ConfigError: checkpoint and environment do not fit.
             CheckpointError: config.json is missing or malformed.
         """
         config, raw = read_config(self.folder(cfg), self.kind, self.config)

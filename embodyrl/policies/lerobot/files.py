@@ -1,6 +1,6 @@
 """Folders of LeRobot 0.4 policies: weights, processors with their statistics, and heads that RL adds.
 
-Older folders (0.3) keep the statistics among the weights, maybe with the name of a robot before them.
+Older folders (0.3) keep the statistics among the weights, possibly prefixed by the name of a robot.
 """
 
 import json
@@ -33,7 +33,7 @@ from embodyrl.policies.weights import check_weights
 
 PREPROCESSOR, POSTPROCESSOR = "policy_preprocessor", "policy_postprocessor"
 HEADS_FILE = "embodyrl_heads.safetensors"
-"""Weights that RL adds, in a file that LeRobot does not read."""
+"""File of the weights added by RL, which LeRobot does not read."""
 NETWORK = "network."
 """Prefix of the names of weights in a module."""
 HEADS = ("value_head.", "noise_actor.", "residual_actor.")
@@ -60,12 +60,12 @@ class LeRobotFiles:
     statistics: Statistics
     """Statistics by feature and name."""
     eps: float = 1e-8
-    """Smallest denominator of the normalizer."""
+    """Minimum denominator of the normalizer."""
     aside: dict[str, Tensor] = field(default_factory=dict)
     """Statistics among the weights of an older folder."""
     metadata: dict[str, str] | None = None
     compiled: Mapping[str, str] = field(default_factory=dict)
-    """Stored names of weights that were saved from a compiled part, by their plain names."""
+    """Stored names of weights that were saved from a compiled module, by their plain names."""
 
     def save(self, module: nn.Module, folder: Path) -> None:
         """Write weights, heads, config and processors into a folder."""
@@ -80,7 +80,7 @@ class LeRobotFiles:
             save_file(heads, folder / HEADS_FILE)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read weights into a module in place; heads may be missing, or stay unread.
+        """Read weights into a module in place; heads are optional in module and folder.
 
         Raises:
             CheckpointError: a file is missing or damaged, or weights are missing, surplus or of another shape.
@@ -104,7 +104,7 @@ class LeRobotFiles:
 
 
 def _plain(key: str) -> str:
-    """Return the name of a weight without the part that torch.compile adds."""
+    """Return the name of a weight without the prefix that torch.compile adds."""
     return key.replace("._orig_mod.", ".")
 
 
@@ -125,15 +125,15 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
 def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robot: str | None) -> LeRobotFiles:
     """Read a folder's small files and its statistics.
 
-    Statistics are those of `dataset_statistics.json`, which `embodyrl sft` writes, else of the processors, else of
+    Statistics come from `dataset_statistics.json`, which `embodyrl sft` writes, or the processors, or
     older weights.
 
     Args:
-        folder: the checkpoint.
-        config: of the policy.
-        kind: of the policy.
-        prefix: before the names of all weights.
-        robot: whose statistics apply, where an older folder has those of several.
+        folder: checkpoint folder.
+        config: config of the policy.
+        kind: kind of the policy.
+        prefix: prefix of the names of all weights.
+        robot: robot of the statistics, if an older folder has several robots.
 
     Raises:
         CheckpointError: a file is damaged, or lacks statistics.
@@ -191,10 +191,10 @@ def _processor_statistics(folder: Path, small: Mapping[str, bytes]) -> tuple[Sta
 
 
 def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: Path, robot: str | None) -> Statistics:
-    """Return the statistics among the weights of an older folder, of one robot.
+    """Return the statistics of one robot among the weights of an older folder.
 
     Raises:
-        CheckpointError: there are those of several robots, and none is chosen.
+        CheckpointError: there are several robots, and none is selected.
     """
     names = {name.replace(".", "_"): name for name in config.input_features | config.output_features}
     robots: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -214,7 +214,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
 
 
 def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
-    """Return the statistics that `embodyrl sft` measured, by feature; a state of several steps is that of the last."""
+    """Return the statistics written by `embodyrl sft`, by feature; for a history, those of the last step."""
     try:
         (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
         rows = {
@@ -247,7 +247,7 @@ def _image_statistics(config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
 
 
 def _processors(config: LeRobotConfig, statistics: Statistics, eps: float) -> dict[str, bytes]:
-    """Return the files of both processors, as LeRobot writes them."""
+    """Return the files of both processors in LeRobot's format."""
     inputs, outputs = (
         {name: feature.model_dump(mode="json") for name, feature in features.items()}
         for features in (config.input_features, config.output_features)

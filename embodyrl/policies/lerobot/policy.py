@@ -1,4 +1,4 @@
-"""Parts of `Policy` that LeRobot's imitation policies share."""
+"""Shared implementation of `Policy` for LeRobot's imitation policies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VALUE_WIDTHS = (256, 128)
 
 
 class LeRobotModule(nn.Module):
-    """All parameters: the network, the statistics of its data, and heads that RL adds."""
+    """All parameters: the network, the statistics of its data, and heads added by RL."""
 
     def __init__(
         self, network: nn.Module, units: Units, features: int, value_dim: int, steering: SteeringShape | None
@@ -60,12 +60,12 @@ class LeRobotModule(nn.Module):
 
     @property
     def steering_actor(self) -> SteeringActor | None:
-        """Part that is trained if the network is frozen."""
+        """Trained module if the network is frozen."""
         return self.noise_actor or self.residual_actor
 
 
 class Read(NamedTuple):
-    """Output of the network for B observations that all samples share."""
+    """Output of the network for B observations, shared by all samples."""
 
     pooled: Tensor
     """[B, F] input of value heads and actors."""
@@ -74,10 +74,10 @@ class Read(NamedTuple):
 
 
 class LeRobotPolicy(ABC):
-    """Implements `Policy` around a network that reads observations once and gives chunks.
+    """Implementation of `Policy` for a network that encodes observations once and outputs chunks.
 
     Rows of chunks are normalized; executed rows begin with `LeRobotConfig.first_executed`. The layout of tokens is that
-    of a `ChunkRecord`; log-probabilities of an action are at the beginning of its share of the tokens.
+    of a `ChunkRecord`; log-probabilities of an action are at the start of its tokens.
     """
 
     prefix: ClassVar[str]
@@ -109,11 +109,11 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def _read(self, obs: Observation) -> Read:
-        """Read observations, with gradients."""
+        """Encode observations, with gradients."""
 
     @abstractmethod
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Return the executed rows [B, K, A] that are chosen without exploration."""
+        """Return the greedy executed rows [B, K, A]."""
 
     @abstractmethod
     def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
@@ -125,15 +125,15 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def imitate_padded(self, obs: Observation, actions: FloatArray, padding: BoolArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A], of which `padding` [B, H'] repeat others."""
+        """Return the loss of actions [B, H', A]; `padding` [B, H'] marks repeated actions."""
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the loss of actions [B, H', A], all of which count (see `imitate_padded`)."""
+        """Return the loss of actions [B, H', A] without padding (see `imitate_padded`)."""
         return self.imitate_padded(obs, actions, np.zeros(actions.shape[:2], np.bool_))
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
-        """Choose a chunk for each observation (see `Policy.act`); greedy chunks have zero tokens."""
+        """Return a chunk for each observation (see `Policy.act`); greedy chunks have zero tokens."""
         read = self._read(obs)
         if noise is None:
             chosen = Chosen.greedily(self._greedy(obs, read))
@@ -161,11 +161,11 @@ class LeRobotPolicy(ABC):
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(read))
 
     def save(self, folder: Path) -> None:
-        """Write LeRobot's folder, and heads of RL in a separate file."""
+        """Write LeRobot's folder, and RL heads in a separate file."""
         self._files.save(self._module, folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace weights and statistics in place (see `Policy.load_weights`); heads may be missing or unread."""
+        """Replace weights and statistics in place (see `Policy.load_weights`); heads are optional."""
         self._files.load(self._module, folder)
         if (folder / CONFIG_FILE).is_file():
             self._files = read_files(folder, self._config, self.spec.name, self.prefix, self._cfg.unnorm_key)
@@ -178,7 +178,7 @@ class LeRobotPolicy(ABC):
         return pooled.new_zeros(len(pooled), 0) if head is None else head(pooled)
 
     def _inputs(self, obs: Observation) -> Inputs:
-        """Normalize observations; steps of a history are concatenated in state and cameras, oldest first."""
+        """Normalize observations; history steps are concatenated in state and cameras, oldest first."""
         config, steps = self._config, self._config.n_obs_steps
         state_dim, environment_dim = config.state_dim, config.environment_dim
         numbers = on_device(np.ascontiguousarray(obs.state), self._device).unflatten(1, (steps, -1))
@@ -208,7 +208,7 @@ class LeRobotPolicy(ABC):
         return self._module.units.normalize(ACTION, rows)
 
     def _counted(self, per_number: Tensor) -> Tensor:
-        """Return [B, K, A] without numbers that are constant in the data: their noise is nobody's choice."""
+        """Return [B, K, A] with zeros in dimensions that are constant in the data, whose noise has no effect."""
         varies = self._module.units.varies()
         return per_number if varies is None or per_number.shape[2] != len(varies) else per_number * varies
 
@@ -223,7 +223,7 @@ def build_policy(
     steering: SteeringShape | None,
     request: PolicyRequest,
 ) -> LeRobotPolicy:
-    """Build a policy with fresh weights from the seed; `features`: numbers that value heads and actors read.
+    """Build a policy with random weights from the seed; `features`: number of inputs of value heads and actors.
 
     Raises:
         CheckpointError: a small file of the folder is damaged.
@@ -243,7 +243,7 @@ def seeds_of_observations(obs: Observation) -> IntArray:
 
 
 class SteeredLeRobot(Steered, LeRobotPolicy):
-    """A frozen network with an actor that changes its chunks; implements `SoftActor`."""
+    """A frozen network with an actor that changes its chunks; implementation of `SoftActor`."""
 
     @property
     def _actor(self) -> SteeringActor:
@@ -252,7 +252,7 @@ class SteeredLeRobot(Steered, LeRobotPolicy):
         return actor
 
     def save(self, folder: Path) -> None:
-        """Write the folder (see `Policy.save`) and the shape of the choice."""
+        """Write the folder (see `Policy.save`) and the output shape of the actor."""
         super().save(folder)
         self._actor.shape.save(folder)
 
@@ -270,7 +270,7 @@ class Started(SteeredLeRobot):
 
     @abstractmethod
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
-        """Return the executed rows [B, K, A] for chosen numbers [B, n] within the bound."""
+        """Return the executed rows [B, K, A] for actor outputs [B, n] within the bound."""
 
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float

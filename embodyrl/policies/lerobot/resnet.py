@@ -1,4 +1,4 @@
-"""Residual networks (arXiv 1512.03385) with torchvision's names of weights, up to the last feature map."""
+"""Residual networks (arXiv 1512.03385) with torchvision's weight names, up to the last feature map."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from embodyrl.policies.lerobot.resnet_sizes import DEPTHS, EXPANSION, PLAIN, WID
 
 NORM_EPS = 1e-5
 START_SCALE = 0.3
-"""Scale of the last frozen norm of a block in a network without pretrained weights, whose outputs would grow."""
+"""Scale of the last frozen norm of a block without pretrained weights, which keeps the outputs bounded."""
 
 Norm = Callable[[int], nn.Module]
 
@@ -92,10 +92,10 @@ def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequenti
 def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
     """Return the parts of a network by torchvision's names, in order.
 
-    Args:
+    name: a key of `DEPTHS`.
         name: one of `DEPTHS`.
-        norm: makes the norm of a number of channels.
-        dilated: the last layer keeps its input's size and dilates its convolutions; bottlenecks only.
+        norm: function that returns the norm for a number of channels.
+        dilated: keep the input size in the last layer and dilate its convolutions; bottlenecks only.
     """
     parts: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, 64, 7, 2, 3, bias=False), bn1=norm(64), relu=nn.ReLU(), maxpool=nn.MaxPool2d(3, 2, 1)

@@ -12,7 +12,7 @@ PLAIN = ("resnet18", "resnet34")
 """ResNets with basic blocks (two convolutions); the others have bottlenecks (three)."""
 WIDTHS = (64, 128, 256, 512)
 EXPANSION = 4
-"""Outputs of a bottleneck, in multiples of its width."""
+"""Output width of a bottleneck, in multiples of its width."""
 
 
 def last_channels(name: str) -> int:
@@ -29,7 +29,7 @@ def map_size(size: tuple[int, int], *, dilated: bool = False) -> tuple[int, int]
 
 
 def count_parameters(name: str, *, frozen: bool) -> int:
-    """Return the number of trained weights; `frozen`: norms have none."""
+    """Return the number of trained weights; `frozen`: without the weights of norms."""
     total, inputs, each = 3 * 64 * 49 + (0 if frozen else 128), 64, 0 if frozen else 2
     for index, (blocks, width) in enumerate(zip(DEPTHS[name], WIDTHS, strict=True)):
         for block in range(blocks):

@@ -12,7 +12,7 @@ from embodyrl.policies.vla.records import ChunkShape
 
 
 class LeRobotSettings(ResidualSettings):
-    """A policy in LeRobot's layout."""
+    """Keys of a policy in LeRobot's layout."""
 
     needs = {"likelihood=dsrl": "noise_bound"}
 
@@ -33,7 +33,7 @@ class LeRobotSettings(ResidualSettings):
 
     @property
     def steers(self) -> bool:
-        """The model is frozen, and an actor learns."""
+        """True if the model is frozen and an actor is trained."""
         return self.corrects or self._chosen == "dsrl"
 
 
@@ -44,9 +44,9 @@ def chunk_shape(config: LeRobotConfig) -> ChunkShape:
 
 
 def steering_shape(cfg: LeRobotSettings, config: LeRobotConfig, features: int, chosen: int) -> SteeringShape:
-    """Return the inputs and choices of the actor of a frozen model with `features` numbers.
+    """Return inputs and outputs of the actor on a frozen model with `features` inputs.
 
-    `chosen`: numbers that dsrl chooses, all for the whole chunk.
+    `chosen`: number of values that the DSRL actor chooses per chunk.
     """
     if cfg.corrects:
         return SteeringShape.correcting(cfg, features, config.action_dim)

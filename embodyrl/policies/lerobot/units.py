@@ -15,7 +15,7 @@ PAIRS = {
     Normalization.QUANTILES: ("q01", "q99"),
     Normalization.QUANTILE10: ("q10", "q90"),
 }
-"""The two statistics that each kind of normalization reads."""
+"""The two statistics used by each kind of normalization."""
 STATISTICS = ("mean", "std", "min", "max", "q01", "q10", "q90", "q99")
 
 
@@ -36,7 +36,7 @@ class Inputs:
 
 
 class Units(nn.Module):
-    """Normalization of each feature by its type, with statistics as buffers, so that they are saved with the weights.
+    """Normalization of each feature by its type. Statistics are buffers, so they are saved with the weights.
 
     A feature without statistics is unchanged.
     """
@@ -56,10 +56,10 @@ class Units(nn.Module):
                 self.register_buffer(_buffer(name, place), torch.full(shape, value))
 
     def fill(self, statistics: Statistics, where: object) -> None:
-        """Take statistics by feature and name.
+        """Set the statistics by feature and name.
 
         Raises:
-            CheckpointError: a feature has statistics, but not those that its kind of normalization reads.
+            CheckpointError: a feature lacks the statistics of its kind of normalization.
         """
         for name, mode in self._modes.items():
             if not (found := statistics.get(name)):
@@ -88,7 +88,7 @@ class Units(nn.Module):
         return 2 * (x - first) / self._span(first, second) - 1
 
     def unnormalize(self, name: str, x: Tensor) -> Tensor:
-        """Map values from the network's units; the inverse of `normalize`, but for the eps of mean and std."""
+        """Map values from the network's units; the inverse of `normalize` except for the eps of mean and std."""
         if (mode := self._modes.get(name)) is None:
             return x
         first, second = self._pair(name)
@@ -99,7 +99,7 @@ class Units(nn.Module):
         return (x + 1.0) * self._span(first, second) / 2.0 + first
 
     def varies(self) -> Tensor | None:
-        """Return [A] 0 for numbers of an action that are constant in the data, else 1; None: all vary."""
+        """Return [A] 0 for action dimensions that are constant in the data, else 1; None: no dimension is constant."""
         if (mode := self._modes.get(ACTION)) is None:
             return None
         first, second = self._pair(ACTION)
@@ -109,7 +109,7 @@ class Units(nn.Module):
     def inputs(
         self, state: Tensor | None, environment: Tensor | None, images: Tensor | None, names: tuple[str, ...]
     ) -> Inputs:
-        """Normalize observations; `names` are those of the cameras in `images` [B, T, C, 3, H, W], in 0..1."""
+        """Normalize observations; `names` are the cameras of `images` [B, T, C, 3, H, W], in 0..1."""
         if images is not None:
             images = torch.stack([self.normalize(name, images[:, :, i]) for i, name in enumerate(names)], 2)
         return Inputs(

@@ -40,12 +40,12 @@ NO_PATH = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVlaOftFactory:
-    """Builds policies of any size; implements `PolicyFactory`."""
+    """Builds policies of any size; implementation of `PolicyFactory`."""
 
     settings: type[OpenVlaSettings] = OftSettings
     """Keys below `model`."""
     autoregressive: bool = False
-    """OpenVLA: one action per inference, token by token; False: OpenVLA-OFT, a whole chunk in parallel."""
+    """True for OpenVLA: one action per inference, token by token; False for OpenVLA-OFT: a whole chunk in parallel."""
 
     def validate(self, cfg: OpenVlaSettings) -> list[str]:
         """Return config errors with fixes, one line each."""
@@ -59,7 +59,7 @@ class OpenVlaOftFactory:
         return problems + _training_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy from the checkpoint's JSON files.
+        """Return the policy spec, read from the checkpoint's JSON files.
 
         Raises:
             ConfigError: the checkpoint and the environment do not fit.
@@ -100,7 +100,7 @@ class OpenVlaOftFactory:
         return steering_costs(costs, _correction(cfg), beside=learns)
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes, and the actor on the model (see `ComparesWeights`)."""
+        """Compare the sizes of model and actor (see `ComparesWeights`)."""
         cfg, saved = as_oft(cfg), read_config(folder)
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):

@@ -1,4 +1,4 @@
-"""Weights in the public layout: strictly checked safetensors shards; no code is run."""
+"""Weights in the public layout: strictly checked safetensors shards; no code is executed."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ OF_RL = (VALUE_HEAD, ACTION_SCALE, RESIDUAL_ACTOR)
 FRESH = ("proprio_projector", "action_head", "noisy_action_projector")
 """Components that SFT may initialise randomly."""
 COMPONENTS = (*OF_RL, *FRESH, "vision_backbone")
-"""Attribute of the model, prefix of its keys and stem of its file."""
+"""Attribute of the model, key prefix and file stem of each component."""
 
 
 SHARD_BYTES = 5 * 10**9
@@ -77,10 +77,10 @@ def find_component(folder: Path, name: str) -> Path | None:
 
 
 def read_pt(path: Path, name: str) -> dict[str, Tensor]:
-    """Read a public `.pt` state dict (tensors only, no code is run) under the model's keys.
+    """Read a public `.pt` state dict (tensors only, no code is executed) under the model's keys.
 
     Raises:
-        CheckpointError: the file is truncated, or contains other objects than tensors.
+        CheckpointError: the file is truncated, or contains objects other than tensors.
     """
     try:
         # Memory-mapped: of several GB only copied tensors are read.
@@ -107,7 +107,7 @@ _FIXES = {
 """Fixes of shape mismatches by component."""
 
 Change = Callable[[str, Tensor], Tensor]
-"""(key, weight of the file) to the weight to load; merges adapters."""
+"""Function of key and weight that returns the weight to load; merges adapters."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -157,15 +157,15 @@ def load_into(
 ) -> None:
     """Copy the weights of a folder into a module, in place, with the module's dtypes.
 
-    All checks run before the first weight is changed. Heads and projectors are in separate files; those of RL may be
-    missing, and a value head may be among the model's own keys.
+    All checks run before the first weight is changed. Heads and projectors are in separate files. RL components are
+    optional, and a value head may be among the model's own keys.
 
-    Args:
-        module: on any device; injected adapters stay unchanged.
+    module: module on any device; injected adapters are unchanged.
+        folder: folder of the model's shards and component files.
         folder: the model's shards, and component files.
-        change: applied to each weight.
-        beside: another folder for the component files.
-        fresh_heads: heads and projectors may be missing; the module's own stay.
+        change: function applied to each weight.
+        beside: another folder with component files.
+        fresh_heads: allow missing heads and projectors, which keep the module's weights.
 
     Raises:
         CheckpointError: a file is unreadable or truncated, a key is missing or unexpected, or a shape differs.
@@ -259,7 +259,7 @@ def _copy(
     optional: set[str],
     change: Change | None = None,
 ) -> None:
-    """Check all files, then copy them and empty `files` meanwhile, so that mapped pages are freed."""
+    """Check all files, then copy them and empty `files`, so that mapped pages are freed."""
     found = {key: tensor for weights in files.values() for key, tensor in weights.items()}
     place = {key: f" in {path.name}" for path, weights in files.items() for key in weights}
     check_weights(

@@ -36,16 +36,16 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Data sets of `dataset_statistics.json` (or of config.json's `norm_stats`) by name."""
+    """Data sets of `dataset_statistics.json` (or config.json's `norm_stats`) by name."""
 
     sets: Mapping[str, Any]
     folder: Path
 
     def find(self, *keys: str | None) -> str:
-        """Return the data set of the first given key (see `find_data_set`), or else the only one.
+        """Return the data set of the first given key (see `find_data_set`), or the only data set.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no such data set.
         """
         wanted = next((key for key in keys if key), None)
         if wanted is not None:
@@ -61,7 +61,7 @@ class Statistics:
         """Return the bounds of `action` or `proprio`; without a mask every dimension is normalised.
 
         Raises:
-            CheckpointError: the data set lacks the part or its fields, or they are malformed.
+            CheckpointError: the data set lacks the part or its fields, or the fields are malformed.
         """
         low_name, high_name = NORMALISATIONS[normalisation]
         where = f"{self.folder / STATISTICS_FILE}: data set '{data_set}'"
@@ -83,7 +83,7 @@ class Statistics:
 
 
 def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatArray:
-    """Map values [..., D] from -1..1 to the units of the training data; masked ones are unchanged."""
+    """Map values [..., D] from -1..1 to the units of the training data; masked dimensions are unchanged."""
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
     # 1e-8 as in the public code, for identical bits, although there is no division here.
     scaled = 0.5 * (normalised + 1.0) * (high - low + 1e-8) + low
@@ -93,7 +93,7 @@ def unnormalise(normalised: npt.NDArray[np.floating], bounds: Bounds) -> FloatAr
 def normalise(values: npt.ArrayLike, bounds: Bounds, *, flat_to_zero: bool = True) -> npt.NDArray[np.float64]:
     """Map values [..., D] of the training data to -1..1 (clipped), the inverse of `unnormalise`.
 
-    `flat_to_zero`: dimensions with equal bounds become 0, as in training targets; the public inference code does not do
+    `flat_to_zero`: map dimensions with equal bounds to 0, as in training targets; the public inference code does not do
     this for proprioception.
     """
     low, high = np.asarray(bounds.low), np.asarray(bounds.high)
@@ -167,7 +167,7 @@ class VitSpec:
     reg_tokens: int
     layer_scale: bool
     attn_pool: bool
-    """The checkpoint contains an (unused) attention pool."""
+    """True if the checkpoint contains an (unused) attention pool."""
 
     @property
     def num_patches(self) -> int:
@@ -182,7 +182,7 @@ class VitSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec:
-    """Sizes of the language model, named as in its config; transformers stores only differences from these."""
+    """Sizes of the language model, named as in its config; transformers stores only differences from these defaults."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096
@@ -205,18 +205,18 @@ class PixelNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OftOptions:
-    """Options of the run, in addition to the checkpoint's files."""
+    """Options from the settings, in addition to the checkpoint's files."""
 
     cfg: OftSettings
     autoregressive: bool = False
-    """OpenVLA: one action, token by token with a causal mask; False: all tokens in parallel with full attention."""
+    """True for OpenVLA: token by token with a causal mask; False: all tokens in parallel with full attention."""
     state_dim: int = 0
     """Width of the proprioception; 0: not used."""
     value_dim: int = 0
 
     @property
     def num_action_tokens(self) -> int:
-        """L = K A, the action tokens of a chunk."""
+        """L = K A, the number of action tokens of a chunk."""
         return self.cfg.num_action_chunks * self.cfg.action_dim
 
 
@@ -226,7 +226,7 @@ class OftConfig:
 
     folder: Path
     towers: tuple[VitSpec, VitSpec]
-    """DINOv2 first, then SigLIP: the order of the image channels."""
+    """Vision towers, DINOv2 first, then SigLIP: the order of the image channels."""
     pixel_norms: tuple[PixelNorm, PixelNorm]
     llama: LlamaSpec
     pad_token_id: int
@@ -235,11 +235,11 @@ class OftConfig:
     n_bins: int
     statistics: Statistics
     random_init: bool
-    """The folder requests random initial weights instead of containing weights."""
+    """True if the folder requests random initial weights instead of containing weights."""
 
     @property
     def image_size(self) -> int:
-        """S: side of the model's square input, pixels."""
+        """S: side of the model's square input in pixels."""
         return self.towers[0].image_size
 
     @property

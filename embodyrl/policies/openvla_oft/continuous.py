@@ -18,7 +18,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class L1Gaussian:
-    """Gaussian whose mean is the head's output and whose deviation is a learned number per action dimension.
+    """Gaussian whose mean is the head's output, with a learned standard deviation per action dimension.
 
     The interface is that of `DiscreteTokens`. Temperature multiplies the deviation. Actions are unbounded: the
     environment clips them. A token is the bit pattern of a float32, so that scores are those of the exact samples.
@@ -76,7 +76,7 @@ class DiffusionChain(GaussianChain):
         self._cfg, self._levels, self._alphas = cfg, torch.tensor(ddim_steps(steps)), cumulative_alphas()
 
     def _step(self, velocity: Velocity, x: Tensor, index: Tensor) -> tuple[Transition, Transition]:
-        """Return the step with noise, and the deterministic one of greedy actions."""
+        """Return the stochastic step, and the deterministic step of greedy actions."""
         steps, alphas = self._cfg.num_diffusion_steps_inference, on_device(self._alphas, x.device)
         level = on_device(self._levels, x.device)[index]
         noise, _ = velocity(x, level)  # here the network predicts the noise
@@ -87,13 +87,13 @@ class DiffusionChain(GaussianChain):
 
 
 class Diffusion:
-    """Acts by denoising; its likelihood is that of one or all noisy steps of the chain; see `DiscreteTokens`."""
+    """Head that acts by denoising, with the likelihood of one or all noisy steps of the chain; see `DiscreteTokens`."""
 
     def __init__(self, model: OpenVlaOft, cfg: OftSettings, tokenizer: ActionTokenizer) -> None:
         self._model, self._cfg, self._tokenizer, self._chain = model, cfg, tokenizer, DiffusionChain(cfg)
 
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
-        """Denoise from sampled noise; greedy actions start from one fixed noise for all observations."""
+        """Denoise sampled noise; greedy actions start from the same fixed noise for all observations."""
         prefix, device = self._model.prefix(inputs), inputs.prompt_ids.device
         if noise is None:
             chosen = Chosen.greedily(self._denoised(inputs, prefix))
@@ -132,7 +132,7 @@ class Diffusion:
     def imitate(self, inputs: ModelInputs, target: np.ndarray) -> ImitationScores:
         """Return the squared error of the noise, at one training step per row.
 
-        Without gradients (validation) noise and step are the same in every call, and actions are compared, which needs
+        Without gradients (validation), noise and step are the same in every call, and actions are compared, which needs
         a full denoising.
         """
         trains = torch.is_grad_enabled()
@@ -156,7 +156,7 @@ class Diffusion:
         return network
 
     def _value(self, inputs: ModelInputs, prefix: Tensor) -> Tensor:
-        """Return values [B, V] for zero noise at the noisiest step, a function of the observation.
+        """Return values [B, V] for zero noise at the noisiest step, a function of the observation only.
 
         The features are detached, so that the critic does not change the policy's features.
         """

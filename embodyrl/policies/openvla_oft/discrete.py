@@ -15,7 +15,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray
 
 
 class DiscreteTokens:
-    """Tokens are vocabulary ids, as in the public code; temperature divides the logits.
+    """Head whose tokens are vocabulary ids, as in the public code; temperature divides the logits.
 
     The continuous heads have the same interface (`L1Gaussian`, `Diffusion`).
     """
@@ -27,7 +27,7 @@ class DiscreteTokens:
         acting: Callable[[ModelInputs], tuple[Tensor, Tensor]],
         tokenizer: ActionTokenizer,
     ) -> None:
-        """Set up the head; `forward`: of the model, maybe compiled; `acting`: without gradients, maybe recorded."""
+        """Set up the head with a forward pass, possibly compiled, and one without gradients, possibly a CUDA graph."""
         self._model, self._forward, self._acting, self._tokenizer = model, forward, acting, tokenizer
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim
@@ -35,7 +35,7 @@ class DiscreteTokens:
     def act(self, inputs: ModelInputs, noise: FloatArray | None, temperature: float) -> tuple[Chosen, Tensor]:
         """Return normalised chunks [B, K, A] and values [B, V].
 
-        Tokens are sampled from uniforms [B, L], one row for each observation; None means greedy.
+        Tokens are sampled from uniforms [B, L], one row per observation; None: greedy.
         """
         uniform = None if noise is None else on_device(noise, inputs.prompt_ids.device)
 
@@ -68,7 +68,7 @@ class DiscreteTokens:
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden rows [B, L, D] that actions are predicted from, and greedy normalised actions [B, K, A]."""
+        """Return the hidden rows [B, L, D] of the action predictions, and greedy normalised actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         logits, _ = self._model.read_out(hidden, self._columns)
         return hidden, self._decoded((logits.argmax(-1) + self._columns.start).cpu().numpy())

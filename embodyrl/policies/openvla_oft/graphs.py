@@ -1,7 +1,7 @@
-"""Inference by CUDA graphs: a forward pass is recorded once per batch size and replayed with a single launch.
+"""Inference with CUDA graphs: a forward pass is captured once per batch size and replayed with a single launch.
 
-A replay runs the recorded kernels in order, so acting and scoring stay the same computation; it saves the host's time
-for thousands of launches. Batches are padded to a few sizes, because each size has a recording.
+A replay runs the captured kernels in order, so acting and scoring use the same computation; it saves the host's time
+for thousands of launches. Batches are padded to a few sizes, because each size has its own graph.
 """
 
 import warnings
@@ -28,7 +28,7 @@ def bucket(count: int) -> int:
 
 
 def fill(inputs: ModelInputs, count: int) -> ModelInputs:
-    """Return a batch of `count` rows: those of the inputs, padded with the first one."""
+    """Return a batch of `count` rows: the inputs, padded with their first row."""
     return replace(
         inputs,
         **{name: torch.cat([x, x[:1].expand(count - len(x), *x.shape[1:])]) for name, x in _tensors(inputs).items()},
@@ -49,9 +49,9 @@ class _Recording:
 
 
 class Recorded:
-    """A recorded and replayed forward pass without gradients.
+    """A captured and replayed forward pass without gradients.
 
-    Weights may change in place, but must keep their memory. Outputs are valid until the next call. If recording fails,
+    Weights may change in place, but must keep their memory. Outputs are valid until the next call. If capturing fails,
     a warning is logged once and the plain forward pass is used.
     """
 

@@ -86,7 +86,7 @@ def time_embedding(step: Tensor, width: int) -> Tensor:
 
 
 def cumulative_alphas() -> Tensor:
-    """Return the share of signal [50] after each training step: squared cosine schedule, betas at most 0.999."""
+    """Return the fraction of signal [50] after each training step: squared cosine schedule, betas at most 0.999."""
 
     def share(t: float) -> float:
         return math.cos((t + 0.008) / 1.008 * math.pi / 2) ** 2
@@ -103,14 +103,14 @@ def ddim_steps(count: int) -> list[int]:
 def ddim_step(x: Tensor, noise: Tensor, step: Tensor, count: int, alphas: Tensor, eta: float) -> tuple[Tensor, Tensor]:
     """Return one DDIM step (arXiv 2010.02502, equations 12 and 16): clip the clean estimate to -1..1, reduce the noise.
 
-    The noise is not derived again from the clipped estimate, and the last level is noise-free, as in the public code.
+    The noise is not recomputed from the clipped estimate, and the last level is noise-free, as in the public code.
 
     Args:
         x: [B, K, A] noisy chunks.
         noise: [B, K, A] predicted noise.
-        step: [B] their training steps.
-        count: steps from noise to actions.
-        alphas: [50] share of signal after each training step.
+        step: [B] training steps of the chunks.
+        count: number of steps from noise to actions.
+        alphas: [50] fraction of signal after each training step.
         eta: 0: deterministic; 1: as much noise as the forward process has (DDPM).
 
     Returns:

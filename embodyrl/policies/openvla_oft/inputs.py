@@ -1,6 +1,6 @@
 """Conversion of stored camera pixels and instructions to model inputs.
 
-Acting and training run the same code on the same uint8 pixels. Instructions become token ids by tokenizer.json with the
+`act` and training run the same code on the same uint8 pixels. Instructions become token ids by tokenizer.json with the
 `tokenizers` package: no remote code.
 """
 
@@ -41,10 +41,10 @@ def preprocess(
     Args:
         images: [B, C, H, W, 3] uint8 in the simulator's orientation.
         rotation_deg: 0 or 180, the rotation to the orientation of the training data.
-        pipeline: `rlinf` or `official`, the recipe of the checkpoint's training.
+        pipeline: `rlinf` or `official`, the preprocessing of the checkpoint's training.
         size: S, side of the model's square input, pixels.
         norms: normalisation of the two towers.
-        device: where to compute.
+        device: device of the computation.
 
     Returns:
         [B, 6*C, S, S] float32; per camera the channels of DINOv2, then of SigLIP.
@@ -71,7 +71,7 @@ def preprocess(
 
 
 def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255) like RLinf's processor.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in RLinf's processor.
 
     Bicubic with antialias in float32, then clamp and round half to even. The same call on uint8 uses a fixed-point
     kernel that differs by up to 9 levels.
@@ -85,7 +85,7 @@ def rlinf_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
 
 
 def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tensor:
-    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255) like the official evaluation.
+    """Resize [N, H, W, 3] uint8 to [N, 3, S, S] float32 (integers 0..255), as in the official evaluation.
 
     JPEG round trip (on the CPU), lanczos3, then a centre crop of 0.9 of the area.
     """
@@ -95,10 +95,10 @@ def official_pixels(frames: ByteArray, size: int, device: torch.device) -> Tenso
 
 
 def jpeg_round_trip(frame: ByteArray) -> ByteArray:
-    """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0): the training data were JPEG files.
+    """Encode and decode [H, W, 3] uint8 (quality 95, 4:2:0), because the training data were JPEG files.
 
-    Pillow writes TensorFlow's coefficients. TensorFlow decodes them with the fast integer cosine transform; Pillow's
-    accurate one differs by 1 level on average, 17 at most.
+    Pillow encodes like TensorFlow. TensorFlow decodes with the fast integer cosine transform; Pillow's
+    accurate transform differs by 1 level on average, 17 at most.
     """
     buffer = io.BytesIO()
     Image.fromarray(frame).save(buffer, format="JPEG", quality=JPEG_QUALITY, subsampling="4:2:0")
@@ -142,7 +142,7 @@ def _lanczos_matrix(size_in: int, size_out: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _crop_coordinates(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return lower and upper source pixel (int64) and the weight of the upper one (float32) for each of S outputs."""
+    """Return lower and upper source pixel (int64) and the weight of the upper pixel (float32) for each of S outputs."""
     side = np.sqrt(np.float32(CROP_AREA))
     start = (np.float32(1.0) - side) / np.float32(2.0)
     position = start * np.float32(size - 1) + np.arange(size, dtype=np.float32) * side

@@ -1,4 +1,4 @@
-"""Llama-2 for OpenVLA: full attention for action chunks, causal for single tokens.
+"""Llama-2 for OpenVLA: full attention for action chunks, causal attention for single tokens.
 
 Frozen linear layers with low-rank adapters are fused on a GPU. Plain PyTorch computes the frozen product, the adapter's
 product and their sum one after the other, each with a pass over the output, and autograd sums the gradients of an input
@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
 def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) -> list[Tensor]:
-    """Return outputs [..., out] of layers with one input x [..., in]; `onto` [..., out] is added to the only output."""
+    """Return outputs [..., out] of layers with one input x [..., in]; `onto` [..., out] is added to a single output."""
     half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]
@@ -96,7 +96,7 @@ Rope = tuple[Tensor, Tensor]
 def rope_tables(positions: Tensor, head_dim: int, theta: float, *, bf16_frequencies: bool = False) -> Rope:
     """Return cosine and sine tables [B, 1, T, head_dim] of the rotary embedding at positions [B, T], float32.
 
-    `bf16_frequencies` rounds the inverse frequencies, like code that casts the whole model with its buffers; large
+    `bf16_frequencies` rounds the inverse frequencies, as in code that casts the whole model with its buffers; large
     positions then rotate by up to 0.4 rad more or less, which changes the logits visibly.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.int64, device=positions.device).float() / head_dim
@@ -127,7 +127,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is rotated back by the same angle; both halves of the tables are equal."""
+    """A rotation as an autograd function; the gradient is rotated back. Both halves of the tables are equal."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class KeyValueCache(dict[int, tuple[Tensor, Tensor]]):
     """Keys and values [B, heads, T, head_dim] of each layer."""
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new tokens' keys and values of a layer; return all of them."""
+        """Append the new tokens' keys and values of a layer; return all keys and values."""
         if layer in self:
             k, v = (torch.cat(pair, dim=2) for pair in zip(self[layer], (k, v), strict=True))
         self[layer] = k, v
@@ -188,7 +188,7 @@ class RmsNorm(nn.Module):
 
 
 class _RmsNorm(torch.autograd.Function):
-    """w x / sqrt(mean x^2 + eps) in half the memory passes of autograd."""
+    """w x / sqrt(mean x^2 + eps), with half the memory traffic of autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -219,15 +219,15 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """S of T tokens, one of each set of identical inputs of the first layer.
+    """S of T tokens: one token of each set of identical inputs of the first layer.
 
-    Zero tokens are identical at all positions: their queries and keys are zero, and stay zero after the rotation.
+    Zero tokens are identical at all positions: their queries and keys are zero, also after the rotation.
     """
 
     positions: Tensor
     """[B, S] positions of the S tokens."""
     mask: Tensor
-    """[B, 1, 1, S] float, for the first layer: the logarithm of the number of tokens of a key, -inf for none."""
+    """[B, 1, 1, S] float, for the first layer: the logarithm of the number of tokens per key, -inf for none."""
     places: Tensor
     """[B, T] index of each token among the S tokens."""
 
@@ -328,8 +328,8 @@ class LlamaModel(nn.Module):
             mask: [B, 1, 1 or T, keys] bool, False for masked keys.
             rows: [B, R] the required rows; the last layer then skips the queries and the MLP of all others.
             positions: [B, T]; default 0..T-1.
-            cache: earlier tokens, which this call extends.
-            repeated: identical tokens that the first of several layers computes once; without a cache.
+            cache: keys and values of earlier tokens, extended by this call.
+            repeated: identical tokens, computed once in the first of several layers; without a cache.
 
         Returns:
             [B, R, D], or [B, T, D] without `rows`.

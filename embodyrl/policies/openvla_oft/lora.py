@@ -1,4 +1,4 @@
-"""Low-rank adapters: injected through peft for training, otherwise merged into the weights."""
+"""Low-rank adapters: injected with peft for training, otherwise merged into the weights."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Adapter:
     factors: Mapping[str, tuple[Tensor, Tensor]]
     """(A [r, in...], B [out, r...]) by module path."""
     replaced: Mapping[str, Tensor]
-    """Full weights by parameter name that replace those of the model (peft adds the output matrix)."""
+    """Full weights by parameter name that replace the model's weights (peft adds the output matrix)."""
 
     def merged(self, key: str, tensor: Tensor) -> Tensor:
         """Return a weight with its adapter added, in float32: W + alpha/r * B A (patch embeddings: reshaped)."""
@@ -87,13 +87,13 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
     """Return a function that merges an adapter into the weights of `base` while they are loaded, without a second copy.
 
     Args:
-        adapter: its folder.
+        adapter: folder of the adapter.
         known: names of the model's weights.
         base: folder of the base weights.
         prefix: prefix of the adapter's names before those of the weights.
 
     Raises:
-        CheckpointError: a file does not fit, or the adapter is from another model.
+        CheckpointError: a file does not fit, or the adapter belongs to another model.
     """
     loaded = read_adapter(adapter)
     names = (name.removeprefix(prefix) for name in loaded.factors)
@@ -108,10 +108,10 @@ def merging(adapter: Path, known: Container[str], base: Path, prefix: str = "") 
 def inject(module: nn.Module, spec: AdapterSpec, *, init: str, seed: int, within: tuple[str, ...] = ADAPTED) -> None:
     """Add adapters to the selected linear layers (and patch embeddings) and freeze all weights `within` these parts.
 
-    Adapters of layers without influence on the output are frozen, too; they exist because public adapters have them.
+    Adapters of layers without influence on the output are frozen too; public adapters contain them.
 
     Raises:
-        ConfigError: no layer has one of the names.
+        ConfigError: no layer has one of the target names.
     """
     trained = {name: p.requires_grad for name, p in module.named_parameters()}
     layers = [
@@ -159,10 +159,10 @@ def _adapted(layer: Any, x: Tensor) -> Tensor:
 
 
 def load_adapter(module: nn.Module, where: Path) -> None:
-    """Copy the factors of an adapter folder into the injected ones.
+    """Copy the factors of an adapter folder into the injected adapters.
 
     Raises:
-        CheckpointError: it has adapters on other layers, or another rank.
+        CheckpointError: the adapters are on other layers, or have another rank.
     """
     adapter, state = read_adapter(where), module.state_dict()
     ours = {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}

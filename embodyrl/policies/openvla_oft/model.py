@@ -1,6 +1,6 @@
 """OpenVLA-OFT: from images, prompt and proprioception to the logits of a whole action chunk.
 
-Multi-pass prediction, token by token (OpenVLA) or by denoising, is at the end.
+Prediction in several passes, token by token (OpenVLA) or by denoising, is at the end of the file.
 """
 
 import math
@@ -30,7 +30,7 @@ from embodyrl.policies.steering.actor import SteeringActor
 from embodyrl.policies.tensors import on_device
 
 BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not in OF_RL))
-"""All parts except those of RL."""
+"""All parts except those added by RL."""
 
 
 class ValueHead(nn.Module):
@@ -101,7 +101,7 @@ class OpenVlaOft(nn.Module):
 
         Args:
             inputs: the batch.
-            tokens: [B, L] the chosen ids, for autoregressive models; parallel ones do not use them.
+            tokens: [B, L] chosen ids, for autoregressive models; parallel models ignore them.
             whole_vocabulary: return the logits of all ids, for SFT.
 
         Returns:
@@ -146,7 +146,7 @@ class OpenVlaOft(nn.Module):
     ) -> Tensor:
         """Run the language model and return the rows [B, L + more_rows, D] that predict the action tokens.
 
-        Row j predicts token j: the last prompt token predicts the first one, placeholder j-1 the j-th.
+        Row j predicts token j: the last prompt token predicts the first token, placeholder j-1 the j-th token.
         """
         body, repeated = self.language_model.model, None
         if slots is None and self._gives_slots_once(prefix):
@@ -163,7 +163,7 @@ class OpenVlaOft(nn.Module):
         return plain and not self.options.autoregressive and len(self.language_model.model.layers) > 1
 
     def _embed_slots_once(self, prefix: Tensor, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor, Repeated]:
-        """Embed as `embed` does without slots, but with one token for all identical zero slots: [B, S, D]."""
+        """Embed as in `embed` without slots, but with one token for all identical zero slots: [B, S, D]."""
         more = self.options.num_action_tokens - 1
         embeddings, seen, last_prompt = self.embed(prefix, inputs, num_slots=1)
         slot = last_prompt[:, None] + 1
@@ -193,7 +193,7 @@ class OpenVlaOft(nn.Module):
         Args:
             prefix: [B, P, D] see `prefix`.
             inputs: the batch.
-            slots: [B, L, D] embeddings at the action positions; zeros by default.
+            slots: [B, L, D] embeddings at the action positions; default: zeros.
             num_slots: number of action positions; L by default.
 
         Returns:
@@ -229,7 +229,7 @@ class OpenVlaOft(nn.Module):
         return self._embed_text(inputs, 0).sum(dim=1) / count
 
     def add_residual_actor(self, seed: int) -> None:
-        """Add the actor that corrects the model's actions; initially its corrections are 0."""
+        """Add the actor that corrects the model's actions; initial corrections are 0."""
         width = self.language_model.lm_head.in_features
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -244,7 +244,7 @@ class OpenVlaOft(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int, parts: tuple[str, ...] = BODY) -> None:
-        """Initialise some parts: unit-scale residual streams and unit-variance logits.
+        """Initialise some parts, with unit-scale residual streams and unit-variance logits.
 
         A smaller output matrix would start closer to uniform, but learns several times more slowly.
         """
@@ -292,7 +292,7 @@ def sliced_linear(layer: nn.Module, x: Tensor, columns: slice) -> Tensor:
 
 
 Choose = Callable[[int, Tensor], Tensor]
-"""(token index, logits [B, 1, bins]) to the chosen bin [B, 1]."""
+"""Function from (token index, logits [B, 1, bins]) to the chosen bin [B, 1]."""
 
 
 def decode_tokens(model: OpenVlaOft, inputs: ModelInputs, choose: Choose) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""OpenVLA-OFT policy: acting and scoring share one code path, so that their log-probabilities agree."""
+"""OpenVLA-OFT policy: `act` and `score` share one code path, so that their log-probabilities agree."""
 
 import math
 from fnmatch import fnmatchcase
@@ -48,7 +48,7 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 
 class OpenVlaOftPolicy:
-    """A checkpoint with an environment's orientation, tasks and statistics; implements `Policy`."""
+    """A checkpoint with an environment's image rotation, tasks and statistics; implementation of `Policy`."""
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
@@ -122,7 +122,7 @@ class OpenVlaOftPolicy:
         """Return the loss of actions [B, K, A] as in the official training.
 
         Discrete: cross-entropy of the action tokens and STOP over all ids. L1: mean distance of the normalised actions.
-        Diffusion: squared error of the noise (actions are compared in validation only, which needs a full denoising).
+        Diffusion: squared error of the noise (actions are compared only in validation, which needs a full denoising).
         """
         with self._scoring:
             return self._head.imitate(self._inputs(obs), normalise(actions, self._bounds))
@@ -142,7 +142,7 @@ class OpenVlaOftPolicy:
         save_side_files(folder, self._side_files)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, the current one stays.
+        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, the old one is kept.
 
         A folder with an adapter only needs the same `model.path`: the adapter is loaded if adapters are trained,
         otherwise merged into the weights of `model.path`. The folder's action statistics are used, because its tokens
@@ -161,7 +161,7 @@ class OpenVlaOftPolicy:
         self._adopt(read_config(folder))
 
     def _adopt(self, config: OftConfig) -> None:
-        """Use the statistics of a folder, and the small files that are saved with the weights."""
+        """Use the statistics of a folder, and its small files, which are saved with the weights."""
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)
@@ -174,7 +174,7 @@ class OpenVlaOftPolicy:
         return self._config.action_vocab_start, self._bounds
 
     def _build_head(self) -> DiscreteTokens | L1Gaussian | Diffusion:
-        """Build the head for acting and scoring."""
+        """Build the head for `act` and `score`."""
         if self._cfg.action_head is ActionHead.l1:
             return L1Gaussian(self._model, self._forward, self._actions)
         if self._cfg.action_head is ActionHead.diffusion:
@@ -237,7 +237,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
 
 
 def _load(module: OpenVlaOft, cfg: OftSettings, config: OftConfig, request: PolicyRequest) -> None:
-    """Read the weights of `model.path`; add adapters, or merge the one of `model.lora.path`."""
+    """Read the weights of `model.path`; add adapters, or merge the adapter of `model.lora.path`."""
     trains_adapter, adapter = cfg.is_lora and request.trainable, given_adapter(cfg)
     if adapter is not None and not trains_adapter:
         change = _merging(module, config.folder, adapter)
@@ -260,7 +260,7 @@ def _merging(module: OpenVlaOft, base: Path, adapter: Path) -> Change:
 
 
 def _halve(module: OpenVlaOft, *, keep_trained: bool) -> None:
-    """Cast to bfloat16 all weights except those of RL, and fully trained ones next to adapters."""
+    """Cast all weights to bfloat16 except those added by RL, and fully trained weights next to adapters."""
     module.to(torch.bfloat16)
     for name in (*OF_RL, *FRESH) if keep_trained else OF_RL:
         if (part := getattr(module, name)) is not None:

@@ -17,7 +17,7 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 
 class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
-    """The model acts greedily, and each number of a normalised action is corrected by at most `residual_scale`.
+    """Policy of greedy actions of a frozen model, with corrections up to `residual_scale` per normalised dimension.
 
     The model is built as for evaluation, so that its actions stay bit-identical while the actor is trained.
     """
@@ -45,7 +45,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         self._actor.shape.save(folder)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
-        """Raise: corrections of actions depend on the observation.
+        """Raise an error: corrections of actions depend on the observation.
 
         Raises:
             ConfigError: always.
@@ -56,7 +56,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
     def _see(self, obs: Observation) -> Seen:
-        """Return features: the mean of the hidden rows that predict actions, then the normalised proposal."""
+        """Return the features: the mean of the hidden rows that predict actions, then the normalised proposal."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()

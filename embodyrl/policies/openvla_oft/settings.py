@@ -18,14 +18,14 @@ Likelihood = StrEnum("Likelihood", ["head", "residual"])
 
 
 class OpenVlaSettings(AdapterSettings):
-    """Settings of OpenVLA, which predicts one action per inference, token by token."""
+    """Keys of OpenVLA, which predicts one action per inference, token by token."""
 
     action_dim: Count = 7
     """A: dimensions of one action."""
     unnorm_key: str | None = None
     """Key of the action statistics; default: the environment's."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 1
-    """Camera images per inference."""
+    """Number of camera images per inference."""
     cameras: list[str] | None = None
     """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
     default: the checkpoint's names."""
@@ -37,7 +37,7 @@ class OpenVlaSettings(AdapterSettings):
     """Round the rotary frequencies to bfloat16, as RLinf does; only for checkpoints that were trained with this
     rounding."""
     freeze: list[str] = []
-    """Frozen parameters: patterns of names, for example [vision_backbone.*]."""
+    """Names of frozen parameters as patterns, for example [vision_backbone.*]."""
     compile: bool = False
     """Compile the model with torch.compile (slow first steps)."""
     cuda_graphs: bool = False
@@ -51,7 +51,7 @@ class OpenVlaSettings(AdapterSettings):
 
 
 class OftSettings(OpenVlaSettings, ResidualSettings):
-    """Settings of OpenVLA-OFT, which predicts a whole chunk in parallel."""
+    """Keys of OpenVLA-OFT, which predicts a whole chunk in parallel."""
 
     needs = {
         "likelihood!=residual": "freeze compile",
@@ -61,7 +61,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     }
 
     use_proprio: bool = False
-    """Feed proprioception."""
+    """Use proprioception as an input."""
     append_stop: bool = True
     """Add the STOP token after the action placeholders, as in the original training."""
     action_head: ActionHead = ActionHead.discrete
@@ -74,9 +74,9 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
     """Denoising steps of the diffusion head, at most 50 (the steps in training)."""
     stochastic_steps: Stochastic = Stochastic.one
-    """diffusion: train on one random step per chunk, or on all; each costs a forward pass."""
+    """diffusion: train on one random step per chunk, or on all; each step costs a forward pass."""
     diffusion_eta: Share = 1.0
-    """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (that of the forward process)."""
+    """diffusion: noise of a stochastic step, from 0 (diffusion_min_std alone) to 1 (the forward process)."""
     diffusion_min_std: Positive = 0.1
     """diffusion: minimum standard deviation of a stochastic step."""
     use_film: bool = False
@@ -94,7 +94,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
 
 
 def as_oft(cfg: OpenVlaSettings) -> OftSettings:
-    """Return the equivalent settings of OpenVLA-OFT for OpenVLA."""
+    """Return the settings of OpenVLA as settings of OpenVLA-OFT."""
     if isinstance(cfg, OftSettings):
         return cfg
     return OftSettings.model_construct(**{name: getattr(cfg, name) for name in OpenVlaSettings.model_fields})

@@ -14,7 +14,7 @@ PROMPT_TOKENS = 40
 
 
 class Linear(NamedTuple):
-    """A number of linear layers (or patch embeddings) of one size."""
+    """Several linear layers (or patch embeddings) of one size."""
 
     count: int
     inputs: int
@@ -23,12 +23,12 @@ class Linear(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Weights and biases of all of them."""
+        """Number of weights and biases of all layers."""
         return self.count * (self.inputs + self.bias) * self.outputs
 
 
 def body_layers(config: OftConfig, *, in_use: bool = False) -> Iterator[Linear]:
-    """Yield the layers of vision towers, projector and language model; `in_use`: only those that affect the output."""
+    """Yield the layers of vision towers, projector and language model; `in_use`: only layers that affect the output."""
     yield from _vision_layers(config, in_use=in_use)
     yield from _language_layers(config)
     yield Linear(1, config.llama.hidden_size, config.llama.vocab_size, bias=False)
@@ -130,13 +130,13 @@ class SampleSize:
     """Bytes and FLOPs of one sample in a precision."""
 
     kept: int
-    """Stored by a forward pass for its backward pass."""
+    """Bytes stored by a forward pass for its backward pass."""
     recomputed: int
-    """The same with recomputed layers: their inputs."""
+    """Bytes stored with recomputed layers: their inputs."""
     layer: int
-    """Stored by the largest layer while it is recomputed."""
+    """Bytes stored by the largest layer while it is recomputed."""
     acting: int
-    """Maximum without gradients."""
+    """Maximum bytes without gradients."""
     flops: float
     """FLOPs of the forward pass."""
 

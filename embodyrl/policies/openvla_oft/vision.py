@@ -52,7 +52,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Linear, exact GELU, linear; in the towers, and as projector of other inputs."""
+    """Linear, exact GELU, linear; used in the towers, and as projector of other inputs."""
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LayerScale(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """Layer norm; on a GPU without autocast's float32 copies, because its kernel sums in float32."""
+    """Layer norm; on a GPU without autocast's float32 copies, because the kernel sums in float32."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, eps=LAYER_NORM_EPS)
@@ -116,7 +116,7 @@ class Block(nn.Module):
 
 
 def _onto(x: Tensor, layer: nn.Module, inputs: Tensor, scale: nn.Module) -> Tensor:
-    """Return x + scale(layer(inputs)), on a GPU in fewer kernels."""
+    """Return x + scale(layer(inputs)), fused into fewer kernels on a GPU."""
     if not isinstance(scale, LayerScale):
         return linears([layer], inputs, x)[0]
     out = layer(inputs)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFactory:
-    """Describes and connects to a policy server; implements `PolicyFactory`."""
+    """Builds clients of policy servers; implementation of `PolicyFactory`."""
 
     settings: type[RemoteSettings] = RemoteSettings
     """Keys below `model`."""
@@ -28,7 +28,7 @@ class RemoteFactory:
         return []
 
     def spec(self, cfg: RemoteSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy: it uses the environment's first cameras and its actions."""
+        """Return the policy spec: the environment's first cameras and its actions."""
         from embodyrl.policies.remote.dialects import names_of
 
         named = len(names_of(cfg).images)
@@ -53,7 +53,7 @@ class RemoteFactory:
 
         Raises:
             ConfigError: training was requested.
-            EmbodyError: there is no server, or it does not fit.
+            EmbodyError: there is no server, or the server does not fit.
         """
         from embodyrl.policies.remote.policy import RemotePolicy
 

@@ -1,4 +1,4 @@
-"""Wire formats of the two protocols: names of an observation's parts, encoding and decoding."""
+"""Wire formats of the two protocols: names of an observation's fields, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from embodyrl.policies.remote.settings import ConversationSettings
 from embodyrl.types import ByteArray, FloatArray
 
 _KINDS = "biuf"
-"""Booleans and numbers; object arrays would be pickled, and text arrays are not needed."""
+"""Numpy kinds of booleans and numbers; object arrays would be pickled, and text arrays are not needed."""
 _MOST_PIXELS = 1 << 26
-"""Maximum pixels of all images of a message."""
+"""Maximum number of pixels of all images of a message."""
 _MOST_PARTS = 1 << 16
-"""Maximum entries of all lists and mappings of a message; arrays count as one."""
+"""Maximum number of entries of all lists and mappings of a message; an array counts as one."""
 _LONGEST_LIST, _LONGEST_TEXT = 1 << 14, 1 << 16
 
 
 class MessageError(EmbodyError, ValueError):
-    """A message is malformed, or has other content than requested."""
+    """A message is malformed, or has unexpected content."""
 
 
 def need(package: str) -> Any:
-    """Import a package of the extra `serve`, or a module of one.
+    """Import a package of the extra `serve`, or one of its modules.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: the package is not installed.
     """
     try:
         return import_module(package)
@@ -49,12 +49,12 @@ def bytes_keyed(array: np.ndarray) -> dict[Any, Any]:
 
 
 def text_keyed(array: np.ndarray) -> dict[Any, Any]:
-    """Encode an array as in vla-eval (whose images may also be PNG or JPEG), with texts as keys."""
+    """Encode an array as in vla-eval (whose images may also be PNG or JPEG), with strings as keys."""
     return {"__ndarray__": True, "data": array.tobytes(), "dtype": array.dtype.str, "shape": list(array.shape)}
 
 
 def pack(message: object, write_array: Callable[[np.ndarray], dict[Any, Any]]) -> bytes:
-    """Encode a message of mappings, lists, numbers, texts and arrays."""
+    """Encode a message of mappings, lists, numbers, strings and arrays."""
 
     def default(value: object) -> object:
         if isinstance(value, np.ndarray) and value.dtype.kind in _KINDS:
@@ -70,7 +70,7 @@ def unpack(data: bytes | str) -> Any:
     """Decode a message of either protocol.
 
     Raises:
-        MessageError: it is not msgpack, has too many or too large parts, or an array's data have another size.
+        MessageError: the data are not msgpack, have too many or too large parts, or an array has another size.
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
@@ -86,7 +86,7 @@ def unpack(data: bytes | str) -> Any:
 
 
 class _Reader:
-    """Builds the parts of one message and counts them: a byte of a message may be an object of a hundred bytes."""
+    """Decoder that counts the parts of a message: a byte of a message may become an object of a hundred bytes."""
 
     def __init__(self) -> None:
         self._parts = self._pixels = 0
@@ -152,28 +152,28 @@ def _field(found: Mapping[Any, Any], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One transferred observation: upright images, for any orientation of the simulator."""
+    """One received observation: upright images, for any orientation of the simulator."""
 
     images: tuple[ByteArray, ...]
-    """Each [H, W, 3] uint8."""
+    """Images, each [H, W, 3] uint8."""
     state: FloatArray | None
-    """[S]; None: not sent."""
+    """State [S]; None: not sent."""
     prompt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Names of an observation's parts."""
+    """Names of an observation's fields."""
 
     images: tuple[str, ...]
     state: tuple[str, ...]
-    """The first is written, any is read."""
+    """Keys of the state: the first is written, all are accepted."""
     prompt: tuple[str, ...]
-    """Keys of the instruction: the first is written, any is read."""
+    """Keys of the instruction: the first is written, all are accepted."""
     group: str = ""
-    """Mapping of the images; empty: the observation itself."""
+    """Key of the mapping of images; empty: the observation itself."""
     by_position: bool = False
-    """Images are read by position instead of by name."""
+    """True if images are read by position instead of by name."""
 
     def write(self, seen: Seen) -> dict[str, Any]:
         """Encode the observation as a message; cameras without a name are dropped."""
@@ -192,7 +192,7 @@ class Names:
             states: length of the required state; 0: none.
 
         Raises:
-            MessageError: a part is missing or has another shape; the message describes the received parts.
+            MessageError: a field is missing or has another shape; the message lists the received fields.
         """
         if not isinstance(message, Mapping):
             raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
@@ -242,7 +242,7 @@ VLA_EVAL = Names(
 
 
 def names_of(cfg: ConversationSettings) -> Names:
-    """Return the protocol's names, with those of the config."""
+    """Return the protocol's names, with the names of the config."""
     names = {"openpi": OPENPI, "vla_eval": VLA_EVAL}[cfg.protocol]
     return Names(
         images=names.images if cfg.image_names is None else tuple(cfg.image_names),

@@ -28,17 +28,17 @@ from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, Polic
 
 _RETRY_S = 0.2
 _MOST_BYTES = 1 << 24
-"""Maximum size of a reply: a chunk of actions is small."""
+"""Maximum size of a reply in bytes; a chunk of actions is small."""
 
 
 class RemotePolicy(OnlyActs):
-    """Requests chunks from a server and executes their first K actions; implements `Policy` except for training."""
+    """Policy that requests chunks from a server and executes K actions; implementation of `Policy` without training."""
 
     def __init__(self, cfg: RemoteSettings, spec: PolicySpec, env: EnvSpec) -> None:
         """Connect and read the server's metadata.
 
         Raises:
-            EmbodyError: there is no server at `model.url`, or it has another protocol.
+            EmbodyError: there is no server at `model.url`, or it uses another protocol.
         """
         super().__init__(spec)
         self._cfg, self._env, self._names = cfg, env, names_of(cfg)
@@ -69,7 +69,7 @@ class RemotePolicy(OnlyActs):
         return self.output(np.stack(rows))
 
     def _greet(self) -> dict[str, Any]:
-        """Return the server's metadata, which openpi sends first, and vla-eval after a greeting."""
+        """Return the server's metadata, which openpi sends on connection and vla-eval after a first message."""
         if self._cfg.protocol == "vla_eval":
             self._tell("hello", {"harness_version": "0", "protocol_version": 1})
             return self._hear("hello")

@@ -1,4 +1,4 @@
-"""Actor on a frozen model, its critics, and common parts of such policies."""
+"""Actor on a frozen model, its critics, and shared parts of these policies."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, P
 
 
 class SteeringActor(nn.Module):
-    """A squashed Gaussian over rows of numbers, from features of the frozen model.
+    """A squashed Gaussian over rows of numbers, computed from features of the frozen model.
 
-    At first its mean is near 0 (`gain` 0: exactly), where greedy actions equal those of the frozen model. The
-    log-probability of a chunk is that of the choice; a choice for the whole chunk is stored at its first action. The
-    record contains the seed, and the Gaussian's sample before it is squashed to -1..1.
+    Its initial mean is near 0 (`gain` 0: exactly 0), where greedy actions equal those of the frozen model. The
+    log-probability of a chunk is that of the actor's sample; a sample for a whole chunk is stored at its first action.
+    The record contains the seed, and the Gaussian's sample before it is squashed to -1..1.
     """
 
     def __init__(self, shape: SteeringShape, gain: float) -> None:
@@ -57,7 +57,7 @@ class SteeringActor(nn.Module):
         return self._score(self(features), self.kept(tokens, features.device), temperature)
 
     def kept(self, tokens: IntArray, device: torch.device) -> Tensor:
-        """Return the recorded sample [B, rows, n] of tokens."""
+        """Return the recorded samples [B, rows, n] in the tokens."""
         return on_device(self.shape.layout.unpack(tokens)[1], device).unflatten(1, (self.shape.rows, -1))
 
     def _score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -68,17 +68,17 @@ class SteeringActor(nn.Module):
 
 
 def proposal(features: Tensor, shape: SteeringShape) -> Tensor:
-    """Return proposed actions [B, K, A], the last numbers of features [B, F]."""
+    """Return proposed actions [B, K, A], the last columns of features [B, F]."""
     return features[:, -shape.actions * shape.numbers :].unflatten(1, (-1, shape.numbers))
 
 
 def executed(features: Tensor, corrections: Tensor, shape: SteeringShape) -> Tensor:
-    """Return chunks [B, K, A] of features [B, F] and corrections [B, A or K A] relative to their bound."""
+    """Return executed chunks [B, K, A] for features [B, F] and corrections [B, A or K A] relative to their bound."""
     return proposal(features, shape) + shape.bound * corrections.unflatten(1, (-1, shape.numbers))
 
 
 class CriticsOfExecuted(Critics):
-    """Critics of features, including the proposal, and executed actions (arXiv 2412.13630)."""
+    """Critics of features (including the proposal) and executed actions (arXiv 2412.13630)."""
 
     def __init__(self, count: int, shape: SteeringShape, generator: torch.Generator, *, layer_norm: bool) -> None:
         widths = (shape.features + shape.actions * shape.numbers, *WIDTHS)
@@ -96,13 +96,13 @@ class Seen(NamedTuple):
     features: Tensor
     """[B, F] inputs of the actor, without gradients."""
     value: Tensor
-    """[B, V], with gradients."""
+    """[B, V] values, with gradients."""
     model: Any
     """Input of `Steered._execute`."""
 
 
 class Steered(ABC):
-    """A policy with a frozen model and a trained actor; implements `SoftActor`."""
+    """A policy with a frozen model and a trained actor; implementation of `SoftActor`."""
 
     spec: PolicySpec
     encoder: Sequence[nn.Parameter] = ()
@@ -121,7 +121,7 @@ class Steered(ABC):
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float
     ) -> FloatArray:
-        """Return actions [B, K, A] of unsquashed choices [B, rows, n]; without seeds greedily."""
+        """Return actions [B, K, A] of actor samples [B, rows, n] before squashing; greedy without seeds."""
 
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
@@ -137,7 +137,7 @@ class Steered(ABC):
         return PolicyOutput(actions=actions, tokens=tokens, logprob=logprob, value=seen.value.cpu().numpy())
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
-        """Return log-probabilities, entropies and values of the choices [B, L], with gradients of the actor alone."""
+        """Return log-probabilities, entropies and values of actor samples [B, L], with gradients of the actor only."""
         seen = self._see(obs)
         logprob, entropy = self._actor.score(seen.features, tokens, self._temperature)
         return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=seen.value)
@@ -158,7 +158,7 @@ class Steered(ABC):
 
     @property
     def width(self) -> int:
-        """L: number of chosen values per chunk."""
+        """L: number of actor outputs per chunk."""
         return self._actor.shape.width
 
     def draw(self, features: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,10 +172,10 @@ class Steered(ABC):
         return (rows.expand(-1, shape.actions, -1) if shape.proposes else rows).flatten(1)
 
     def normalise(self, actions: FloatArray, obs: Observation | None) -> Tensor:
-        """Return corrections that lead to given actions [B, K, A], also beyond the bound (see `SoftActor.normalise`).
+        """Return the corrections for the actions [B, K, A], possibly beyond the bound (see `SoftActor.normalise`).
 
         Raises:
-            ConfigError: the noise that leads to given actions is unknown.
+            ConfigError: the noise for given actions is unknown.
         """
         if not self._actor.shape.proposes:
             raise ConfigError(f"{self._key} chooses noise, not actions. Remove algorithm.demonstrations.")
@@ -184,7 +184,7 @@ class Steered(ABC):
         return ((self._normalised(actions, obs) - proposal(self.features(obs), shape)) / shape.bound).flatten(1)
 
     def build_critics(self, count: int, seed: int, *, layer_norm: bool) -> nn.Module:
-        """Build critics as large as the actor (see `SoftActor.build_critics`)."""
+        """Build critics with the sizes of the actor (see `SoftActor.build_critics`)."""
         shape, generator = self._actor.shape, torch.Generator().manual_seed(seed)
         if shape.proposes:
             critics = CriticsOfExecuted(count, shape, generator, layer_norm=layer_norm)
@@ -193,7 +193,7 @@ class Steered(ABC):
         return critics.to(self._device)
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Raise: no trained part could imitate demonstrations.
+        """Raise an error: no trained part could imitate demonstrations.
 
         Raises:
             ConfigError: always.

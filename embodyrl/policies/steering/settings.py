@@ -15,13 +15,13 @@ from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
 
 WIDTHS = (256, 256)
-"""Hidden layers of the actor, and of the critics."""
+"""Hidden layers of the actor and of the critics."""
 SHAPE_FILE = "steering.json"
-"""File next to saved weights."""
+"""File name of the actor's shape, next to saved weights."""
 
 
 class ResidualSettings(WeightSettings):
-    """Keys of a model that may be frozen and corrected; its own settings have a key `likelihood`."""
+    """Keys of residual policies; the model's own settings have a key `likelihood`."""
 
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 
@@ -37,7 +37,7 @@ class ResidualSettings(WeightSettings):
 
     @property
     def steers(self) -> bool:
-        """True if the model is frozen and an actor on it is trained."""
+        """True if the model is frozen and an actor is trained."""
         return self.corrects
 
     @property
@@ -46,7 +46,7 @@ class ResidualSettings(WeightSettings):
         return str(likelihood)
 
     def problems(self) -> Iterator[str]:
-        """Yield adapter keys, which a frozen model does not support."""
+        """Yield errors of adapter keys, which a frozen model does not support."""
         yield from super().problems()
         if self.adapted and self.steers:
             yield (
@@ -62,19 +62,19 @@ class SteeringShape:
     features: int
     """F: number of features."""
     rows: int
-    """Number of rows; their log-probabilities are stored at the first actions of a chunk, one per row."""
+    """Number of output rows; their log-probabilities are stored at the first actions of a chunk, one per row."""
     numbers: int
-    """Numbers per row."""
+    """Number of outputs per row."""
     actions: int
-    """K: executed actions of a chunk."""
+    """K: number of executed actions per chunk."""
     bound: float
-    """Bound of the choice: -bound..bound."""
+    """Bound of the outputs: -bound..bound."""
     proposes: bool
-    """The last K A features are proposed actions, to which the choice is added."""
+    """True if the last K A features are proposed actions, to which the output is added."""
 
     @classmethod
     def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
-        """Return the shape for corrections of actions with A numbers, by an actor with `hidden` further features."""
+        """Return the shape for corrections of actions with A dimensions, by an actor with `hidden` more features."""
         actions = cfg.num_action_chunks
         return cls(
             features=hidden + actions * action_dim,
@@ -86,14 +86,14 @@ class SteeringShape:
         )
 
     def save(self, folder: Path) -> None:
-        """Write `steering.json`, so that the bounds of training are used for acting."""
+        """Write `steering.json`, so that inference uses the bounds of training."""
         (folder / SHAPE_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def check(self, folder: Path) -> None:
-        """Compare with the `steering.json` of a folder.
+        """Compare the shape with the `steering.json` of a folder.
 
         Raises:
-            CheckpointError: its actor has another kind of output; the message names the difference.
+            CheckpointError: the actor has other outputs; the message contains the difference.
         """
         path, mine = folder / SHAPE_FILE, asdict(self)
         saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mine
@@ -108,12 +108,12 @@ class SteeringShape:
 
     @property
     def width(self) -> int:
-        """L: number of chosen values per chunk."""
+        """L: number of actor outputs per chunk."""
         return self.rows * self.numbers
 
     @property
     def layout(self) -> TokenLayout:
-        """Record of a chunk: a seed, and the choice before squashing."""
+        """Layout of a chunk's record: a seed, and the actor's sample before squashing."""
         return TokenLayout(whole=1, floats=self.width)
 
 
@@ -124,7 +124,7 @@ def steered(spec: PolicySpec, shape: SteeringShape, likelihood: str) -> PolicySp
 
 
 def steering_costs(costs: PolicyCosts, shape: SteeringShape, *, beside: int = 0) -> PolicyCosts:
-    """Return the costs of a policy whose model is frozen; `beside`: trained weights other than the actor's."""
+    """Return the costs of a policy whose model is frozen; `beside`: number of trained weights outside the actor."""
     actor = sum((a + 1) * b for a, b in pairwise((shape.features, *WIDTHS, 2 * shape.width)))
     return replace(
         costs,

@@ -1,1 +1,1 @@
-"""Sampling chains, records, tokens and adapters that vision-language-action policies share."""
+"""Shared parts of vision-language-action policies: sampling chains, records, tokens and adapters."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of action chunks that are sampled by a chain of Gaussian steps."""
+"""Log-probabilities of action chunks sampled by a chain of Gaussian steps."""
 
 import math
 from abc import ABC, abstractmethod
@@ -42,13 +42,13 @@ class Transition:
 
 
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""State [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden rows [B, H, width]."""
+"""Function from state [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden rows [B, H, width]."""
 
 
 class ChunkLikelihood(Protocol):
-    """Samples chunks and computes their log-probabilities later, by the same operations.
+    """Interface of chunk samplers that can recompute the log-probabilities of their samples.
 
-    Each row of a result depends on that row alone.
+    Each row of a result depends on that row only.
     """
 
     record: ChunkRecord
@@ -65,11 +65,11 @@ class ChunkLikelihood(Protocol):
 
 
 class GaussianChain(ABC):
-    """Chain of Gaussian steps with one stochastic step per chunk, or all stochastic; implements `ChunkLikelihood`.
+    """Chain of Gaussian steps, one or all of them stochastic; implementation of `ChunkLikelihood`.
 
     One step: the others are deterministic and only the two states around it are stored (the mixed form of piRL, arXiv
-    2510.25889, where one index serves a batch; here each chunk samples its own). All steps: the states after each step
-    are stored, the first is sampled again from its seed. Log-probabilities are those of the executed numbers: of the
+    2510.25889, which uses one index per batch; here each chunk samples its own). All steps: the states after each step
+    are stored, and the first state is regenerated from its seed. Log-probabilities are those of executed numbers: of
     one step, or summed over all steps and the first state and divided by `terms`. Temperature multiplies the
     deviations, except the first state's.
     """
@@ -77,7 +77,7 @@ class GaussianChain(ABC):
     def __init__(
         self, record: ChunkRecord, *, num_steps: int, every_step: bool, sampled_steps: int, terms: int = 1
     ) -> None:
-        """Set up chains of `num_steps` steps; the one stochastic step is one of the first `sampled_steps`."""
+        """Set up chains of `num_steps` steps; a single stochastic step is one of the first `sampled_steps`."""
         self.record = record
         self._shape, self._num_steps, self._every = record.shape, num_steps, every_step
         self._sampled_steps, self._terms = sampled_steps, terms

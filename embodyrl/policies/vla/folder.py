@@ -34,12 +34,12 @@ def saved_config(config: bytes) -> bytes:
 
 
 def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
-    """Yield further problems of a `model.path` with a valid config.json.
+    """Yield problems of a `model.path` with a valid config.json.
 
     Args:
         folder: the checkpoint.
-        tokenizer: source of the tokenizer, the end of a sentence.
-        adapted: adapters are trained or merged.
+        tokenizer: source of the tokenizer, the end of a sentence of the message.
+        adapted: True if adapters are trained or merged.
     """
     if not (folder / TOKENIZER_FILE).exists():
         yield f"model.path: {folder} has no {TOKENIZER_FILE}{tokenizer}"
@@ -54,14 +54,14 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
 
 
 _SUFFIX = "_no_noops"
-"""Suffix of data sets without idle steps; statistics are named with or without it."""
+"""Suffix of data sets without idle steps; statistics may be named with or without it."""
 
 
 def find_data_set(wanted: str, known: Collection[str], where: Path) -> str:
-    """Return the data set of a name, with or without the suffix `_no_noops`.
+    """Return the data set with a name, with or without the suffix `_no_noops`.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such data set.
     """
     plain = wanted.removesuffix(_SUFFIX)
     for key in (wanted, plain, f"{plain}{_SUFFIX}"):
@@ -78,9 +78,9 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
     """Check statistics of vectors: a name (mean, std, min, max, q01, q99, ...) to one value per dimension.
 
     Args:
-        numbers: as read from the file.
-        where: file and part, the beginning of the message.
-        varies: at least one dimension must vary, as actions do, unless min and max are equal.
+        numbers: statistics read from the file.
+        where: file and part, for the message.
+        varies: require that at least one dimension varies, as actions do, unless min and max are equal.
 
     Raises:
         CheckpointError: a number is not finite, lengths differ, a spread is negative, or no dimension varies.

@@ -1,4 +1,4 @@
-"""Records of action chunks as tokens: int64 numbers with a policy-specific meaning. Imports no torch."""
+"""Records of action chunks as tokens: int64 numbers whose meaning depends on the policy. Imports no torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,13 +40,13 @@ class ChunkShape:
     """Sizes of a chunk inside the flow and after it."""
 
     horizon: int
-    """H: rows of the flow."""
+    """H: number of rows of the flow."""
     width: int
-    """D: numbers of a row including padding."""
+    """D: width of a row including padding."""
     executed: int
-    """K <= H: executed rows."""
+    """K <= H: number of executed rows."""
     action_dim: int
-    """A <= D: numbers of a row without padding."""
+    """A <= D: width of a row without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class ChunkRecord:
     shape: ChunkShape
     layout: TokenLayout
     per_action: int
-    """P: log-probabilities of an executed action."""
+    """P: number of log-probabilities per executed action."""
 
     @classmethod
     def chain(cls, shape: ChunkShape, states: int) -> "ChunkRecord":
@@ -66,5 +66,5 @@ class ChunkRecord:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a chunk: a multiple of K, at least its number of log-probabilities."""
+        """Number of tokens of a chunk: a multiple of K, at least its number of log-probabilities."""
         return self.shape.executed * max(self.per_action, -(-self.layout.tokens // self.shape.executed))

@@ -1,8 +1,8 @@
 """Batch-independent random numbers of action chunks, and the record of a sampled chunk.
 
-Noise is a counter-based function of the uniform numbers that the run generates for an episode's chunk. One chunk needs
-many more normal numbers than its record stores, and some of them again in training. They are generated from a 48-bit
-seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
+Noise is a counter-based function of the uniform numbers that the run generates for a chunk of an episode. A chunk
+needs many more normal numbers than its record stores, and training needs some of them again. They are generated from
+a 48-bit seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Chosen:
     """One chunk per row, and the record of its sampling."""
 
     state: Tensor
-    """[B, H, D] at t = 0; or the choice of an actor on a frozen model (see `SteeringActor`)."""
+    """[B, H, D] state at t = 0; or the sample of an actor on a frozen model (see `SteeringActor`)."""
     tokens: IntArray
     """[B, T]"""
     logprob: Tensor
@@ -70,6 +70,6 @@ class Chosen:
 
 
 def spread(numbers: Tensor, spec: PolicySpec) -> Tensor:
-    """Return [B, L] of numbers [B, K, P]: each action's at the start of its part of the tokens, padded with 0."""
+    """Return [B, L] with the numbers [B, K, P]: each action's numbers at the start of its tokens, padded with 0."""
     share = spec.tokens_per_chunk // numbers.shape[1]
     return torch.nn.functional.pad(numbers, (0, share - numbers.shape[2])).flatten(1)

@@ -1,4 +1,4 @@
-"""Process that runs reward functions: it reads batches as JSON lines and writes one line per answer."""
+"""Process that runs reward functions: reads batches as JSON lines and writes one line per answer."""
 
 import json
 import math

@@ -16,7 +16,7 @@ def exact(prompt: str, response: str, reference: str) -> float:
 
 
 def overlap(prompt: str, response: str, reference: str) -> float:
-    """Share of places where response and reference agree, the end of the text included; a dense form of `exact`."""
+    """Return the share of positions where response and reference agree, including their ends; a dense `exact`."""
     said, wanted = [*response.strip(), None], [*reference.strip(), None]
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
@@ -44,7 +44,7 @@ def number(prompt: str, response: str, reference: str) -> float:
 class _Math:
     r"""1 if the answer has the value of the reference; the answer is the last `\boxed{}`, `####` or plain number.
 
-    A number is compared with a number, so an expression such as 18 + 4 is not the answer 22. Where the reference is an
+    Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
     expression, a box is compared by the math-verify package, unless it only repeats a part of the prompt.
     """
 
@@ -88,7 +88,7 @@ def choice(prompt: str, response: str, reference: str) -> float:
 
 
 def tagged(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response is <think>...</think> and then <answer>...</answer>, each once and nothing else."""
+    """Return 1 if the response is <think>...</think> followed by <answer>...</answer>, each exactly once."""
     whole = re.fullmatch(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", response, re.DOTALL)
     return float(whole is not None and len(re.findall(r"</?(?:think|answer)>", response)) == 4)
 
@@ -96,7 +96,7 @@ def tagged(prompt: str, response: str, reference: str) -> float:
 def countdown(prompt: str, response: str, reference: str) -> float:
     """Return 1 if the response is an expression of exactly the given numbers with the given value.
 
-    `reference` is `3,7,2:23`. Half credit is for the right numbers with another value.
+    `reference` is `3,7,2:23`. The right numbers with another value give half the reward.
     """
     numbers, _, target = reference.partition(":")
     expression = response.strip().removesuffix(f"={target}")

@@ -51,7 +51,7 @@ def _unknown(name: str) -> list[str]:
 
 
 def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
-    """Bind the rewards; `max_tokens` is the length at which an answer is cut off."""
+    """Build the reward functions; replies are cut off at `max_tokens` tokens."""
     names = tuple(chosen(cfg))
     parts = [part for name in names for part in _components(name)]
     components = (*parts, *([OVERLONG] if cfg.overlong_buffer else []), ERRORS)
@@ -60,7 +60,7 @@ def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
 
 
 def _components(name: str) -> tuple[str, ...]:
-    """Return the names of a function's rewards: its attribute `components` if it returns several numbers."""
+    """Return the component names of a function: its attribute `components` if it returns several numbers."""
     return tuple(getattr(find(name), "components", (name.rpartition(":")[2],)))
 
 
@@ -71,7 +71,7 @@ def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> 
 
 @dataclass
 class RewardJudge:
-    """Implements `Judge`; processes start with the first answers."""
+    """Implementation of `Judge`; processes start with the first answers."""
 
     cfg: JudgeSettings
     names: tuple[str, ...]
@@ -151,7 +151,7 @@ class _Child:
         return self._process
 
     def receive(self) -> list[list[float] | str]:
-        """Return for each answer its rewards, or an error."""
+        """Return the rewards, or an error, of each answer."""
         replies: list[list[float] | str] = []
         freezes = 0
         while self._left:
@@ -175,7 +175,7 @@ class _Child:
         return replies
 
     def _line(self, seconds: float, clock: RunClock) -> bytes | None:
-        """Return the next line of the process's output; empty: it ended; None: timeout in run time."""
+        """Return the next line of the process's output; empty: the process exited; None: timeout in run time."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._buffer:
             if (left := seconds - clock.now()) <= 0:
@@ -189,7 +189,7 @@ class _Child:
         return line
 
     def stop(self) -> int | None:
-        """End the process, if there is one; returns its exit code."""
+        """Stop the process, if it runs; return its exit code."""
         process, self._process, self._buffer = self._process, None, b""
         if process is not None:
             process.kill()

@@ -24,7 +24,7 @@ _BESIDE = re.compile(
     re.VERBOSE,
 )
 _LONGEST = 100
-"""Characters of a number; converting longer ones takes long, and Python refuses those of thousands of digits."""
+"""Maximum length of a number in characters; converting longer numbers is slow, and Python limits the digits."""
 _ASCII = str.maketrans(
     {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | {"\u2212": "-", "\ufe63": "-"}
 )
@@ -32,7 +32,7 @@ Values = frozenset[Fraction]
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield each number of a text with its possible values; none for a fraction that is not reduced."""
+    """Yield the possible values of each number in a text; fractions that are not reduced are skipped."""
     for match in _NUMBER.finditer(text.translate(_ASCII)):
         yield match, _values(match)
 
@@ -61,7 +61,7 @@ def first_number(text: str) -> Values:
 
 
 def only_number(text: str) -> Values:
-    """Return the values of a text that is one number, perhaps after `x =` and with a unit; none for any other text."""
+    """Return the values of a text that is one number, possibly after `x =` and with a unit; empty for other texts."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
     text = _UNIT_POWER.sub("", text)
     found = list(numbers(text))

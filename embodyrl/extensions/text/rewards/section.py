@@ -1,4 +1,4 @@
-"""Config section `reward` of a text task; simulators have another class for it."""
+"""Config section `reward` of text tasks; simulators have another class."""
 
 from embodyrl.config.sections import Section
 from embodyrl.extensions.text.rewards.settings import JudgeSettings

@@ -12,10 +12,10 @@ from embodyrl.registry import Registry, takes
 
 
 class Reward(Protocol):
-    """A reward function; it may raise, which counts as 0 and is reported."""
+    """A reward function; an exception counts as reward 0 and is reported."""
 
     def __call__(self, prompt: str, response: str, reference: str) -> float | Mapping[str, float]:
-        """Return the reward of a response: one number, best within 0..1, or several by name, which are added."""
+        """Return the reward of a response: one number, ideally within 0..1, or named components, which are added."""
         ...
 
 
@@ -34,7 +34,7 @@ def find(name: str) -> Reward:
     """Return the reward of a registered name, package.module:function, http(s) address, or reward model folder.
 
     Raises:
-        UnknownNameError: nothing has this name.
+        UnknownNameError: unknown name.
     """
     if name.startswith(("http://", "https://")):
         return RemoteReward(name)
@@ -43,12 +43,12 @@ def find(name: str) -> Reward:
 
 
 _LONGEST = 1 << 16
-"""Bytes of an answer."""
+"""Maximum size of a response in bytes."""
 
 
 @dataclass(frozen=True)
 class RemoteReward:
-    """Posts {prompt, response, reference} as JSON; the answer is a number, or an object with `reward`."""
+    """Reward that posts {prompt, response, reference} as JSON; the reply is a number, or an object with `reward`."""
 
     url: str
     components = ("remote",)
@@ -64,14 +64,14 @@ class RemoteReward:
 
 
 VALUE_FILE = "value_head/model.safetensors"
-"""Value head in the folder of a language model that `embodyrl sft objective.name=preference` trained."""
+"""Value head in the folder of a language model trained by `embodyrl sft objective.name=preference`."""
 
 
 @dataclass
 class RewardModel:
-    """A sequence classifier with one output, which is the reward; reads the dialogue through its chat template.
+    """A sequence classifier with one output, the reward; its input is the dialogue in its chat template.
 
-    Or a language model with a value head, evaluated at the first position of its next reply.
+    Or a language model with a value head, evaluated after the reply.
     """
 
     folder: Path
@@ -81,7 +81,7 @@ class RewardModel:
         """Load the model before the time limits of answers start.
 
         Raises:
-            CheckpointError: the folder holds no such model.
+            CheckpointError: the folder contains no such model.
         """
         import torch
         from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

@@ -18,7 +18,7 @@ from embodyrl.types import ActionKind, EnvSpec, GripperConvention, InputSpec, Po
 
 
 class SmallFlowSettings(FlowSettings):
-    """Settings of the small flow policy."""
+    """Keys of the small flow policy."""
 
     num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
     """Euler steps from noise to an action chunk."""
@@ -39,7 +39,7 @@ class _Plan:
 
 
 class SmallFlowFactory:
-    """Builds `FlowPolicy` around a `SmallFlow`; implements `PolicyFactory`."""
+    """Builds `FlowPolicy` with a `SmallFlow`; implementation of `PolicyFactory`."""
 
     settings: ClassVar = SmallFlowSettings
 
@@ -50,7 +50,7 @@ class SmallFlowFactory:
         return [f"model.precision={cfg.precision.value}: flow_small supports fp32 only; set model.precision=fp32."]
 
     def spec(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy, whose sizes follow from the environment's observations and actions.
+        """Return the policy spec, derived from the environment's observations and actions.
 
         Raises:
             CheckpointError: the folder's JSON files are malformed.
@@ -69,13 +69,13 @@ class SmallFlowFactory:
         return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Count parameters."""
+        """Return the number of parameters."""
         plan = _plan(cfg, env)
         costs = PolicyCosts(num_parameters=plan.config.num_parameters)
         return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes, and the actor on the flow (see `ComparesWeights`)."""
+        """Compare sizes and actor (see `ComparesWeights`)."""
         plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
         wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
         if wrong:

@@ -21,7 +21,7 @@ class SmallConfig:
     layers: int = 3
     heads: int = 4
     planes: tuple[int, ...] = (32, 64)
-    """Channels of the convolutions, each of which halves the image."""
+    """Channels of the convolutions; each convolution halves the image."""
     maps: int = 32
     """Number of feature maps for spatial softmax."""
     vocabulary: int = 512
@@ -33,7 +33,7 @@ class SmallConfig:
 
     @classmethod
     def read(cls, folder: Path | None) -> tuple[Self, bool]:
-        """Read `config.json`, and whether the folder has no weights; without a folder the defaults.
+        """Read `config.json`, and whether the folder has no weights; without a folder, return the defaults.
 
         Raises:
             CheckpointError: the file is missing or malformed.
@@ -73,7 +73,7 @@ class SmallConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Bounds of actions and states; equal bounds mean that a number is constant in the data."""
+    """Bounds of actions and states; equal bounds mean that a dimension is constant in the data."""
 
     action_low: FloatArray
     """[A]"""
@@ -85,12 +85,12 @@ class Units:
 
 
 def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | None) -> Units:
-    """Return the bounds q01 and q99 of the folder's only statistics; else those of the action space, or -1 and 1.
+    """Return the bounds q01 and q99 of the folder's only statistics, or those of the action space, or -1 and 1.
 
     Args:
-        env: contains the numbers of dimensions.
-        gripper: of the policy; its two values are the bounds of that number.
-        folder: may contain statistics.
+        env: spec with the numbers of dimensions.
+        gripper: gripper convention of the policy; its two values are the bounds of the gripper dimension.
+        folder: folder that may contain statistics.
 
     Raises:
         CheckpointError: the statistics are malformed, or have another number of dimensions.

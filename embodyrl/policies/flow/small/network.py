@@ -27,7 +27,7 @@ from embodyrl.types import FloatArray, Observation, PolicySpec
 
 @dataclass(frozen=True, slots=True)
 class SmallFiles:
-    """`model.safetensors` and `config.json`; implements `WeightFiles`."""
+    """`model.safetensors` and `config.json`; implementation of `WeightFiles`."""
 
     config: SmallConfig
 
@@ -41,7 +41,7 @@ class SmallFiles:
         """Read the weights of a folder into a module.
 
         Raises:
-            CheckpointError: they are missing, damaged or of another shape; the message names them.
+            CheckpointError: weights are missing, damaged or of another shape; the message names them.
         """
         fix = f"Use the {CONFIG_FILE} and the model settings of that run."
         fill_weights(module.state_dict(), folder / WEIGHTS_FILE, optional=RL_HEADS, fix=fix)
@@ -97,10 +97,10 @@ class EncoderBlock(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Block of the action rows, which attend to each other and to the whole prefix in one attention.
+    """Transformer block of the action rows, which attend to each other and to the whole prefix in one attention.
 
-    Unlike in pi0, every layer attends to the last layer of the prefix, since there are only two or three layers. Time
-    enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer starts at 0.
+    Unlike in pi0, every layer attends to the last layer of the prefix, because there are only two or three layers. Time
+    enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer is initially 0.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -159,7 +159,7 @@ def _halve(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class SmallFlow(nn.Module):
-    """Network of a `FlowModule`; implements `ActionScale`. The units are saved with the weights."""
+    """Network of a `FlowModule`; implementation of `ActionScale`. The units are saved with the weights."""
 
     action_low: Tensor
     action_high: Tensor
@@ -167,13 +167,13 @@ class SmallFlow(nn.Module):
     state_high: Tensor
 
     def __init__(self, config: SmallConfig, shape: ChunkShape, units: Units, *, words: int) -> None:
-        """Build the network with weights from torch's generator.
+        """Build the network with weights from torch's random generator.
 
         Args:
             config: sizes.
-            shape: of a chunk.
-            units: of actions and states.
-            words: minimum padded width of instructions; longer ones widen their batch.
+            shape: sizes of a chunk.
+            units: bounds of actions and states.
+            words: minimum padded width of instructions; longer instructions widen their batch.
         """
         super().__init__()
         self.config, self.shape = config, shape
@@ -234,18 +234,18 @@ class SmallFlow(nn.Module):
         return self.action_out(hidden), hidden
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Return actions [B, K, A] of rows [B, K, A]; constant numbers of the data stay constant."""
+        """Return actions [B, K, A] of rows [B, K, A]; dimensions that are constant in the data stay constant."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         return low + 0.5 * (x + 1.0) * (high - low)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Return rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for constant numbers."""
+        """Return rows [B, K, A] of actions [B, K, A], clipped to -1..1; 0 for constant dimensions."""
         low, high = self.action_low.cpu().numpy(), self.action_high.cpu().numpy()
         rows = 2.0 * (actions - low) / np.maximum(high - low, 1e-6) - 1.0
         return np.where(high > low, np.clip(rows, -1.0, 1.0), 0.0).astype(np.float32)
 
     def _state(self, state: Tensor) -> Tensor:
-        """Normalise to -1..1, clipped to twice the range; constant numbers of the data become 0."""
+        """Normalise to -1..1, clipped to twice the range; dimensions that are constant in the data become 0."""
         span = self.state_high - self.state_low
         scaled = 2.0 * (state - self.state_low) / span.clamp(min=1e-6) - 1.0
         return torch.where(span > 0, scaled.clamp(-2.0, 2.0), torch.zeros_like(scaled))

@@ -34,7 +34,7 @@ TRY_NOW = "To try things without a download, use model=openvla_oft_tiny or model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VlaFactory:
-    """Builds flow policies of all sizes; implements `PolicyFactory`."""
+    """Builds flow policies of all sizes; implementation of `PolicyFactory`."""
 
     settings: type[VlaSettings] = VlaSettings
 
@@ -43,7 +43,7 @@ class VlaFactory:
         return adapter_problems(cfg) + _folder_problems(cfg)
 
     def spec(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
-        """Describe the policy from the checkpoint's small files.
+        """Return the policy spec, read from the checkpoint's small files.
 
         Raises:
             ConfigError: the checkpoint and the environment do not fit.
@@ -84,7 +84,7 @@ class VlaFactory:
         return described_costs(vla_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the actor on the flow (see `ComparesWeights`)."""
+        """Compare the actor (see `ComparesWeights`)."""
         model = read_folder(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 

@@ -1,7 +1,7 @@
-"""Construction of pi0, pi0.5 or SmolVLA policies: on the meta device, loaded from a folder, partly frozen.
+"""Construction of pi0, pi0.5 and SmolVLA: built on the meta device, loaded from a folder, partly frozen.
 
-Weights are safetensors in any public layout, strictly checked; no code is run. Adapters and further files are in the
-same folder.
+Weights are safetensors in any public layout, strictly checked; no code is executed. Adapters and other files are in
+the same folder.
 """
 
 from collections.abc import Mapping
@@ -45,12 +45,12 @@ from embodyrl.types import PolicySpec
 def load_weights(target: Mapping[str, Tensor], folder: Path, change: Change | None = None) -> Source:
     """Copy the weights of a folder into those of a model, in place, with its dtypes; return their storage format.
 
-    All checks run before the first weight is changed. RL heads may be missing on either side.
+    All checks run before the first weight is changed. RL heads are optional in the model and in the folder.
 
     Args:
         target: weights by our names, without adapters.
         folder: safetensors shards in any known layout.
-        change: applied to each weight by our name (for merging adapters).
+        change: function applied to each weight by our name (merges adapters).
 
     Raises:
         CheckpointError: a file is unreadable or truncated; weights are missing, unexpected, misshaped or untied.
@@ -83,10 +83,10 @@ def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Lay
     """Write weights as safetensors shards into a new folder.
 
     Args:
-        weights: by our names, without adapters; they keep their dtypes.
-        folder: the caller makes the write atomic by renaming it.
-        like: the storage format that `load_weights` returned, to write the same names and further weights; or a layout,
-            to write them for its loader.
+        weights: weights by our names, without adapters; they keep their dtypes.
+        folder: new folder; the caller renames it, which makes the write atomic.
+        like: storage format returned by `load_weights`, to write the same names and additional weights; or a layout,
+            to write the weights for its loader.
     """
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: tensor.detach().cpu() for key, tensor in weights.items()}
@@ -95,7 +95,7 @@ def save_weights(weights: Mapping[str, Tensor], folder: Path, like: Source | Lay
 
 
 def _apart(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory: the writer would keep one name of the two."""
+    """Copy tensors that share memory, because the writer would keep only one of the names."""
     seen: set[int] = set()
     apart = {}
     for key, tensor in stored.items():
@@ -111,14 +111,14 @@ BESIDE_FILE = "beside.safetensors"
 
 
 class VlaFiles:
-    """Weights in public layouts, or adapters with fully trained weights. Implements `WeightFiles`."""
+    """Weights in public layouts, or adapters with fully trained weights. Implementation of `WeightFiles`."""
 
     def __init__(self, base: Path, network: VlaNetwork, adapter: AdapterSpec | None) -> None:
         """Read the small files of a checkpoint.
 
         Args:
-            base: `model.path`, the base weights of adapters.
-            network: takes the statistics of loaded weights.
+            base: `model.path`, the folder of the base weights of adapters.
+            network: network that adopts the statistics of loaded weights.
             adapter: spec of the trained adapters, if any.
         """
         self._base, self._reader, self._adapter = base, network.reader, adapter
@@ -143,7 +143,7 @@ class VlaFiles:
             (folder / name).write_bytes(content)
 
     def load(self, module: nn.Module, folder: Path) -> None:
-        """Read a public checkpoint, a checkpoint of this package, or adapters, which are merged if none are trained.
+        """Read a public checkpoint, a checkpoint of embodyrl, or adapters, which are merged if no adapters are trained.
 
         Raises:
             CheckpointError: a weight is missing, unexpected, damaged or of another shape.
@@ -166,7 +166,7 @@ class VlaFiles:
         """Read the weights of `model.path` and merge an adapter into them.
 
         Raises:
-            CheckpointError: the adapter is from another model.
+            CheckpointError: the adapter belongs to another model.
         """
         from embodyrl.policies.openvla_oft.lora import merging
 
@@ -180,7 +180,7 @@ def _plain(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _beside(module: nn.Module) -> dict[str, Tensor]:
-    """Return fully trained weights next to adapters: heads, and the projections of the flow."""
+    """Return the fully trained weights next to adapters: heads, and the projections of the flow."""
     parts = ("vision.", "projector.", "language.", "expert.")
     return {key: tensor for key, tensor in _plain(module).items() if not key.startswith(parts)}
 
@@ -232,7 +232,7 @@ def build_policy(
 
 
 def _fill(module: FlowModule, files: VlaFiles, cfg: VlaSettings, folder: Path, request: PolicyRequest) -> None:
-    """Read the weights of `model.path`, and merge the adapter of `model.lora.path` if none is trained."""
+    """Read the weights of `model.path`, and merge the adapter of `model.lora.path` if no adapters are trained."""
     adapter = given_adapter(cfg)
     if starts_random(folder):
         module.network.model.initialise(request.seed)

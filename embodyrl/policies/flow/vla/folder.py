@@ -68,15 +68,15 @@ _NORMALIZER = "policy_preprocessor*normalizer*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
-    """Conversion between the units of states and actions and those of the model."""
+    """Conversion between the units of states and actions and the units of the model."""
 
     state: Affine | None
-    """None: states are unchanged."""
+    """State conversion; None: states are unchanged."""
     actions: Affine
 
 
 def kind_of(spec: FlowSpec) -> str:
-    """Return the model with these sizes."""
+    """Return the name of the model with these sizes."""
     if isinstance(spec, Pi0Spec):
         return "pi05" if spec.adaptive else "pi0"
     return "smolvla"
@@ -97,7 +97,7 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
 
 
 def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
-    """Return contradictions between lerobot's config.json and the settings."""
+    """Return contradictions between LeRobot's config.json and the settings."""
     try:
         told: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         modes: dict[str, str] = told.get("normalization_mapping") or {}
@@ -142,7 +142,7 @@ def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_di
     """Check that no instruction exceeds the model's maximum length.
 
     Raises:
-        ConfigError: an instruction has too many tokens; the message names it.
+        ConfigError: an instruction has too many tokens; the message contains the instruction.
     """
     state = np.zeros(state_dim, np.float32) if form.reads_state else None
     # A token is at least one byte, so most instructions need no tokenizer.
@@ -158,7 +158,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
-    """Return warnings about a checkpoint: another number of executed actions."""
+    """Return warnings about a checkpoint, such as another number of executed actions."""
     own = _config(folder).get("n_action_steps")
     if own is None or own == cfg.num_action_chunks or (folder / STATISTICS_FILE).exists():
         return ()
@@ -176,12 +176,12 @@ def reads_state(cfg: VlaSettings) -> bool:
 def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) -> Units:
     """Read the statistics of a folder for the config, cut to the environment's dimensions.
 
-    They are those of `dataset_statistics.json` (ours), else of openpi's `norm_stats.json` (also below `assets`), else
-    of lerobot's preprocessor or older weights. A folder without weights may have none: then numbers are unchanged.
+    They come from `dataset_statistics.json` (ours), or openpi's `norm_stats.json` (also below `assets`), or
+    LeRobot's preprocessor or older weights. A folder without weights may lack statistics: numbers are then unchanged.
 
     Raises:
-        CheckpointError: there are none, several, or too few dimensions.
-        ConfigError: our statistics are of absolute actions.
+        CheckpointError: the statistics are missing, ambiguous, or have too few dimensions.
+        ConfigError: statistics written by `embodyrl sft` are of absolute actions.
     """
     found, eps = _find_statistics(folder, cfg.unnorm_key)
     if not found:
@@ -246,7 +246,7 @@ def _openpi_file(folder: Path, key: str | None) -> Path | None:
 
 
 def _vectors(path: Path) -> dict[str, np.ndarray]:
-    """Read the statistics among the tensors of a file; no weight is read."""
+    """Read the statistics among the tensors of a file, without reading weights."""
     try:
         with safe_open(path, "np") as file:
             return {key: file.get_tensor(key) for key in file.keys() if STATISTIC.fullmatch(key)}  # noqa: SIM118
@@ -264,7 +264,7 @@ def _read_own(path: Path) -> dict[str, FlowStatistics]:
 
 
 def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
-    """Read configuration, tokenizer, processors and the statistics of `key`, to save them again."""
+    """Read configuration, tokenizer, processors and the statistics of `key`, to save them with new weights."""
     small = [p for p in sorted(folder.glob("*.json")) if not p.name.endswith(".index.json")]
     found = {p.name: p.read_bytes() for p in [*small, *sorted(folder.glob("policy_*.safetensors"))]}
     if STATISTICS_FILE not in found and (openpi := _openpi_file(folder, key)) is not None:
@@ -274,7 +274,7 @@ def side_files(folder: Path, key: str | None = None) -> dict[str, bytes]:
 
 
 def _told_to_lerobot(files: dict[str, bytes]) -> dict[str, bytes]:
-    """Add our statistics to lerobot's files, which its loader reads, if the folder has them."""
+    """Add our statistics to the files of LeRobot's loader, if the folder has them."""
     (entry,), config = json.loads(files[STATISTICS_FILE]).values(), json.loads(files[CONFIG_FILE])
     parts = {"observation.state": ("proprio", "input_features"), "action": ("action", "output_features")}
     numbers = {theirs: entry[ours] for theirs, (ours, _) in parts.items() if ours in entry}

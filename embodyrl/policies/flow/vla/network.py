@@ -25,7 +25,7 @@ from embodyrl.types import ByteArray, FloatArray, Observation
 
 
 class Pi0(FlowModel):
-    """pi0 and pi0.5. The suffix is a state token and the actions; in pi0.5 the actions only, with time in the norms."""
+    """pi0 and pi0.5. The suffix is a state token and the actions; in pi0.5 only the actions, with time in the norms."""
 
     spec: Pi0Spec
 
@@ -76,7 +76,7 @@ class SmolVla(FlowModel):
     """SmolVLA: the state is the last token of the prefix; images and text do not attend to it.
 
     Actions do not attend to later actions. The state is not part of `Prefix`: its token passes through the language
-    model in `memory`, and its projection can be trained with a frozen backbone without storing the activations of
+    model in `memory`, so its projection can be trained with a frozen backbone without storing the activations of
     images and text.
     """
 
@@ -101,7 +101,7 @@ class SmolVla(FlowModel):
         return self.projector(squares) * math.sqrt(self.spec.language.width)
 
     def memory(self, prefix: Prefix) -> Memory:
-        """Append the state's keys and values, and translate them for expert layers with cross-attention."""
+        """Append the state's keys and values, and project them for expert layers with cross-attention."""
         text, size, device = self.spec.language, self.spec.horizon, prefix.valid.device
         valid = torch.cat([prefix.valid, prefix.valid.new_ones(len(prefix.valid), 1)], dim=1)
         past, count = key_mask(valid), valid.sum(1, keepdim=True)
@@ -127,7 +127,7 @@ class SmolVla(FlowModel):
         return self._mix_time(self.action_in_proj(x), when), None
 
     def _append_state(self, prefix: Prefix, view: View) -> tuple[KeysValues, ...]:
-        """Return keys and values of images, text and the state token, which attends to all three."""
+        """Return keys and values of images, text and the state token, which attends to all of them."""
         token = self.state_proj(prefix.state.to(self.state_proj.weight.dtype))[:, None]
         views = [View(view.rope, view.mask, pair) for pair in prefix.layers]
         own, _ = self.language.remember(token, views)
@@ -153,7 +153,7 @@ def fitted_size(frames: ByteArray, side: int) -> tuple[int, int]:
 def pad_centred(frames: ByteArray, side: int) -> Tensor:
     """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, centred on black.
 
-    Like openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
+    As in openpi's data transforms and client: Pillow's bilinear filter (which antialiases) on bytes.
     """
     height, width = fitted_size(frames, side)
     canvas = np.zeros((len(frames), side, side, 3), np.uint8)
@@ -169,7 +169,7 @@ def pad_centred(frames: ByteArray, side: int) -> Tensor:
 def pad_left_top(frames: ByteArray, side: int, device: torch.device | None = None) -> Tensor:
     """Resize frames [N, H, W, 3] uint8 to [N, 3, side, side] in -1..1, padded with black on the left and top.
 
-    Like lerobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
+    As in LeRobot's SmolVLA: plain bilinear interpolation in float32, without antialiasing.
     """
     pixels = _centred(on_device(np.array(frames), device or "cpu"))
     height, width = fitted_size(frames, side)
@@ -185,13 +185,13 @@ def _centred(frames: Tensor) -> Tensor:
 
 
 class VlaReader:
-    """Conversion of observations and actions to the model's inputs; implements `ActionScale`."""
+    """Conversion of observations and actions to the model's inputs; implementation of `ActionScale`."""
 
     def __init__(self, cfg: VlaSettings, spec: FlowSpec, folder: Path, request: PolicyRequest) -> None:
         """Read tokenizer and statistics of a folder.
 
         Raises:
-            CheckpointError: they are missing, damaged or do not fit the environment.
+            CheckpointError: the files are missing, damaged or do not fit the environment.
         """
         self._cfg, self._spec, self._env = cfg, spec, request.env
         self._device = torch.device(request.device)
@@ -209,7 +209,7 @@ class VlaReader:
         return self._cfg.unnorm_key
 
     def adopt(self, folder: Path) -> None:
-        """Use the statistics of a folder, which match its weights."""
+        """Use the statistics of a folder together with its weights."""
         self._units = read_units(folder, self._cfg, self._env.state_dim, self._env.action.dim)
         # For constant data, the scale avoids a division by 0.
         self.varies = (np.array(self._units.actions.scale) > 1e-5).astype(np.float32)
@@ -264,7 +264,7 @@ class VlaNetwork(nn.Module):
     """The network of a `FlowModule`."""
 
     def __init__(self, model: FlowModel, reader: VlaReader, shape: ChunkShape, *, pools: bool) -> None:
-        """Join model and reader; `pools`: a value head uses the prefix, which costs one more layer of it."""
+        """Combine model and reader; `pools`: a value head uses the prefix, which costs one more layer."""
         super().__init__()
         self.model = model
         self.shape = shape
@@ -273,7 +273,7 @@ class VlaNetwork(nn.Module):
         self._pools = pools
 
     def encode_prefix(self, obs: Observation) -> VlaPrefix:
-        """Run the backbone, and the parts of the expert that are independent of time."""
+        """Run the backbone, and the parts of the expert that do not depend on time."""
         prefix = self.model.prefix(self.reader.read(obs), output=self._pools)
         pooled = None
         if prefix.hidden is not None:

@@ -14,7 +14,7 @@ Normalization = StrEnum("Normalization", ["mean_std", "quantiles"])
 
 
 class VlaSettings(FlowSettings, AdapterSettings):
-    """Settings of pi0 and SmolVLA, whose state is a token."""
+    """Keys of pi0 and SmolVLA, whose state is a token."""
 
     greedy_start: GreedyStart = GreedyStart.random
     """Initial noise of greedy actions: a random function of the observation's bytes (as in published evaluations, but
@@ -23,7 +23,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Number of camera images per inference, in the order of the checkpoint; further cameras of the checkpoint are
     masked."""
     horizon: Count | None = None
-    """H: actions of a chunk, of which num_action_chunks are executed; default: the checkpoint's."""
+    """H: number of actions per chunk, of which num_action_chunks are executed; default: the checkpoint's."""
     normalization: Normalization = Normalization.mean_std
     """Normalisation of states and actions: mean_std (pi0, SmolVLA) or quantiles (q01 and q99 map to -1 and 1)."""
     unnorm_key: str | None = None
@@ -45,7 +45,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
 
 
 class Pi05Settings(VlaSettings):
-    """Settings of pi0.5, whose state is text or unused."""
+    """Keys of pi0.5, whose state is text or unused."""
 
     normalization: Normalization = Normalization.quantiles
     """Normalisation of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""

@@ -18,7 +18,7 @@ class Sizes:
     model: FlowSpec
     backbone: int
     expert: int
-    """Including the projections of states, actions and time."""
+    """Number of parameters of the expert, including the projections of states, actions and time."""
 
     @classmethod
     def of(cls, model: FlowSpec) -> Self:
@@ -47,7 +47,7 @@ class Sizes:
         return self.backbone + self.expert
 
     def adapters(self, rank: int, *, expert_only: bool) -> int:
-        """Return the approximate parameters of adapters on all linear layers, and of fully trained modules."""
+        """Return the approximate number of parameters of adapters on all linear layers and of fully trained modules."""
         stacks = (self.model.expert,) if expert_only else (self.model.expert, self.model.language)
         sides = sum(
             s.depth * (4 * s.width + 2 * (s.heads + s.kv_heads) * s.head_dim + 3 * (s.width + s.mlp)) for s in stacks
@@ -59,7 +59,7 @@ class Sizes:
         return rank * sides + 3 * w * w + 3 * self.model.action_dim * w
 
     def activation_bytes(self, images: int, *, expert_only: bool) -> int:
-        """Return the approximate bytes that a pass stores for the backward pass.
+        """Return the approximate bytes that a forward pass stores for the backward pass.
 
         Per token: 10 vectors of the width and 4 of the MLP.
         """

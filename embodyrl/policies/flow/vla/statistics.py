@@ -17,14 +17,14 @@ from embodyrl.types import FloatArray
 OPENPI_FILE = "norm_stats.json"
 """openpi's file: {"norm_stats": {"state": {"mean": [...], "std": ..., "q01": ..., "q99": ...}, "actions": ...}}."""
 OPENPI_EPS, LEROBOT_EPS = 1e-6, 1e-8
-"""lerobot adds its epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
+"""LeRobot adds its epsilon to fewer denominators; the difference is 1e-8 unless the deviation is zero."""
 PARTS = ("state", "actions")
 _LEROBOT_PARTS = {"observation.state": "state", "action": "actions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Affine:
-    """normalised = (x - shift) / scale for the first D dimensions; further ones pass through."""
+    """normalised = (x - shift) / scale for the first D dimensions; other dimensions are unchanged."""
 
     shift: tuple[float, ...]
     scale: tuple[float, ...]
@@ -55,7 +55,7 @@ class FlowStatistics:
         """Return (x - mean) / (std + eps), as in pi0 and SmolVLA.
 
         Raises:
-            CheckpointError: there are no mean and std.
+            CheckpointError: mean or std is missing.
         """
         mean, std = self._pair("mean", "std")
         return Affine(shift=mean, scale=tuple(s + eps for s in std))
@@ -64,7 +64,7 @@ class FlowStatistics:
         """Return (x - q01) / (q99 - q01 + eps) * 2 - 1, as in pi0.5.
 
         Raises:
-            CheckpointError: there are no q01 and q99.
+            CheckpointError: q01 or q99 is missing.
         """
         low, high = self._pair("q01", "q99")
         half = tuple((b - a + eps) / 2 for a, b in zip(low, high, strict=True))
@@ -101,19 +101,19 @@ STATISTIC = re.compile(
     r"(?P<part>observation[._]state|action)\.(?P<number>mean|std|min|max|q01|q10|q50|q90|q99)"
 )
 """Name of a statistic: `observation.state.mean`, `normalize_inputs.buffer_observation_state.mean`, with the name of a
-robot before `buffer` where a model was trained on several: `so100.buffer.action.mean`."""
+robot before `buffer` if a model was trained on several robots: `so100.buffer.action.mean`."""
 
 
 def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = None) -> dict[str, FlowStatistics]:
-    """Read the statistics among the tensors of a lerobot file: its normaliser's, or an older model's own weights.
+    """Read the statistics among the tensors of a LeRobot file: of its normalizer, or among an older model's weights.
 
     Args:
-        tensors: by name; see `STATISTIC`.
-        where: the file.
+        tensors: tensors by name; see `STATISTIC`.
+        where: the file, for messages.
         robot: robot of the statistics, if there are several.
 
     Raises:
-        CheckpointError: states or actions have none, or there are several robots and none is selected.
+        CheckpointError: statistics of states or actions are missing, or several robots exist and none is selected.
     """
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for key, tensor in tensors.items():
