@@ -20,7 +20,7 @@ class SimStep:
     terminated: bool
     """The task ended (goal reached or failed); never the time limit."""
     success: bool
-    """The goal is reached after this action."""
+    """True if the goal is reached after this action."""
     truncated: bool = False
     """The simulator truncated the episode, for example by its own time limit; requires `EnvSpec.may_truncate`."""
 

@@ -173,7 +173,7 @@ class EventLoop:
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Process events until `condition` holds.
 
-        Raises:
+        CheckpointError: a checkpoint could not be written or read.
             Interrupted: the run was signalled to stop.
             WorkerError: a worker died that is not restarted.
         """

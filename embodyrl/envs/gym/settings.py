@@ -30,7 +30,7 @@ class GymSettings(EnvSettings, RewardSettings):
 
     @property
     def title(self) -> str:
-        """Name of the environment, by which evaluation protocols list it."""
+        """Name of the environment in evaluation protocols."""
         return self.id or self.env_type
 
     def problems(self) -> Iterator[str]:

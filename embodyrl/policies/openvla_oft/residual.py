@@ -40,7 +40,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return self._see(obs).value.cpu().numpy()
 
     def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`), and the shape of the actor."""
+        """Write the weights (see `Policy.save`) and the shape of the actor."""
         super().save(folder)
         self._actor.shape.save(folder)
 

@@ -37,7 +37,7 @@ def lacking(folder: Path, *, tokenizer: str, adapted: bool) -> Iterator[str]:
     """Yield problems of a `model.path` with a valid config.json.
 
     Args:
-        folder: the checkpoint.
+        folder: checkpoint folder.
         tokenizer: source of the tokenizer, the end of a sentence of the message.
         adapted: True if adapters are trained or merged.
     """

@@ -25,7 +25,7 @@ class SmallFlowSettings(FlowSettings):
     num_images_in_input: Annotated[int, Field(ge=0, le=64)] = 1
     """Camera images per query."""
     use_proprio: bool = True
-    """Feed proprioception."""
+    """Use proprioception as an input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

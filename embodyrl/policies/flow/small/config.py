@@ -76,9 +76,9 @@ class Units:
     """Bounds of actions and states; equal bounds mean that a dimension is constant in the data."""
 
     action_low: FloatArray
-    """[A]"""
+    """Lower action bounds [A]."""
     action_high: FloatArray
-    """[A]"""
+    """Upper action bounds [A]."""
     state_low: FloatArray
     """[S]"""
     state_high: FloatArray
