@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu import LARGE
 from safetensors.torch import save_file
 from torch import nn
 
@@ -45,6 +44,7 @@ from embodyrl.policies.flow.vla.network import Pi0, SmolVla
 from embodyrl.policies.openvla_oft.config import OftOptions, read_config
 from embodyrl.policies.openvla_oft.model import OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import OftSettings
+from embodyrl.policies.openvla_oft.synthetic import LARGE
 
 GIB = 2**30
 
