@@ -13,7 +13,7 @@ from embodyrl.channels.layout import STEP_RESULT, Record, decode_instruction, en
 from embodyrl.channels.messages import EnvReport, EnvRequest, Recording, ResetRequest, WorkerReady
 from embodyrl.envs.protocol import ENVS, Env, EnvContext, ReportsSolvedStarts, TextEnv
 from embodyrl.envs.settings import EnvSettings
-from embodyrl.envs.video import VideoRecorder, VideoSettings
+from embodyrl.envs.video import RECORDERS, Recorder, VideoSettings
 from embodyrl.errors import EmbodyError, EnvError
 from embodyrl.types import FloatArray
 from embodyrl.workers.lifecycle import WorkerInit
@@ -38,7 +38,7 @@ class EnvWorkerInit(WorkerInit):
 
 @dataclass
 class _OpenRecording:
-    recorder: VideoRecorder
+    recorder: Recorder
     keep: str
 
 
@@ -160,7 +160,7 @@ class EnvWorker:
         assert request.video_stem is not None
         video = self._init.video
         try:
-            recorder = VideoRecorder(
+            recorder = RECORDERS.get("mp4")(
                 Path(request.video_stem),
                 fps=video.fps,
                 instruction=self._env.instruction(request.slot),

@@ -11,7 +11,6 @@ from gymnasium import spaces
 from settings import env_of
 
 from embodyrl.envs import ENVS
-from embodyrl.envs.gym.doubts import doubts
 from embodyrl.envs.gym.spaces import ObservationWriter, action_space, native_actions
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import EnvSettings
@@ -281,10 +280,13 @@ def test_image_order_is_kept():
     np.testing.assert_array_equal(out.images, np.stack([seen["left"], *seen["past"], seen["right"]]))
 
 
+@pytest.mark.needs("check_env")
 def test_channels_first_stacks_give_a_warning():
+    from embodyrl.extensions.check_env.observations import doubts
+
     space = spaces.Box(0, 255, (4, 3, 8, 8), np.uint8)
-    assert "channels are not last, which become 768 numbers" in next(doubts(space, [space.sample()]))
-    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)])]
+    assert "channels are not last, which become 768 numbers" in next(doubts(space, [space.sample()], None))
+    assert not [*doubts(spaces.Box(0, 255, (4, 8, 8, 3), np.uint8), [np.zeros((4, 8, 8, 3), np.uint8)], None)]
 
 
 def test_non_image_byte_arrays_become_state():

@@ -71,6 +71,7 @@ def test_nested_success_key_is_read():
     assert env.step_chunk([0], np.zeros((1, 1, 1), np.float32)).success[0, 0]
 
 
+@pytest.mark.needs("check_env")
 @pytest.mark.parametrize(
     ("name", "doubt"),
     [
@@ -114,6 +115,7 @@ def test_fraction_is_not_accepted_as_success(name):
         env.step_chunk([0, 1], np.zeros((2, 1, 1), np.float32))
 
 
+@pytest.mark.needs("check_env")
 def test_suite_selects_an_environment():
     assert "float32" in " ".join(described("make_suites", suite="far").doubts)
     with pytest.raises(ConfigError, match=r"env.suite=deep is not in .*: near/0, far/0"):

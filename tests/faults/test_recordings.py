@@ -12,8 +12,10 @@ import pytest
 from toy_runs import toy_config, train_toy
 
 from embodyrl.commands.evaluate import evaluate
-from embodyrl.envs.video import VideoError, VideoRecorder
 from embodyrl.errors import EmbodyError
+from embodyrl.extensions.recording.video import VideoError, VideoRecorder
+
+pytestmark = pytest.mark.needs("recording")
 
 FRAME = np.zeros((64, 64, 3), np.uint8)
 

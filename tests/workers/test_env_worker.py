@@ -113,6 +113,7 @@ def test_single_step_chunks_clear_the_remaining_record(start) -> None:
         assert not arena[name][record, 1:].any(), name
 
 
+@pytest.mark.needs("recording")
 def test_video_of_an_unfinished_episode_is_discarded(start, tmp_path) -> None:
     """The slot is reset while it is recorded; nobody wants a recording of what follows."""
     worker, arena = start()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes.util
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +15,6 @@ from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import line, require_env, require_spaces
 from embodyrl.envs.gym.settings import GymSettings
-from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
 
@@ -35,6 +32,9 @@ WRAPPERS: Registry[Callable[..., AnyEnv]] = Registry(
     wants="a Gymnasium wrapper, or a function from environment to environment",
     # Wrappers are environments, too.
     fits=lambda found: issubclass(found, (gymnasium.Env, VectorEnv)) if isinstance(found, type) else takes(0)(found),
+)
+RENDERING: Registry[Callable[[], None]] = Registry(
+    "rendering", group="embodyrl.rendering", wants="a function without arguments", fits=takes(0)
 )
 GL_FIX = (
     "Fix: MUJOCO_GL=osmesa (apt-get install libosmesa6; pip install PyOpenGL) or, with a GPU, MUJOCO_GL=egl "
@@ -57,7 +57,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     """Build an environment as in `create`; also return the names of all environments if a function returns several."""
     env_id = str(cfg.id)
     if kwargs.get("render_mode") is not None:
-        draw_without_display()
+        prepare_rendering()
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
     for name, arguments in cfg.wrapped:
@@ -143,17 +143,10 @@ def is_vector(cfg: GymSettings) -> bool:
     return spec is not None and spec.entry_point is None
 
 
-def draw_without_display() -> None:
-    """Set MuJoCo's OpenGL backend on a machine without a display, unless the user has set it or it cannot be loaded."""
-    silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
-    if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
-        return
-    backend = choose_renderer().backend
-    if importlib.util.find_spec("OpenGL") is not None and ctypes.util.find_library(
-        {"egl": "EGL"}.get(backend, "OSMesa")
-    ):
-        os.environ["MUJOCO_GL"] = backend  # for child processes, too
-        choose_device()
+def prepare_rendering() -> None:
+    """Prepare libraries that render for a machine without a display."""
+    for prepare in RENDERING.every():
+        prepare()
 
 
 def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from embodyrl.envs.gym.api import begin_episode, flag, line, number, require_step, reset_env
-from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, draw_without_display, is_vector, takes_render_mode
-from embodyrl.envs.gym.doubts import doubts, has_frame_stack
+from embodyrl.envs.gym.create import WRAPPERS, AnyEnv, create_named, is_vector, prepare_rendering, takes_render_mode
 from embodyrl.envs.gym.goals import has_goals
 from embodyrl.envs.gym.said import (
     instruction_doubts,
@@ -28,6 +27,7 @@ from embodyrl.envs.gym.said import (
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.gym.spaces import ObservationWriter, leaves, member
 from embodyrl.errors import ConfigError, EmbodyError, EnvError
+from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec
 
 _LOOKS = 4
@@ -62,6 +62,20 @@ class Probe:
     """True if the environment computes the rewards of other goals."""
 
 
+WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable[str]]] = Registry(
+    "observation warning",
+    group="embodyrl.observation_warnings",
+    wants="a function of a space, observations and an environment that yields texts",
+    fits=takes(3),
+)
+
+
+def _warnings(space: gymnasium.Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
+    """Yield warnings about the observations of the first steps."""
+    for warn in WARNINGS.every():
+        yield from warn(space, seen, env)
+
+
 def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None = None) -> Probe:
     """Build the environment, read its declarations, and close it.
 
@@ -83,7 +97,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         if asked and "rgb_array" in modes and takes_render_mode(cfg):
             kwargs["render_mode"] = "rgb_array"
         if kwargs.get("render_mode") is not None:
-            draw_without_display()
+            prepare_rendering()
         try:
             if described is not None:
                 said = _shown(described)
@@ -154,7 +168,7 @@ def _try_out(cfg: GymSettings, env: AnyEnv) -> dict[str, Any]:
     writer = ObservationWriter(env_id, env.observation_space)
     writer.check(first)
     said = instruction_of(cfg, writer.texts, first, begun, env)
-    found = [*doubts(env.observation_space, seen, stacked=has_frame_stack(env))]
+    found = [*_warnings(env.observation_space, seen, env)]
     found += [*instruction_doubts(cfg, writer.texts, begun, said), *success_doubts(cfg, [*names], reports)]
     return {
         "reports_success": reports or cfg.success_key is not None,
@@ -191,9 +205,13 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
     space = env.single_observation_space
     writer = ObservationWriter(env_id, space)
     writer.check(first)
-    said = instruction_of(cfg, writer.texts, first, slot_info(begun, 0, env.num_envs))
+    info_of_first = slot_info(begun, 0, env.num_envs)
+    said = instruction_of(cfg, writer.texts, first, info_of_first)
     reports = says_success(info, keys)
-    found = [*doubts(space, [first]), *instruction_doubts(cfg, writer.texts, slot_info(begun, 0, env.num_envs), said)]
+    found = [
+        *_warnings(space, [first], env),
+        *instruction_doubts(cfg, writer.texts, info_of_first, said),
+    ]
     return {
         "reports_success": reports or cfg.success_key is not None,
         "doubts": (*found, *success_doubts(cfg, [*names_of(info)], reports or cfg.success_key is not None)),

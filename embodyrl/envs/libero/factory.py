@@ -11,9 +11,9 @@ from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, ta
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.renderer import choose_renderer
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RenderProfile, RewardSettings
 from embodyrl.envs.simulators import Simulators
+from embodyrl.extensions.mujoco_rendering.renderer import choose_renderer
 from embodyrl.registry import closest
 from embodyrl.types import (
     ActionSpec,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.protocol import EnvContext
-from embodyrl.envs.renderer import choose_device, choose_renderer
 from embodyrl.envs.simulators import Simulators
 from embodyrl.errors import MissingDependencyError
+from embodyrl.extensions.mujoco_rendering.renderer import choose_device, choose_renderer
 from embodyrl.registry import closest
 from embodyrl.types import ActionKind, ActionSpec, CameraSpec, EnvSpec, ExpertSpec, GripperConvention
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from embodyrl.devices import query_gpus, visible_gpus
-from embodyrl.envs.renderer import choose_renderer, draw_frame, egl_device
+from embodyrl.extensions.mujoco_rendering.renderer import choose_renderer, draw_frame, egl_device
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.findings import Finding
 

@@ -2,7 +2,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from embodyrl.envs.video import VideoError, VideoRecorder
+from embodyrl.extensions.recording.video import VideoError, VideoRecorder
 
 LONG = "put both the alphabet soup and the tomato sauce in the basket and then close the microwave door gently"
 

@@ -18,11 +18,9 @@ _PICTURE = 32
 """Minimum height and width of an array that is probably a greyscale image."""
 
 
-def doubts(space: Space[Any], seen: Sequence[Any], *, stacked: bool = False) -> Iterator[str]:
-    """Yield one warning per problem of consecutive observations; the first is that of the reset.
-
-    `stacked`: a wrapper of the environment stacks frames.
-    """
+def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
+    """Yield one warning per problem of consecutive observations; the first is that of the reset."""
+    stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)
         if is_text(leaf):
@@ -135,7 +133,7 @@ def _stacked_colours(name: str, shape: tuple[int, ...], values: Sequence[np.ndar
         )
 
 
-def has_frame_stack(env: Any) -> bool:
+def _has_frame_stack(env: Any) -> bool:
     """Return True if one of the environment's wrappers stacks frames."""
     while env is not None:
         if isinstance(env, FrameStackObservation):

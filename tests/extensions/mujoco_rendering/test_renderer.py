@@ -9,8 +9,8 @@ import sys
 import pytest
 from gpu_host import H100, stub_nvidia_smi
 
-from embodyrl.envs import renderer
-from embodyrl.envs.renderer import Frame, check_egl, choose_device, choose_renderer, draw_frame
+from embodyrl.extensions.mujoco_rendering import renderer
+from embodyrl.extensions.mujoco_rendering.renderer import Frame, check_egl, choose_device, choose_renderer, draw_frame
 
 pytest.importorskip("mujoco")
 
@@ -104,7 +104,8 @@ def test_robosuite_imports_with_egl_device_set(monkeypatch):
     """Its import refuses a number that CUDA_VISIBLE_DEVICES does not contain."""
     pytest.importorskip("robosuite")
     code = (
-        "from embodyrl.envs.renderer import choose_device, without_egl_device\nimport os\nchoose_device()\n"
+        "from embodyrl.extensions.mujoco_rendering.renderer import choose_device, without_egl_device\n"
+        "import os\nchoose_device()\n"
         "with without_egl_device():\n    import robosuite.utils.binding_utils\n"
         "print(os.environ['MUJOCO_EGL_DEVICE_ID'])"
     )

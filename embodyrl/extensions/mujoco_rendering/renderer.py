@@ -1,6 +1,8 @@
 """Selection of MuJoCo's OpenGL backend: EGL on a GPU if it works, else OSMesa on the CPU."""
 
+import ctypes.util
 import functools
+import importlib.util
 import os
 import re
 import signal
@@ -176,3 +178,16 @@ def _first_error(output: str) -> str:
     """Return the first exception; cleanup of a partly built renderer raises further ones."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"
+
+
+def draw_without_display() -> None:
+    """Set MuJoCo's OpenGL backend on a machine without a display, unless the user has set it or it cannot be loaded."""
+    silent = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"}.isdisjoint(os.environ)
+    if not silent or os.name != "posix" or importlib.util.find_spec("mujoco") is None:
+        return
+    backend = choose_renderer().backend
+    if importlib.util.find_spec("OpenGL") is not None and ctypes.util.find_library(
+        {"egl": "EGL"}.get(backend, "OSMesa")
+    ):
+        os.environ["MUJOCO_GL"] = backend  # for child processes, too
+        choose_device()

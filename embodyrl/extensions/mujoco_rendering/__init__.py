@@ -1,0 +1,1 @@
+"""Rendering of MuJoCo on this machine: EGL on a GPU, OSMesa on the CPU."""

@@ -1,0 +1,195 @@
+"""Recording of an episode as an MP4 file that common players support."""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from embodyrl.envs.video import remove_videos
+from embodyrl.errors import EmbodyError
+from embodyrl.types import ByteArray
+
+MIN_WIDTH = 512
+"""Frames are enlarged to at least this width, so that the text is readable."""
+
+FONT_SIZE = 22
+_LINE = FONT_SIZE + 8
+_MARGIN = 10
+_BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
+_SHORTEST_S = 4.0
+"""Minimum duration of a video of the longest episode: shorter ones are slowed down by the same factor."""
+_STILL_S = 1.0
+"""Duration of the last frame, with the outcome below it."""
+_FAILURES = (OSError, RuntimeError, ValueError)
+"""Errors of imageio and ffmpeg for a missing binary, a full disk, or a folder that is not writable."""
+
+
+class VideoError(EmbodyError):
+    """A video could not be written; its file is removed."""
+
+
+class VideoRecorder:
+    """Encodes frames as they arrive (H.264, yuv420p) under a temporary name; `finish` renames the file.
+
+    With `info`, the instruction is above the image, the step and the success mark below. The video ends with a still
+    frame and the coloured outcome. If episodes have at most `horizon` steps, too few to follow, every step is shown
+    several times.
+    """
+
+    def __init__(
+        self, path_stem: Path, fps: int, instruction: str, info: bool, *, horizon: int = 0, judged: bool = True
+    ) -> None:
+        """Start the encoder; `judged`: the environment reports success."""
+        remove_videos(path_stem)
+        self._stem = path_stem
+        self._partial = path_stem.with_name(path_stem.name + ".partial.mp4")
+        self._fps = fps
+        self._instruction = instruction
+        self._info = info
+        self._judged = judged
+        self._repeats = max(1, math.ceil(_SHORTEST_S * fps / horizon)) if info and horizon else 1
+        self._writer: Any = None
+        self._shape: tuple[int, ...] = ()
+        from PIL import ImageFont
+
+        self._font = ImageFont.load_default(FONT_SIZE)
+        self._frames = self._written = 0
+        self._last: ByteArray | None = None
+        self.success = False
+        """The goal was reached in some frame."""
+
+    def add(self, frame: ByteArray, success: bool) -> None:
+        """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal is reached.
+
+        Raises:
+            VideoError: the frame has another shape than the first one, or the encoder failed.
+        """
+        if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
+            self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, expected uint8 (H, W, 3)")
+        if self._shape and frame.shape != self._shape:
+            self._fail(f"frame {self._frames} has shape {frame.shape}, the first one had {self._shape}")
+        self._shape = frame.shape
+        self.success |= success
+        # Simulators may render the next frame into the same memory.
+        self._last = frame.copy()
+        self._frames += 1
+        self._write(self._compose(frame), self._repeats)
+
+    def finish(self) -> Path:
+        """Complete the file and return its path `<stem>_<success or fail>_<n>steps.mp4`.
+
+        Raises:
+            VideoError: no frame was added, or the encoder failed.
+        """
+        if self._writer is None:
+            self._fail("no frame was added")
+        if self._info and self._last is not None:
+            self._write(self._compose(self._last, at_end=True), math.ceil(_STILL_S * self._fps))
+        outcome = "success" if self.success else "fail"
+        target = self._stem.with_name(f"{self._stem.name}_{outcome}_{self._frames}steps.mp4")
+        try:
+            self._close()
+            import imageio_ffmpeg
+
+            # An encoder may exit without an error on a full disk, so count its frames.
+            written = imageio_ffmpeg.count_frames_and_secs(str(self._partial))[0] or 0
+            if written != self._written:
+                self._fail(f"only {written} of {self._written} frames were written; is the disk full?")
+            # The name contains the outcome, which is known only at the end.
+            os.replace(self._partial, target)
+        except _FAILURES as error:
+            self._fail(_first_line(error), error)
+        return target
+
+    def discard(self) -> None:
+        """Stop and delete the file; idempotent."""
+        # Encoder or folder may be gone; errors of a discarded recording are irrelevant.
+        with contextlib.suppress(*_FAILURES):
+            self._close()
+        with contextlib.suppress(OSError):
+            self._partial.unlink()
+
+    def _write(self, picture: ByteArray, times: int) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._open()
+            for _ in range(times):
+                self._writer.append_data(picture)
+        except _FAILURES as error:
+            self._fail(_first_line(error), error)
+        self._written += times
+
+    def _open(self) -> Any:
+        import imageio
+
+        self._partial.parent.mkdir(parents=True, exist_ok=True)
+        return imageio.get_writer(
+            self._partial,
+            format="FFMPEG",  # type: ignore[arg-type]
+            mode="I",
+            fps=self._fps,
+            codec="libx264",
+            pixelformat="yuv420p",
+            macro_block_size=2,
+            ffmpeg_log_level="error",
+            # One thread: the simulators need the other cores.
+            output_params=["-threads", "1", "-preset", "veryfast", "-movflags", "+faststart"],
+        )
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _fail(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        self.discard()
+        raise VideoError(
+            f"video '{self._partial}' was not written: {reason}. Check the free space and permissions of that folder "
+            f"(video_cfg.base_dir), or set video=none."
+        ) from cause
+
+    def _compose(self, frame: ByteArray, *, at_end: bool = False) -> ByteArray:
+        from PIL import Image, ImageDraw
+
+        # Integer factors keep small images even.
+        scale = max(1, -(-MIN_WIDTH // frame.shape[1]))
+        width, height = frame.shape[1] * scale, frame.shape[0] * scale
+        picture = Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)
+        lines = self._wrap(width) if self._info else []
+        top, bottom = (len(lines) * _LINE + _MARGIN, _LINE + _MARGIN) if self._info else (0, 0)
+        # yuv420p stores colour for blocks of 2x2 pixels, so both sides are even.
+        canvas = Image.new("RGB", (width + width % 2, (top + height + bottom + 1) // 2 * 2), _BAND)
+        canvas.paste(picture, (0, top))
+        if self._info:
+            draw = ImageDraw.Draw(canvas)
+            for row, line in enumerate(lines):
+                draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
+            y = top + height + _MARGIN // 2
+            ink, text = _TEXT, f"step {self._frames}"
+            if at_end and (self._judged or self.success):
+                color = _GOOD if self.success else _BAD
+                draw.rectangle((0, top + height, canvas.width, canvas.height), fill=color)
+                ink, text = _BAND, f"{'success' if self.success else 'failure'} after {self._frames} steps"
+            elif self.success:
+                draw.text((width - _MARGIN, y), "success", fill=_GOOD, font=self._font, anchor="ra")
+            draw.text((_MARGIN, y), text, fill=ink, font=self._font)
+        return np.asarray(canvas)
+
+    def _wrap(self, width: int) -> list[str]:
+        """Split the instruction into lines that fit; a word longer than a line is not split."""
+        lines = [""]
+        for word in self._instruction.split():
+            longer = f"{lines[-1]} {word}".strip()
+            if lines[-1] and self._font.getlength(longer) > width - 2 * _MARGIN:
+                lines.append(word)
+            else:
+                lines[-1] = longer
+        return lines
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line: imageio appends the whole ffmpeg command."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
