@@ -1,6 +1,7 @@
 """Recording of episodes: settings, and the interface of recorders."""
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Protocol
 
@@ -50,6 +51,6 @@ class Recorder(Protocol):
         ...
 
 
-RECORDERS: Registry[type[Recorder]] = Registry(
-    "recorder", group="embodyrl.recorders", wants="a class of Recorder", fits=lambda found: isinstance(found, type)
+RECORDERS: Registry[Callable[..., Recorder]] = Registry(
+    "recorder", group="embodyrl.recorders", wants="a class of Recorder", fits=callable
 )
