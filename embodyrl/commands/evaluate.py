@@ -10,7 +10,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from embodyrl.files import json_text, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
 from embodyrl.monitor.paired import pair_suites
-from embodyrl.monitor.samples import pick_samples, sample_lines
 from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.protocols import protocol_record
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
@@ -137,8 +136,9 @@ def run_evaluation(
     result = replace(result, protocol=protocol_record(cfg, run_plan.env), **_against_baseline(cfg, rows))
     if cfg.video.startswith("changed:"):
         write_actions(folder, collection.episodes)
-    for line in sample_lines(pick_samples((), rows, cfg.eval.show_replies)):
-        monitor.text(line)
+    for lines in LINES.every():
+        for line in lines(cfg, rows):
+            monitor.text(line)
     table = {k: v for k, v in asdict(result).items() if k != "folder"} | {"step": step, "env": run_plan.env.name}
     write_atomically(folder / TABLE_FILE, json_text(table))
     return result
@@ -166,6 +166,13 @@ def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]
     return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(_read_baseline(cfg), rows))}
 
 
+LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Registry(
+    "evaluation lines",
+    group="embodyrl.evaluation_lines",
+    wants="a function of a Config and its episodes that yields lines",
+    fits=takes(2),
+)
+"""Further lines of an evaluation."""
 BASELINES: Registry[Callable[[Config], Sequence[EpisodeRow]]] = Registry(
     "baseline", group="embodyrl.baselines", wants="a function of a Config that returns episodes", fits=takes(1)
 )

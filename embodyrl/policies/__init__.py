@@ -4,7 +4,5 @@ from embodyrl.policies.protocol import POLICIES, export_policy, fitting_models
 
 POLICIES.add("cnn", "embodyrl.policies.actor_critic:CNN")
 POLICIES.add("mlp", "embodyrl.policies.actor_critic:MLP")
-POLICIES.add("random", "embodyrl.policies.untrained:RANDOM")
-POLICIES.add("scripted", "embodyrl.policies.untrained:SCRIPTED")
 
 __all__ = ["POLICIES", "export_policy", "fitting_models"]

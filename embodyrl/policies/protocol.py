@@ -49,6 +49,8 @@ class PolicyRequest:
     """Backend of text generation: hf (the policy's module), vllm, or a server."""
     url: str | None = None
     """Address of the server."""
+    critic: str | None = None
+    """Folder of a separate critic of a language model."""
     served_model: str | None = None
     """Model name on the server; None: its first model."""
     top: int = 0

@@ -106,6 +106,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
         engine=cfg.rollout.vllm.arguments | ({"enable_sleep_mode": True} if planned.sleeps else {}),
         engine_share=planned.engine_share,
         url=cfg.rollout.url,
+        critic=None if learner is None else learner.critic.path,
         served_model=cfg.rollout.served_model,
         top=cfg.rollout.logprobs,
         device="auto",
@@ -125,7 +126,6 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
             "algorithm": learner.algorithm,
             "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,
             "actor": learner.actor,
-            "critic": learner.critic.path,
             "longest_episode": -(-learner.env.train.max_episode_steps // run_plan.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
         }

@@ -13,7 +13,6 @@ from embodyrl.learners.precision import halve
 from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.ranks import OneRank, Ranks
 from embodyrl.learners.training import Trainer
-from embodyrl.policies.critic import WithCritic
 from embodyrl.policies.protocol import POLICIES, Policy, TextPolicy
 from embodyrl.policies.tensors import best_device
 from embodyrl.registry import Registry
@@ -22,14 +21,7 @@ from embodyrl.workers.lifecycle import PolicyHostInit
 
 def build_policy(init: PolicyHostInit) -> Policy:
     """Build the policy with its initial weights."""
-    model, request = init.model, replace(init.request, device=best_device())
-    factory = POLICIES.get(model.model_type)
-    if init.critic is None:
-        policy = factory.build(model, request)
-    else:
-        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
-        critic = factory.build(model.whole(init.critic), replace(request, backend="hf"))
-        policy = WithCritic(factory.build(model, replace(request, value_dim=0)), critic, init.critic)
+    policy = POLICIES.get(init.model.model_type).build(init.model, replace(init.request, device=best_device()))
     if init.start_from is not None:
         policy.load_weights(Path(init.start_from))
     return policy
@@ -91,7 +83,7 @@ def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:
         if halves_weights(init, policy):
             halve(reference.module, sharded=init.shards)
         return reference
-    request = replace(init.request, device=best_device(), trainable=False, backend="hf")
+    request = replace(init.request, device=best_device(), trainable=False, backend="hf", critic=None)
     reference = POLICIES.get(init.model.model_type).build(init.model.whole(path), request)
     reference.load_weights(Path(path))
     if getattr(policy, "vocabulary", None) != getattr(reference, "vocabulary", None):

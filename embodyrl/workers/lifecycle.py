@@ -78,8 +78,6 @@ class PolicyHostInit(WorkerInit):
     """Environment that computes the rewards of other goals, if the algorithm needs it."""
     objective: Any = None
     """Objective of SFT, settings with `learner`, `needs_reference` and `reference_path`; None: RL."""
-    critic: str | None = None
-    """Folder of a separate critic."""
     actor: ActorSettings = field(default_factory=ActorSettings)
     gradient_sync: str | None = None
     """Gradient synchronization chosen by the run plan for `actor.fsdp.gradient_sync=auto`."""

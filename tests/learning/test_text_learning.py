@@ -9,8 +9,9 @@ from text_runs import ASKING
 from toy_runs import rows
 
 from embodyrl.commands.train import train
-from embodyrl.conversation import Message, TextRow
+from embodyrl.conversation import Message
 from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.sandbox import calculate
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config

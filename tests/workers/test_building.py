@@ -12,7 +12,7 @@ from embodyrl.channels.arena import Arena
 from embodyrl.learners.policy_gradient import PolicyGradientLearner
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
-from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.causal_lm.critic import WithCritic
 from embodyrl.scheduler.start import policy_init
 from embodyrl.workers.building import build_policy
 from embodyrl.workers.policy_host import PolicyHost

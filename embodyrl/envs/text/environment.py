@@ -8,11 +8,12 @@ from typing import Any, Never
 
 import numpy as np
 
-from embodyrl.conversation import Message, TextRow, join_messages, spoken
+from embodyrl.conversation import Message, join_messages, spoken
 from embodyrl.envs.protocol import AfterStep
 from embodyrl.envs.text.protocol import Answer, Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
+from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.registry import Registry, takes
 from embodyrl.types import (
     BoolArray,

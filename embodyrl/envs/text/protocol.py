@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from embodyrl.conversation import TextRow
+from embodyrl.extensions.text.conversation import TextRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
-from embodyrl.conversation import TextRow, join_messages, join_pair
+from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import Reading, read_card, reading_of
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
@@ -22,6 +22,7 @@ from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demon
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.statistics import vector_stats
+from embodyrl.extensions.text.conversation import TextRow, join_pair
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.settings import RowSettings

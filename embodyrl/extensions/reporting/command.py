@@ -14,8 +14,8 @@ from embodyrl.cli.output import printable, show_result
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import Evaluation, History, is_running, read_history, samples_of
+from embodyrl.extensions.reporting.samples import sample_lines
 from embodyrl.monitor.history import EVENTS_FILE
-from embodyrl.monitor.samples import sample_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

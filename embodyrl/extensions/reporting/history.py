@@ -13,6 +13,7 @@ from typing import Any
 from embodyrl.config.settings import flat, plain, spell
 from embodyrl.config.tree import read_plain_yaml
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.samples import Sample, pick_samples
 from embodyrl.files import by_number
 from embodyrl.monitor.history import (
     EPISODES_FILE,
@@ -26,7 +27,6 @@ from embodyrl.monitor.history import (
     score_of,
 )
 from embodyrl.monitor.intervals import Score
-from embodyrl.monitor.samples import Sample, pick_samples
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.schema import Config
 

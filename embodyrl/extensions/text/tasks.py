@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from embodyrl.conversation import Message, TextRow
+from embodyrl.conversation import Message
+from embodyrl.extensions.text.conversation import TextRow
 
 ROWS = 20_000
 _SPARE = 1000

@@ -5,7 +5,7 @@ Importing this package imports neither torch nor transformers.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -121,6 +121,15 @@ class CausalLMFactory:
         Raises:
             CheckpointError: the folder cannot be loaded.
         """
+        from embodyrl.policies.causal_lm.critic import WithCritic
+
+        if request.critic is None:
+            return self._build(cfg, request)
+        # A critic has no adapters: its weights are all trained, and its folder holds it whole.
+        critic = self._build(cfg.whole(request.critic), replace(request, backend="hf"))
+        return WithCritic(self._build(cfg, replace(request, value_dim=0)), critic, request.critic)
+
+    def _build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
         from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
         spec = self.spec(cfg, request.env, request.value_dim)

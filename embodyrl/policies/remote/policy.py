@@ -23,7 +23,7 @@ from embodyrl.policies.remote.dialects import (
     upright,
 )
 from embodyrl.policies.remote.settings import RemoteSettings
-from embodyrl.policies.untrained import OnlyActs
+from embodyrl.policies.untrained.policy import OnlyActs
 from embodyrl.types import EnvSpec, FloatArray, Observation, PolicyOutput, PolicySpec
 
 _RETRY_S = 0.2

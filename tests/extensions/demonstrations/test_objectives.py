@@ -16,7 +16,7 @@ from toy_runs import TOY_OFT, toy_config
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply, record_layout
 from embodyrl.channels.messages import ImitateRequest
-from embodyrl.conversation import Message, join_messages, join_pair
+from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError, ConfigError
 from embodyrl.extensions.demonstrations.imitation import ImitationLearner, preference_loss
 from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
@@ -24,6 +24,7 @@ from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.demonstrations.settings import Objective, ObjectiveSettings
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
 from embodyrl.extensions.demonstrations.sft_setup import load_material
+from embodyrl.extensions.text.conversation import join_pair
 from embodyrl.extensions.text.rewards.services import RewardModel
 from embodyrl.learners.settings import ActorSettings, OptimSettings
 from embodyrl.plan.checks import check_components

@@ -12,8 +12,8 @@ from embodyrl.commands.train import train
 from embodyrl.extensions.reporting.command import picture
 from embodyrl.extensions.reporting.history import read_history
 from embodyrl.extensions.reporting.page import write_report
+from embodyrl.extensions.reporting.samples import pick_samples
 from embodyrl.monitor.history import EpisodeRow
-from embodyrl.monitor.samples import pick_samples
 
 
 def test_samples_are_ordered_by_newly_solved_failed_solved() -> None:

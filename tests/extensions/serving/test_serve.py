@@ -29,7 +29,7 @@ from embodyrl.policies.remote import FACTORY
 from embodyrl.policies.remote.dialects import OPENPI, bytes_keyed, pack, text_keyed, unpack
 from embodyrl.policies.remote.settings import RemoteSettings, ServeSettings
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.untrained import RANDOM, UntrainedPolicy
+from embodyrl.policies.untrained.policy import RANDOM, UntrainedPolicy
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention, InputSpec, Observation
 
 client = pytest.importorskip("websockets.sync.client", reason="the extra `serve` is not installed")

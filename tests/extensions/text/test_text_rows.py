@@ -11,10 +11,11 @@ import pytest
 from PIL import Image
 
 from embodyrl.commands.facts import facts
-from embodyrl.conversation import Message, TextRow, join_messages, split_messages, split_pictures
+from embodyrl.conversation import Message, join_messages, split_messages, split_pictures
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.text import dataset as text
 from embodyrl.extensions.text import tasks
+from embodyrl.extensions.text.conversation import TextRow
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.pictures import pictures_of
 from embodyrl.extensions.text.rewards.functions import countdown

@@ -15,7 +15,7 @@ from toy_runs import rows
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.policies import POLICIES
-from embodyrl.policies.critic import WithCritic
+from embodyrl.policies.causal_lm.critic import WithCritic
 from embodyrl.policies.protocol import Policy, PolicyRequest, weights_changed, weights_version
 from embodyrl.types import Observation
 

@@ -1,0 +1,46 @@
+"""Rows of text tasks, and the images in their messages."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from embodyrl.conversation import MARK, PICTURE, Message, join_messages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextRow:
+    """One text task: prompt and reference."""
+
+    messages: tuple[Message, ...]
+    reference: str
+    rejected: str | None = None
+    """The worse answer of a preference pair; `reference` is the better one."""
+    pictures: tuple[Any, ...] = ()
+    """One for each <image> in the messages (without any: before the user's first): files, their bytes or pixels [H, W,
+    3]; rows that were read contain `Picture`."""
+
+
+def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
+    """Replace image placeholders by image sizes, which `split_pictures` parses.
+
+    Raises:
+        ValueError: the messages have another number of images.
+    """
+    if not sizes:
+        return tuple(messages)
+    named = sum(m.content.count(PICTURE) for m in messages)
+    if not named:
+        first = next((m for m in messages if m.role == "user"), messages[0])
+        front = replace(first, content=PICTURE * len(sizes) + first.content)
+        messages, named = [front if m is first else m for m in messages], len(sizes)
+    if named != len(sizes):
+        raise ValueError(f"{len(sizes)} images, but the messages contain {PICTURE} {named} times")
+    left = iter(sizes)
+    marked = (re.sub(PICTURE, lambda _: "{0}{1}x{2}{0}".format(MARK, *next(left)), m.content) for m in messages)
+    return tuple(replace(m, content=content) for m, content in zip(messages, marked, strict=True))
+
+
+def join_pair(better: str, worse: str) -> str:
+    """Join two answers into one text, which `split_messages` parses as two replies."""
+    return join_messages([Message(role="assistant", content=text) for text in (better, worse)])

@@ -1,0 +1,1 @@
+"""Policies without weights: random actions, and the scripted expert of the environment."""
