@@ -8,7 +8,9 @@ from embodyrl.policies import POLICIES
 
 
 def algorithm_of(adv_type: str = "grpo", loss_type: str = "ppo_clip", **keys: Any) -> Any:
-    return algorithm_settings(adv_type, loss_type)(adv_type=adv_type, loss_type=loss_type, **keys)
+    estimator, loss = algorithm_settings(adv_type, loss_type)
+    own = {key: keys.pop(key) for key in loss.model_fields if key in keys}
+    return estimator(adv_type=adv_type, loss_type=loss_type, loss=loss(**own), **keys)
 
 
 def env_of(env_type: str, **keys: Any) -> Any:

@@ -77,6 +77,7 @@ class Algorithm:
         self.needs_replay, self.learner = self._estimator.needs_replay, self._estimator.learner
         self.check = self._estimator.check
         self._loss = LOSSES.get(cfg.loss_type)
+        self.loss_settings = self._loss.settings() if cfg.loss is None else cfg.loss
         self.needs_groups = self._estimator.needs_groups
         self.needs_values = self._estimator.needs_values
         self.counts_chunk_steps = self._estimator.counts_chunk_steps
@@ -261,7 +262,7 @@ class Algorithm:
             advantage=unit_advantage(inputs.advantage, valid, cfg.logprob_type),
             valid=unit_mask(valid, cfg.logprob_type),
         )
-        terms = self._loss.compute(units, cfg)
+        terms = self._loss.compute(units, self.loss_settings)
         entropy = self._units(scores.entropy if cfg.entropy_bonus else scores.entropy.detach(), valid, cfg.entropy_type)
         factors = self._factors(units, inputs)
         weighed = terms.loss if factors is None else terms.loss * factors

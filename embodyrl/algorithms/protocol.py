@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from embodyrl.algorithms.settings import AlgorithmSettings, BufferSettings, GroupSettings, ValueSettings
-from embodyrl.config.settings import Settings, join
+from embodyrl.config.settings import Settings
 from embodyrl.registry import Registry
 from embodyrl.types import BoolArray, Episode, FloatArray, IntArray
 
@@ -183,7 +183,7 @@ class PolicyLoss:
     compute: Callable[[Units, Any], LossTerms]
     """Function that returns the loss of each unit; for sequence-level methods, a sample is the sequence."""
     settings: type[Settings] = Settings
-    """Settings class of this loss's own keys below `algorithm`; `compute` gets an instance."""
+    """Settings class of this loss's own keys, which users write below `algorithm`; `compute` gets an instance."""
     needs_all_samples: bool = False
     """Keep samples with advantage 0: for losses with a term without advantage, or with batch statistics."""
 
@@ -208,11 +208,11 @@ for _name in (
     LOSSES.add(_name, f"embodyrl.algorithms.policy_losses:{_name.upper()}")
 
 
-def algorithm_settings(adv_type: str, loss_type: str) -> type[AlgorithmSettings]:
-    """Return the settings class with the keys of an estimator and a loss.
+def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
+    """Return the settings class of an estimator, and that of a loss, which is the class of its field `loss`.
 
     Raises:
         UnknownNameError: no such estimator or loss.
     """
     estimator, loss = ADVANTAGES.get(adv_type), LOSSES.get(loss_type)
-    return join(estimator.settings, *([] if estimator.needs_replay else [loss.settings]), AlgorithmSettings)
+    return estimator.settings, Settings if estimator.needs_replay else loss.settings

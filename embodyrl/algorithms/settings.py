@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from embodyrl.config.settings import Count, Index, Must, Path, Positive, Settings, Share, Weight, only
 from embodyrl.config.shared import SamplingSettings
@@ -48,6 +49,7 @@ class AlgorithmSettings(ActingAlgorithm):
         "behave_weight_threshold": "behave_weight_mode behave_weight_level",
     }
 
+    flattened = "loss"
     imitates: ClassVar[bool] = False
     """True if the loss is the SFT loss."""
     transitions: ClassVar[bool] = False
@@ -56,6 +58,8 @@ class AlgorithmSettings(ActingAlgorithm):
     """Advantage estimator."""
     loss_type: str = "ppo_clip"
     """Policy loss."""
+    loss: SkipJsonSchema[Settings | None] = None
+    """Keys of the loss; None: their defaults."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
     """Episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -233,8 +237,8 @@ class ValueSettings(CreditSettings):
     """Number of initial training steps that train only the value head."""
 
 
-_BUFFER_READS = {"sampling_params", "adv_type", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
-"""Keys of AlgorithmSettings that have an effect with a replay buffer."""
+_BUFFER_READS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_epoch", "reward_scale", "curriculum"}
+"""Fields of AlgorithmSettings that have an effect with a replay buffer."""
 
 
 class BufferSettings(AlgorithmSettings):

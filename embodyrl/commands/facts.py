@@ -56,7 +56,8 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         lines["simulators"] = memory_of_tasks(env, task_bytes, split, run_plan.env_workers_per_node)
     if run_plan.algorithm is not None:
         a = run_plan.algorithm.settings
-        clip = f" · clip {a.clip_ratio_low}/{a.clip_ratio_high}" if isinstance(a, ClipSettings) else ""
+        loss = run_plan.algorithm.loss_settings
+        clip = f" · clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
         level = "" if run_plan.algorithm.needs_replay else f" · {a.logprob_type.value}"
         lines["algorithm"] = f"{a.method} · group {a.group_size}{clip}{level}"
     mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB

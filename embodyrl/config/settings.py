@@ -86,6 +86,11 @@ class Settings(BaseModel):
     """Keys that have an effect under a condition only, by that condition: `{"kl_in_reward": "kl_target kl_horizon"}`.
     A condition is `key` (set), `key=a|b` or `key!=a|b`, several joined by " or "; or "never: reason"."""
 
+    flattened: ClassVar[str] = ""
+    """Name of a field with settings whose keys are at the level of this class."""
+    inlined: ClassVar[Mapping[str, type[Settings]]] = {}
+    """Class of the flattened field of each section that has one."""
+
     def __eq__(self, other: object) -> bool:
         """Compare class and values; the sources of values do not matter."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -99,44 +104,11 @@ class Settings(BaseModel):
         changes: dict[str, Any] = {}
         for name, value in values.items():
             head, _, rest = name.partition(".")
-            assert head in type(self).model_fields, f"no key {name}"
+            if head not in type(self).model_fields:
+                assert self.flattened, f"no key {name}"
+                head, rest = self.flattened, name
             changes[head] = changes.get(head, getattr(self, head)).updated({rest: value}) if rest else value
         return self.model_copy(update=changes)
-
-    def __reduce__(self) -> Any:
-        """Pickle a joined class, which exists in one process only, by its base classes."""
-        # A joined class has no module that another process could import it from, but its parts have.
-        bases = type(self).__bases__ if _is_joined(type(self)) else (type(self),)
-        return _rebuild, (bases, {name: getattr(self, name) for name in type(self).model_fields})
-
-
-_JOINED: set[type[Settings]] = set()
-
-
-def _rebuild(bases: tuple[type[Settings], ...], values: dict[str, Any]) -> Settings:
-    return join(*bases).model_construct(**values)
-
-
-def _is_joined(kind: type[Settings]) -> bool:
-    return kind in _JOINED
-
-
-def join(*parts: type[Settings]) -> Any:
-    """Return the class with the keys of all parts; if two parts have the same key, the first one applies."""
-    # A base class of another part adds no keys, and would break the order of the bases.
-    kept = tuple(
-        p for i, p in enumerate(parts) if not any(q != p and issubclass(q, p) for q in parts) and p not in parts[:i]
-    )
-    if len(kept) == 1:
-        return kept[0]
-    return _join(kept)
-
-
-@functools.cache
-def _join(kept: tuple[type[Settings], ...]) -> type[Settings]:
-    joined = type("+".join(p.__name__ for p in kept), kept, {"__module__": __name__})
-    _JOINED.add(joined)
-    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,8 +218,6 @@ def _noun(hint: Any, metadata: list[Any]) -> str:
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the documentation of each field of a class, read from its source."""
-    if issubclass(kind, Settings) and _is_joined(kind):
-        return {}
     try:
         # Python keeps no docstrings of attributes: they are read where the author wrote them.
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
@@ -271,7 +241,8 @@ def keys_of(kind: type[Settings], prefix: str = "") -> dict[str, Key]:
         below = info.annotation
         if isinstance(below, type) and issubclass(below, Settings):
             found |= keys_of(below, f"{prefix}{name}.")
-        else:
+            found |= keys_of(kind.inlined[name], f"{prefix}{name}.") if name in kind.inlined else {}
+        elif name != kind.flattened:
             found[prefix + name] = Key(name=prefix + name, owner=kind, field=info)
     return found
 
@@ -302,6 +273,11 @@ def json_schema(kind: type[Settings]) -> dict[str, Any]:
     """Return a JSON schema of a class with the documentation of every key."""
     schema = kind.model_json_schema()
     parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
+    for name, inlined in kind.inlined.items():
+        section = schema["$defs"][kind.model_fields[name].annotation.__name__]["properties"]
+        own = inlined.model_json_schema()
+        section |= own.get("properties", {})
+        schema["$defs"] |= own.get("$defs", {})
     for name, definition in {"": schema, **schema.get("$defs", {})}.items():
         for key, entry in definition.get("properties", {}).items():
             if name in parts and (doc := _doc_of(parts[name], key)):
@@ -334,8 +310,8 @@ def leaves(settings: Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name in type(settings).model_fields:
         value = getattr(settings, name)
         if isinstance(value, Settings):
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
+            yield from leaves(value, prefix if name == settings.flattened else f"{prefix}{name}.")
+        elif name != settings.flattened:
             yield prefix + name, value
 
 
@@ -365,7 +341,8 @@ def plain(value: object) -> Any:
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Settings):
-        return {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        found = {name: plain(getattr(value, name)) for name in type(value).model_fields}
+        return found | (found.pop(value.flattened, None) or {})
     if isinstance(value, Mapping):
         return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config import tree
-from embodyrl.config.check import inert, wrong_values
+from embodyrl.config.check import inert, validated
 from embodyrl.config.compose import compose
 from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leaves, nested, parents_of, plain
 from embodyrl.config.shared import Precision
@@ -196,16 +195,10 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
             problems += keys.refuse_key(root, last[name])
         elif last[name].typed:
             keys.report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
-    # Checked as JSON, strictly: no text becomes a number, no number a truth value.
-    text = json.dumps(nested(read), default=str)
-    problems += wrong_values(root, text, last)
-    if problems:
+    cfg = validated(root, read, problems, last)
+    if cfg is None or problems:
         raise ConfigError(problems)
-    return (
-        root.model_validate_json(text, strict=True),
-        {name: last[name].source for name in read},
-        keys.unread_lines(unread),
-    )
+    return cfg, {name: last[name].source for name in read}, keys.unread_lines(unread)
 
 
 def _covers(name: str, other: str) -> bool:
@@ -291,6 +284,7 @@ def check_values(cfg: Config) -> None:
     Raises:
         ConfigError: one line per problem.
     """
-    problems = wrong_values(type(cfg), json.dumps(plain(cfg)))
+    problems: list[str] = []
+    validated(type(cfg), dict(leaves(cfg)), problems)
     if found := problems or [*contradictions(cfg)]:
         raise ConfigError(found)

@@ -136,7 +136,7 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
 
 def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
     """Return the class with all keys of a command, and the groups whose keys are unknown because of a wrong choice."""
-    fields: dict[str, type[Settings]] = {}
+    fields: dict[str, tuple[type[Settings], ...]] = {}
     unclear = set()
     for group, (_, settings) in SELECTORS.items():
         if selected(command, group) is None:
@@ -147,11 +147,12 @@ def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tupl
             problems += error.problems
             unclear.add(group)
     factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    fields |= getattr(factory, "sections", {}) if reads(command, "rollout") else {}
+    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
     chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
-    fields |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
+    more |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
     if "launcher" in fields:
-        fields |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
+        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
+    fields |= {name: (kind,) for name, kind in more.items()}
     return config_class(command, tuple(fields.items())), frozenset(unclear)
 
 

@@ -219,14 +219,14 @@ READS: dict[str, Reads] = {
 
 
 @functools.cache
-def config_class(command: str, fields: tuple[tuple[str, type[Settings]], ...] = ()) -> type[Config]:
-    """Return the config of a command, with the classes that were chosen for some sections."""
+def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
+    """Return the config of a command, with the classes of some sections: a class, and one for its flattened field."""
     given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
     if selected(command, "algorithm") is None and reads(command, "algorithm"):
         given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
-    given |= {name: (kind, Field(default_factory=kind)) for name, kind in fields} | {
-        "command": (ClassVar[str], command)
-    }
+    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
+    given["command"] = (ClassVar[str], command)
+    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
     return create_model("Config", __base__=Config, __module__=__name__, **given)
 
 
@@ -249,18 +249,19 @@ def sections_of(cfg: Config) -> dict[str, Section]:
     return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}
 
 
-def _algorithm(values: Mapping[str, Any]) -> type[Settings]:
+def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
     adv_type = name_of(values, "algorithm.adv_type", "grpo")
     return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
 
 
-SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], type[Settings]]]] = {
-    "env": ("env_type", lambda values: ENVS.get(name_of(values, "env.env_type")).settings),
-    "model": ("model_type", lambda values: POLICIES.get(name_of(values, "model.model_type")).settings),
-    "launcher": ("name", lambda values: LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings),
+SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
+    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
+    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
+    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys."""
+"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys; an algorithm has a class
+for its estimator and one for its loss."""
 
 
 def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:

@@ -32,7 +32,7 @@ def test_decoupled_ppo_weights_match_reference(
 ):
     leaf, units = fixed_units()
     factor = importance_weights(LOG_WEIGHT, MASK, cap=cap, mode=mode, level=WeightLevel.token)
-    terms = LOSSES.get("ppo_clip").compute(units, config(0.1, 0.1))
+    terms = LOSSES.get("ppo_clip").compute(units, config(0.1, 0.1).loss)
     total = (terms.loss * factor[:, :, None] * weights("token-mean")).sum()
     total.backward()
     assert total.item() == pytest.approx(expected, abs=2e-6)
@@ -163,7 +163,7 @@ def test_off_policy_mask_and_importance_weights_are_combined():
     """Fails where the mask takes the place of the weights: what it keeps is not weighed any more."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     factor = torch.linspace(0.5, 1.5, 30).double().reshape(6, 5, 1)
-    terms = LOSSES.get("ppo_clip").compute(fixed_units()[1], config(0.1, 0.1))
+    terms = LOSSES.get("ppo_clip").compute(fixed_units()[1], config(0.1, 0.1).loss)
     kept = torch.tensor([True, True, True, True, False, True])[:, None, None]
     expected = (terms.loss * factor * kept * weights("token-mean")).sum().item()
     loss, _ = algorithm.loss(scores(), replace(inputs(algorithm), correction=factor))

@@ -50,7 +50,7 @@ def config(low: float, high: float, **changes: Any) -> AlgorithmSettings:
 
 def compute(name: str, keys: dict[str, Any], mode: str) -> tuple[float, torch.Tensor, LossTerms]:
     leaf, units = fixed_units()
-    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys))
+    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys).loss)
     total = (terms.loss * weights(mode)).sum()
     total.backward()
     assert terms.loss.shape == terms.ratio.shape == terms.clipped.shape == units.logprob.shape
@@ -113,7 +113,7 @@ def test_every_loss_has_the_policy_gradient_at_ratio_one(name: str):
     leaf, units = fixed_units(OLD_LOGPROB)
     mode = "seq-mean-token-mean"
     cfg = algorithm_of(loss_type=name, **({"cov_bounds": [90.0, 91.0]} if name == "clip_cov" else {}))
-    (LOSSES.get(name).compute(units, cfg).loss * weights(mode)).sum().backward()
+    (LOSSES.get(name).compute(units, cfg.loss).loss * weights(mode)).sum().backward()
     expected = -(units.advantage * weights(mode))[:, :, 0]
     torch.testing.assert_close(leaf.grad, expected, atol=1e-12, rtol=1e-9)
 
@@ -135,7 +135,7 @@ def test_clip_mask_marks_exactly_the_tokens_without_gradient(name: str, keys: di
         advantage=advantage[:, None, None],
         valid=torch.ones(82, 1, 1, dtype=torch.bool),
     )
-    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys))
+    terms = LOSSES.get(name).compute(units, algorithm_of(loss_type=name, **keys).loss)
     terms.loss.sum().backward()
     assert torch.equal(terms.clipped.flatten(), logprob.grad == 0)
     assert 0 < terms.clipped.sum() < 82
@@ -145,7 +145,7 @@ def test_ratio_of_distant_policies_stays_finite():
     _, units = fixed_units()
     far = replace(units, logprob=units.logprob + 500.0)
     for name in LOSSES.names():
-        terms = LOSSES.get(name).compute(far, algorithm_of(loss_type=name))
+        terms = LOSSES.get(name).compute(far, algorithm_of(loss_type=name).loss)
         assert torch.isfinite(terms.loss).all(), name
 
 
@@ -161,7 +161,7 @@ def covariance_units() -> Units:
 
 def test_clip_cov_drops_tokens_of_large_covariance():
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.5, cov_bounds=[1.0, 5.0])
-    terms = LOSSES.get("clip_cov").compute(covariance_units(), cfg)
+    terms = LOSSES.get("clip_cov").compute(covariance_units(), cfg.loss)
     assert terms.clipped.flatten().tolist() == [True, False, False, True]
     np.testing.assert_allclose(terms.loss.detach().flatten(), [0.0, 0.5, -0.5, 0.0])
 
@@ -170,7 +170,7 @@ def test_kl_cov_penalises_tokens_of_large_covariance():
     units = covariance_units()
     moved = replace(units, old_logprob=units.old_logprob - 0.1)
     cfg = algorithm_of(loss_type="kl_cov", cov_share=0.5, log_ratio_coef=10.0)
-    loss = LOSSES.get("kl_cov").compute(moved, cfg).loss.detach().flatten()
+    loss = LOSSES.get("kl_cov").compute(moved, cfg.loss).loss.detach().flatten()
     np.testing.assert_allclose(loss, -units.advantage.flatten().numpy() * np.exp(0.1) + [1, 0, 0, 1], rtol=1e-5)
 
 
@@ -179,5 +179,5 @@ def test_kl_cov_penalises_a_fixed_fraction_for_equal_advantages(share: float, co
     units = covariance_units()
     tied = replace(units, old_logprob=units.old_logprob - 0.1, advantage=torch.ones(4, 1, 1))
     cfg = algorithm_of(loss_type="kl_cov", cov_share=share, log_ratio_coef=10.0)
-    loss = LOSSES.get("kl_cov").compute(tied, cfg).loss.detach().flatten().numpy() + np.exp(0.1)
+    loss = LOSSES.get("kl_cov").compute(tied, cfg.loss).loss.detach().flatten().numpy() + np.exp(0.1)
     np.testing.assert_allclose(np.sort(loss), [0] * (4 - count) + [1] * count, atol=1e-5)

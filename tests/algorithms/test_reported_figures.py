@@ -64,9 +64,9 @@ def test_clip_cov_skips_tokens_clipped_by_ppo():
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.25, cov_bounds=[1.0, 100.0])
     for seed in range(20):
         torch.manual_seed(seed)
-        clipped = LOSSES.get("clip_cov").compute(given, cfg).clipped.flatten()
+        clipped = LOSSES.get("clip_cov").compute(given, cfg.loss).clipped.flatten()
         assert clipped[0]
-        assert clipped[1:].sum() == 1 + (LOSSES.get("ppo_clip").compute(given, cfg).clipped.flatten()[1:].sum())
+        assert clipped[1:].sum() == 1 + (LOSSES.get("ppo_clip").compute(given, cfg.loss).clipped.flatten()[1:].sum())
 
 
 def test_partly_executed_batch_is_weighted_per_optimizer_step():

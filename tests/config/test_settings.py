@@ -1,4 +1,4 @@
-"""Settings classes: joining, keys, wording and pickling."""
+"""Settings classes: keys, wording and pickling."""
 
 import json
 import pickle
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError, create_model
 
+from embodyrl.config.check import validated
 from embodyrl.config.settings import (
     Count,
     CountOrAll,
@@ -22,8 +23,9 @@ from embodyrl.config.settings import (
     Weight,
     find_key,
     flat,
-    join,
+    json_schema,
     keys_of,
+    leaves,
     nested,
     plain,
     spell,
@@ -62,15 +64,33 @@ class Brush(Settings):
     """Thickness of each."""
 
 
-def test_joined_settings_have_all_keys_and_can_be_pickled() -> None:
-    both = join(Paint, Brush, Settings)
-    assert both is join(Paint, Brush, Settings)
-    assert list(keys_of(both, "p.")) == ["p.width", "p.extra", "p.layers", "p.colour", "p.inner.depth", "p.inner.width"]
-    made = both(colour="blue", width=3, inner={"depth": 4})
-    again = pickle.loads(pickle.dumps(made))
-    assert again == made
-    assert type(again) is both
-    assert join(Settings, Paint) is Paint
+class Mixed(Settings):
+    """A part with a field whose keys are at its own level."""
+
+    flattened = "tool"
+    base: str = "oil"
+    tool: Settings | None = None
+
+
+class Studio(Settings):
+    """A config with that part."""
+
+    inlined = {"mixed": Brush}
+    mixed: Mixed = Mixed()
+
+
+def test_keys_of_a_flattened_field_are_at_the_level_of_its_section() -> None:
+    assert list(keys_of(Studio)) == ["mixed.base", "mixed.width", "mixed.extra", "mixed.layers"]
+    problems: list[str] = []
+    made = validated(Studio, {"mixed.base": "water", "mixed.width": 2}, problems)
+    assert made is not None
+    assert made == Studio(mixed=Mixed(base="water", tool=Brush(width=2)))
+    assert dict(leaves(made)) == flat(plain(made)) | {"mixed.extra": {}}
+    assert pickle.loads(pickle.dumps(made.mixed)) == made.mixed
+    assert made.updated({"mixed.width": 5}).mixed.tool == Brush(width=5)
+    assert {"base", "width"} <= {*json_schema(Studio)["$defs"]["Mixed"]["properties"]}
+    assert validated(Studio, {"mixed.base": 1, "mixed.width": 0}, problems) is None
+    assert [line.split("=")[0] for line in problems] == ["mixed.width", "mixed.base"]
 
 
 def test_values_are_validated_strictly() -> None:
@@ -80,14 +100,14 @@ def test_values_are_validated_strictly() -> None:
 
 
 def test_key_has_description_type_and_expectation() -> None:
-    keys = keys_of(join(Paint, Brush))
+    keys = keys_of(Paint) | keys_of(Brush)
     assert keys["inner.depth"].doc == "How deep, in layers."
     assert keys["colour"].expectation == "one of red, blue"
     assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
     assert keys["width"].type_text == "float | null"
     assert keys["layers"].type_text == "list[float]"
     assert keys["layers"].expectation == "a list such as [0.1,0.9]"
-    found = find_key(join(Paint, Brush), "extra.a.b")
+    found = find_key(Brush, "extra.a.b")
     assert found is not None
     assert found.free
 

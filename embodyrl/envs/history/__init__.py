@@ -1,5 +1,6 @@
 """Environments with a history of observations, and with chunks that are averaged during execution."""
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, join
+from embodyrl.config.settings import Count
 from embodyrl.envs.factory import SimFactory
 from embodyrl.envs.history.observed import flattened, with_history
 from embodyrl.envs.protocol import ENVS, EnvContext
@@ -45,7 +46,7 @@ class HistoryFactory(SimFactory[Any]):
     @cached_property
     def settings(self) -> Any:
         """Keys of the environment and of this module."""
-        return join(self._of.settings, HistorySettings)
+        return _settings(self.base)
 
     def problems(self, cfg: Any) -> Iterator[str]:
         """Yield problems of the environment (see `SimFactory`)."""
@@ -70,6 +71,20 @@ class HistoryFactory(SimFactory[Any]):
 
         inner, spec = self._of.simulators(cfg, context), self.describe(cfg, context)
         return HistorySims(inner, spec, cfg.history, cfg.ensemble_chunk, cfg.ensemble_coeff)
+
+
+@functools.cache
+def _settings(base: str) -> type[HistorySettings]:
+    of = ENVS.get(base).settings
+    return type(f"{base}_settings", (of, HistorySettings), {"__module__": __name__, "__doc__": of.__doc__})
+
+
+def __getattr__(name: str) -> Any:
+    """Return the settings of an environment with history, for pickle, which looks a class up by its name."""
+    base, end, rest = name.partition("_settings")
+    if end and not rest and base in ENVS.names():
+        return _settings(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 GYM, LIBERO, MANISKILL = HistoryFactory("gym"), HistoryFactory("libero"), HistoryFactory("maniskill")
