@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import FaultSettings, OnNonfinite
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.cluster.timeline import Timeline
+from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import count_ranks, plan_devices
 from embodyrl.plan.schema import Config
@@ -27,19 +27,6 @@ from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
 from embodyrl.types import IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
-
-
-class Samples(Protocol):
-    """Observations with the target actions or replies."""
-
-    @property
-    def width(self) -> int:
-        """Number of consecutive records per sample."""
-        ...
-
-    def write(self, arena: Arena, record: int, row: int) -> None:
-        """Write one sample into a record."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pyarrow.parquet as pq
 from embodyrl.envs.history.observed import with_history
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations.layout import (
-    ACTION,
     CARD_PATH,
     CODEBASE_VERSION,
     INFO_PATH,
@@ -29,73 +28,39 @@ from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
+_FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
+"""Keys that only apply to data sets of other programs."""
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """Options for reading a data set of another program: column names, and properties that its files lack."""
-
-    action: str = ACTION
-    state: str = STATE
-    cameras: Mapping[str, str] = field(default_factory=dict)
-    """Column of each camera to read, in this order; empty: all columns named observation.images.<camera>."""
-    gripper: GripperConvention | None = None
-    image_rotation_deg: int = 0
-    skip_nonfinite: bool = False
-    """Leave out episodes with non-finite numbers instead of rejecting the data set."""
-    history: int = 1
-    """Number of observed steps per sample; the environment observes the same number."""
-
-    def column(self, camera: str) -> str:
-        """Return the column of a camera."""
-        return self.cameras.get(camera, image_key(camera))
-
-    @property
-    def describes(self) -> list[str]:
-        """Return the given keys that apply only to data sets of other programs."""
-        given = {
-            "data.action_key": self.action != ACTION,
-            "data.state_key": self.state != STATE,
-            "data.cameras": bool(self.cameras),
-            "data.gripper": self.gripper is not None,
-            "data.image_rotation_deg": self.image_rotation_deg != 0,
-        }
-        return [key for key, is_given in given.items() if is_given]
+PLAIN = DemonstrationSettings()
+"""Settings of a data set that contains its description."""
 
 
-PLAIN = Reading()
+def camera_column(data: DemonstrationSettings, camera: str) -> str:
+    """Return the column of a camera."""
+    return data.cameras.get(camera, image_key(camera))
 
 
-def reading_of(data: DemonstrationSettings) -> Reading:
-    """Return the reading options of the settings."""
-    ends = None
-    if data.gripper is not None:
-        ends = GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
-    return Reading(
-        action=data.action_key,
-        state=data.state_key,
-        cameras=data.cameras,
-        gripper=ends,
-        image_rotation_deg=data.image_rotation_deg,
-        skip_nonfinite=data.skip_nonfinite,
-        history=data.history,
-    )
+def _gripper(data: DemonstrationSettings) -> GripperConvention | None:
+    if data.gripper is None:
+        return None
+    return GripperConvention(open=data.gripper[0], closed=data.gripper[1], index=data.gripper_index)
 
 
-def read_card(root: Path, reading: Reading = PLAIN) -> Card:
-    """Read the description of the environment of a data set, with the history length of the reading options.
+def read_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
+    """Read the description of the environment of a data set, with the history length of the settings.
 
     Raises:
         EmbodyError, ConfigError: see `stored_card`.
     """
-    card = stored_card(root, reading)
-    return replace(card, env=with_history(card.env, reading.history))
+    card = stored_card(root, data)
+    return replace(card, env=with_history(card.env, data.history))
 
 
-def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
+def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     """Read the description of the environment of a data set.
 
     Raises:
@@ -106,7 +71,7 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
     try:
         if not path.exists() and (root / INFO_PATH).is_file():
             path = root / INFO_PATH
-            return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")), reading)
+            return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")), data)
         card = Card.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
@@ -119,15 +84,15 @@ def stored_card(root: Path, reading: Reading = PLAIN) -> Card:
         raise EmbodyError(
             f"{path} is not usable ({reason_of(error)}). Fetch or collect the data set again, or choose another folder."
         ) from error
-    if reading.describes:
+    if given := [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]:
         raise ConfigError(
-            f"{', '.join(reading.describes)}: {root} was written by `embodyrl collect` and contains its description; "
-            "remove these keys."
+            f"{', '.join(given)}: {root} was written by `embodyrl collect` and contains its description; remove these "
+            "keys."
         )
     return card
 
 
-def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
+def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
     """Describe the environment of a data set of another program."""
     version = info.get("codebase_version")
     if version != CODEBASE_VERSION:
@@ -139,7 +104,7 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
         )
         raise ConfigError(f"data.path={root} has LeRobot's layout {version}, not {CODEBASE_VERSION}. {cure}")
     features: dict[str, dict[str, Any]] = info["features"]
-    columns = _camera_columns(root, features, reading)
+    columns = _camera_columns(root, features, data)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
@@ -149,24 +114,25 @@ def _foreign_card(root: Path, info: dict[str, Any], reading: Reading) -> Card:
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
     vectors = [name for name, feature in features.items() if len(feature["shape"]) == 1 and name not in _OTHER]
-    states = vectors if reading.state != STATE else [name for name in vectors if "state" in name]
-    for key, column, known in (("data.action_key", reading.action, vectors), ("data.state_key", reading.state, states)):
+    states = vectors if data.state_key != STATE else [name for name in vectors if "state" in name]
+    for key, column, known in (
+        ("data.action_key", data.action_key, vectors),
+        ("data.state_key", data.state_key, states),
+    ):
         # A data set may have no state; a state with another name must not be ignored silently.
         if column not in features and known:
             raise ConfigError(f"data.path={root} has no column '{column}'. Set {key} to one of: {', '.join(known)}.")
-    tasks = read_tasks(root)
+    tasks, gripper = read_tasks(root), _gripper(data)
     env = EnvSpec(
         name=info.get("robot_type") or root.name,
-        action=ActionSpec(dim=_vector_size(root, reading.action, features[reading.action]), gripper=reading.gripper),
+        action=ActionSpec(dim=_vector_size(root, data.action_key, features[data.action_key]), gripper=gripper),
         tasks=tuple(tasks.values()),
         states_per_task=(1,) * len(tasks),
-        cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=reading.image_rotation_deg),
-        state_dim=_vector_size(root, reading.state, features[reading.state]) if reading.state in features else 0,
+        cameras=CameraSpec(names=tuple(columns), size=(height, width), rotation_deg=data.image_rotation_deg),
+        state_dim=_vector_size(root, data.state_key, features[data.state_key]) if data.state_key in features else 0,
     )
-    if reading.gripper is not None and not -env.action.dim <= reading.gripper.index < env.action.dim:
-        raise ConfigError(
-            f"data.gripper_index={reading.gripper.index}: the actions of {root} have {env.action.dim} numbers."
-        )
+    if gripper is not None and not -env.action.dim <= gripper.index < env.action.dim:
+        raise ConfigError(f"data.gripper_index={gripper.index}: the actions of {root} have {env.action.dim} numbers.")
     fps = float(info["fps"])
     if not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {info['fps']}, expected a positive number.")
@@ -193,15 +159,17 @@ def read_tasks(root: Path) -> dict[int, str]:
     return {int(number): str(task or "") for number, task in sorted(rows)}
 
 
-def _camera_columns(root: Path, features: Mapping[str, Mapping[str, Any]], reading: Reading) -> dict[str, str]:
+def _camera_columns(
+    root: Path, features: Mapping[str, Mapping[str, Any]], data: DemonstrationSettings
+) -> dict[str, str]:
     """Return the column of each camera."""
     pictures = [key for key, feature in features.items() if feature["dtype"] in ("image", "video")]
-    if reading.cameras:
-        if unknown := [column for column in reading.cameras.values() if column not in pictures]:
+    if data.cameras:
+        if unknown := [column for column in data.cameras.values() if column not in pictures]:
             raise ConfigError(
                 f"data.cameras: {root} has no images '{unknown[0]}'. Images: {', '.join(pictures) or 'none'}."
             )
-        return dict(reading.cameras)
+        return dict(data.cameras)
     prefix = image_key("")
     if strangers := [key for key in pictures if not key.startswith(prefix)]:
         example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)

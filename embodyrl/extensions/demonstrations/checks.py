@@ -14,9 +14,10 @@ import pyarrow.parquet as pq
 
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_tasks, stored_card
+from embodyrl.extensions.demonstrations.cards import PLAIN, read_tasks, stored_card
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import Rows, find_rows
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
 from embodyrl.types import EnvSpec
 
@@ -35,7 +36,7 @@ _TOLERANCE_S = 1e-4
 _Episodes = list[dict[str, Any]]
 
 
-def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
+def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
     """Return the errors of a data set, one line each.
 
     For a data set of another program, return properties that would be misinterpreted.
@@ -45,7 +46,7 @@ def check_layout(root: Path, reading: Reading = PLAIN) -> list[str]:
     """
     problems: list[str] = []
     try:
-        card, rows = stored_card(root, reading), read_episodes(root)
+        card, rows = stored_card(root, data), read_episodes(root)
     except ConfigError:
         raise
     except EmbodyError as error:

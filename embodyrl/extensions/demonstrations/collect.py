@@ -18,7 +18,7 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.config.words import write_word
 from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
-from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
@@ -118,9 +118,9 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
     Raises:
         EmbodyError: a data set is missing or damaged, or differs from the other data or from the environment.
     """
-    reading, first = reading_of(cfg.data), cfg.data.path
+    first = cfg.data.path
     folders = [str(path) for path in (first, *cfg.data.more, cfg.data.val_path) if path is not None]
-    cards = [read_card(resolve_asset(folder), reading).env for folder in folders]
+    cards = [read_card(resolve_asset(folder), cfg.data).env for folder in folders]
     problems = [
         f"The demonstrations in {folder} differ from those of data.path in {differs}."
         for folder, card in zip(folders, cards, strict=True)
@@ -131,7 +131,7 @@ def _check_demonstrations(cfg: Config, played: EnvSpec) -> None:
             f"The demonstrations in {first} do not fit env '{played.name}' in {differs}. Choose the environment and "
             "the cameras that they were collected with, or other data."
         )
-    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), reading)]
+    problems += [line for folder in folders for line in check_layout(resolve_asset(folder), cfg.data)]
     if problems:
         raise ConfigError(problems)
 

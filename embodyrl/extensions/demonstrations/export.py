@@ -5,7 +5,7 @@ from pathlib import Path
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.checkpoints.export import DataExport
-from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
@@ -17,7 +17,7 @@ from embodyrl.types import EnvSpec
 def _environment(data: DataSettings) -> EnvSpec:
     """Return the environment of demonstrations; weights of a language model do not depend on rows."""
     if isinstance(data, DemonstrationSettings):
-        return read_card(resolve_asset(str(data.path)), reading_of(data)).env
+        return read_card(resolve_asset(str(data.path)), data).env
     return ANY_TEXT
 
 

@@ -11,11 +11,12 @@ import numpy.typing as npt
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, Reading, read_tasks, stored_card
+from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, read_tasks, stored_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
@@ -101,16 +102,16 @@ class Demonstrations:
         return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
 
 
-def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
+def load_demonstrations(root: Path, data: DemonstrationSettings = PLAIN) -> Demonstrations:
     """Load all episodes; frames are decoded to uint8 in memory.
 
     Raises:
         EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
             than the free memory.
     """
-    card = stored_card(root, reading)
+    card = stored_card(root, data)
     ours = layout.is_ours(root)
-    if problems := check_layout(root, reading):
+    if problems := check_layout(root, data):
         more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
         cure = "Collect the data set again, or resume its collection." if ours else "Fetch the data set again."
         raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
@@ -118,17 +119,20 @@ def load_demonstrations(root: Path, reading: Reading = PLAIN) -> Demonstrations:
     if not episodes:
         raise EmbodyError(f"{root} contains no episodes. Resume its collection.")
     rows, env = find_rows(root, episodes), card.env
-    action, state = read_vectors(rows, reading.action, env.action.dim), read_vectors(rows, reading.state, env.state_dim)
-    numbers = {reading.action: action, reading.state: state}
+    action, state = (
+        read_vectors(rows, data.action_key, env.action.dim),
+        read_vectors(rows, data.state_key, env.state_dim),
+    )
+    numbers = {data.action_key: action, data.state_key: state}
     if ours:
         numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
-    skipped = _skipped(root, rows, episodes, numbers, skip=reading.skip_nonfinite)
+    skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
     _check_gripper(root, card, action)
     kept = [e for e in episodes if e["episode_index"] not in skipped]
     if not kept:
         raise EmbodyError(f"{root}: every episode contains a non-finite number.")
     keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-    images = _read_frames(root, card, reading, rows, kept, keep)
+    images = _read_frames(root, card, data, rows, kept, keep)
     names = read_tasks(root)
     stop = np.cumsum([e["length"] for e in kept])
     reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
@@ -186,14 +190,14 @@ def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
 
 
 def _read_frames(
-    root: Path, card: Card, reading: Reading, rows: Rows, episodes: _Episodes, keep: IntArray
+    root: Path, card: Card, data: DemonstrationSettings, rows: Rows, episodes: _Episodes, keep: IntArray
 ) -> ByteArray:
     """Decode the frames of the rows in `keep`, in that order."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decoded into their place: a list of frames that is stacked later takes the memory twice.
     images = np.empty(shape, np.uint8)
-    columns = [reading.column(camera) for camera in card.env.cameras.names]
+    columns = [camera_column(data, camera) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
             _read_videos(root, card, rows, episodes, column, images[:, camera])

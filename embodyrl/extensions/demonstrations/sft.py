@@ -21,7 +21,7 @@ from embodyrl.config.trust import trust_words
 from embodyrl.config.words import read_saved, write_word
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.actors import SupervisedActors, start_supervised
-from embodyrl.extensions.demonstrations.cards import read_card, reading_of
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
@@ -59,7 +59,7 @@ def sft(
     """
     facts = sft_facts(cfg)
     if resume is not None and isinstance(cfg.data, DemonstrationSettings):  # language models have other sizes
-        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, resume)
+        check_resumed(cfg, read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, resume)
     typed = "dagger" if cfg.command == "dagger" else "sft"
     with closing(open_run(cfg, typed, overrides, resume)) as folder:
         return _Sft(cfg, folder, facts, on_step).run()

@@ -15,7 +15,7 @@ from embodyrl.commands.facts import precision_facts
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
-from embodyrl.extensions.demonstrations.cards import Reading, read_card, reading_of
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
@@ -104,7 +104,7 @@ def load_material(cfg: Config, folder: Path) -> Material:
 
 def _demonstrations(cfg: Config, folder: Path) -> Material:
     assert isinstance(cfg.data, DemonstrationSettings)
-    env, model = read_card(resolve_asset(str(cfg.data.path)), reading_of(cfg.data)).env, cfg.model
+    env, model = read_card(resolve_asset(str(cfg.data.path)), cfg.data).env, cfg.model
     ranked = cfg.objective.name is Objective.dpo
     # Random initial weights need no statistics. In DPO, policy and reference are one model, so actions keep their
     # meaning.
@@ -150,12 +150,12 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
-    reading, history = reading_of(cfg.data), cfg.data.history
-    first = load_demonstrations(resolve_asset(cfg.data.path), reading)
+    data, history = cfg.data, cfg.data.history
+    first = load_demonstrations(resolve_asset(cfg.data.path), data)
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
     alike = ("name", "states_per_task") if ranked else ()
-    demos = join_demonstrations([first, *(_more(path, reading, env, *alike) for path in cfg.data.more)])
+    demos = join_demonstrations([first, *(_more(path, data, env, *alike) for path in cfg.data.more)])
     kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
     # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
     known, count = np.unique(kinds[: first.num_episodes]), 0
@@ -169,17 +169,17 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
         if not held_out:
             return training, None
         return training, _samples(demos, held_out, env, policy, history=history, ranked=ranked)
-    validation = _more(cfg.data.val_path, reading, env)
+    validation = _more(cfg.data.val_path, data, env)
     every = list(range(validation.num_episodes))
     return training, _samples(validation, every, env, policy, history=history, ranked=ranked)
 
 
-def _more(folder: str, reading: Reading, env: EnvSpec, *alike: str) -> Demonstrations:
+def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
     """Load demonstrations of `env` in addition to those of `data.path`; `alike`: fields that must be equal."""
-    other = read_card(resolve_asset(folder), reading).env
+    other = read_card(resolve_asset(folder), data).env
     if differs := differences(other, env, *alike):
         raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
-    return load_demonstrations(resolve_asset(folder), reading)
+    return load_demonstrations(resolve_asset(folder), data)
 
 
 def _samples(
@@ -278,8 +278,8 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ]
     assert isinstance(cfg.data, DemonstrationSettings)
     root = resolve_asset(cfg.data.path)
-    card = read_card(root, reading_of(cfg.data))
-    problems = check_layout(root, reading_of(cfg.data))
+    card = read_card(root, cfg.data)
+    problems = check_layout(root, cfg.data)
     if problems:
         raise ConfigError(problems)
     height, width = card.env.cameras.size

@@ -15,9 +15,10 @@ import pytest
 from lerobot_sets import LENGTHS, edit_episodes, frame, numbers, png, write_set
 
 from embodyrl.errors import ConfigError, EmbodyError
-from embodyrl.extensions.demonstrations.cards import Reading, read_card
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import OWN
 from embodyrl.extensions.demonstrations.reader import Demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.types import GripperConvention
 
 STEPS = [(e, t) for e, length in enumerate(LENGTHS) for t in range(length)]
@@ -133,11 +134,13 @@ def test_column_names_are_configurable(tmp_path: Path) -> None:
         load_demonstrations(root)
     cameras = {"wrist": "wrist_image", "front": "image"}
     with pytest.raises(ConfigError, match=r"no column 'action'. Set data.action_key to one of: actions, state"):
-        load_demonstrations(root, Reading(cameras=cameras))
+        load_demonstrations(root, DemonstrationSettings(cameras=cameras))
     with pytest.raises(ConfigError, match=r"no column 'observation.state'. Set data.state_key to one of: state\."):
-        load_demonstrations(root, Reading(cameras=cameras, action="actions"))
-    demos = load_demonstrations(root, Reading(cameras=cameras, action="actions", state="state"))
-    assert read_card(root, Reading(cameras=cameras, action="actions", state="state")).env.cameras.names == (
+        load_demonstrations(root, DemonstrationSettings(cameras=cameras, action_key="actions"))
+    demos = load_demonstrations(root, DemonstrationSettings(cameras=cameras, action_key="actions", state_key="state"))
+    assert read_card(
+        root, DemonstrationSettings(cameras=cameras, action_key="actions", state_key="state")
+    ).env.cameras.names == (
         "wrist",
         "front",
     )
@@ -245,7 +248,7 @@ def test_non_finite_rows_are_rejected_or_skip_their_episode(
         pq.write_table(table.set_column(table.column_names.index(key), key, wide), root / DATA)
     with pytest.raises(EmbodyError, match=rf"episode 1, step 3: {key}\[1\] is (nan|inf) \(1 such rows in 1 episodes"):
         load_demonstrations(root)
-    demos = load_demonstrations(root, Reading(skip_nonfinite=True))
+    demos = load_demonstrations(root, DemonstrationSettings(skip_nonfinite=True))
     assert (demos.stop - demos.start).tolist() == [6, 8]
     assert demos.skipped.tolist() == [1]
     np.testing.assert_array_equal(demos.images[6, 0], frame(2, 0, 0))
@@ -260,7 +263,7 @@ def test_skipped_episodes_remove_all_their_data(tmp_path: Path, files: Any) -> N
         tmp_path / "set", tasks=("a", "b", "c"), task_of=lambda e, t: e, columns=columns, video_files=files
     )
     edit_episodes(root, lambda rows: [row.update({f"{OWN}reset_id": 7 + row["episode_index"]}) for row in rows][:0])
-    demos = load_demonstrations(root, Reading(skip_nonfinite=True))
+    demos = load_demonstrations(root, DemonstrationSettings(skip_nonfinite=True))
     assert demos.instruction.tolist() == ["a"] * 6 + ["c"] * 8
     assert demos.reset_id.tolist() == [7, 9]
     expected = np.stack([np.stack([frame(e, t, camera) for camera in (0, 1)]) for e, t in STEPS if e != 1])
@@ -270,18 +273,15 @@ def test_skipped_episodes_remove_all_their_data(tmp_path: Path, files: Any) -> N
 def test_gripper_convention_must_match_the_actions(tmp_path: Path) -> None:
     opens = {"action": lambda e, t: [0.1, 0.2, float(t % 2)], "observation.state": numbers(4)}
     root = write_set(tmp_path / "set", columns=opens)
-    fits = Reading(gripper=GripperConvention(open=1.0, closed=0.0), image_rotation_deg=180)
+    fits = DemonstrationSettings(gripper=[1, 0], image_rotation_deg=180)
     assert read_card(root, fits).env.cameras.rotation_deg == 180
-    assert read_card(root, fits).env.action.gripper == fits.gripper
+    assert read_card(root, fits).env.action.gripper == GripperConvention(open=1.0, closed=0.0)
     load_demonstrations(root, fits)
-    for ends, index in (
-        (GripperConvention(open=-1.0, closed=1.0), "-1"),
-        (GripperConvention(open=0.5, closed=0), "-1"),
-    ):
-        with pytest.raises(ConfigError, match=rf"action {index} in .* is in 0..1"):
-            load_demonstrations(root, Reading(gripper=ends))
+    for ends in ([-1, 1], [0.5, 0]):
+        with pytest.raises(ConfigError, match=r"action -1 in .* is in 0..1"):
+            load_demonstrations(root, DemonstrationSettings(gripper=ends))
     with pytest.raises(ConfigError, match=r"data.gripper_index=7"):
-        load_demonstrations(root, Reading(gripper=GripperConvention(open=1.0, closed=0.0, index=7)))
+        load_demonstrations(root, DemonstrationSettings(gripper=[1, 0], gripper_index=7))
 
 
 @pytest.mark.parametrize(
