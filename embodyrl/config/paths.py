@@ -1,5 +1,6 @@
 """Location of the included data: in the installed package, or in the source checkout."""
 
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +17,11 @@ def conf_dir() -> Path:
 def assets_dir() -> Path:
     """Return the folder of the included data: tiny checkpoints, text tasks, images."""
     return _shipped("assets", marker="")
+
+
+def cache_dir() -> Path:
+    """Return the folder of files that are made again if they are deleted."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodyrl"
 
 
 def resolve_asset(path: str) -> Path:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EnvError, MissingDependencyError
 
 _NORMAL_WEIGHT = 0.5
@@ -178,7 +179,7 @@ _VERSION = 2
 
 def cache_folder() -> Path:
     """Return the folder of the reduced copies; it may be deleted at any time."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "lean"
+    return cache_dir() / "lean"
 
 
 def small_copy(source: Path, setting: str, suffix: str, reduce: Callable[[Path], bytes]) -> Path:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from embodyrl.config.paths import resolve_asset
+from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.extensions.text.chat import ChatTemplate, control_tokens
 from embodyrl.files import replacing
@@ -68,7 +67,7 @@ def converted(file: Path) -> Path:
         MissingDependencyError: the package `gguf` is not installed.
         CheckpointError: transformers cannot read the file.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodyrl" / "gguf"
+    cache = cache_dir() / "gguf"
     folder = cache / f"{file.stem}-{_digest(file)}"
     if (folder / "config.json").is_file():
         return folder

@@ -18,6 +18,7 @@ class ActFactory(LeRobotFactory):
     """Builds `ActPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, ActConfig, ActSettings
+    network = "embodyrl.policies.act.network:Act"
 
     def validate(self, cfg: ActSettings) -> list[str]:
         """Return config problems, one line each with the fix."""

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from embodyrl.policies.lerobot.config import LeRobotConfig, Normalization
-from embodyrl.policies.lerobot.resnet_sizes import PLAIN, count_parameters, last_channels
+from embodyrl.policies.lerobot.resnet_sizes import PLAIN
 
 KIND = "act"
 
@@ -41,25 +41,6 @@ class ActConfig(LeRobotConfig):
     def horizon_length(self) -> int:
         """H: number of actions per chunk."""
         return self.chunk_size
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained weights of the network."""
-        w, hidden, state = self.dim_model, self.dim_feedforward, self.state_dim
-        attention, norm, mlp = 4 * w * w + 4 * w, 2 * w, 2 * w * hidden + w + hidden
-        layer = attention + mlp + 2 * norm
-        total = self.n_encoder_layers * layer + self.pre_norm * norm
-        total += self.n_decoder_layers * (2 * attention + mlp + 3 * norm) + norm
-        total += (self.latent_dim + 1) * w + (w + 1) * self.action_dim + self.chunk_size * w
-        total += (1 + bool(state) + bool(self.environment_dim)) * w
-        total += sum((size + 1) * w for size in (state, self.environment_dim) if size)
-        if self.use_vae:
-            total += self.n_vae_encoder_layers * layer + self.pre_norm * norm + w
-            total += sum((size + 1) * w for size in (state, self.action_dim) if size) + (w + 1) * 2 * self.latent_dim
-        if self.cameras:
-            total += count_parameters(self.vision_backbone, frozen=True)
-            total += (last_channels(self.vision_backbone) + 1) * w
-        return total
 
     def wrong(self) -> str | None:
         """Return an error of the config, or None."""

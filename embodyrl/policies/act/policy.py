@@ -19,7 +19,7 @@ from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Obs
 class ActPolicy(LeRobotPolicy):
     """Implements `Policy` for `Act`."""
 
-    prefix, network = "model.", Act
+    prefix = "model."
     _cfg: ActSettings
     _config: ActConfig
     _network: Act

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from embodyrl.config.paths import cache_dir
 from embodyrl.errors import EmbodyError, MissingDependencyError
 from embodyrl.policies.causal_lm.sampling import ROUNDING, in_words_of_vllm, seeds_of, unwritten
 from embodyrl.policies.protocol import PolicyRequest
@@ -30,7 +31,7 @@ def model_folder(save: Callable[[Path], None]) -> Iterator[Path]:
     The path is part of the key of vLLM's compile cache, so a random path would never hit the cache. Engines of one
     config that start at the same time wait for each other.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "embodyrl" / "vllm"
+    cache = cache_dir() / "vllm"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as made:
         written = Path(made) / "model"

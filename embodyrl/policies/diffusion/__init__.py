@@ -14,6 +14,7 @@ class DiffusionFactory(LeRobotFactory):
     """Builds `DiffusionPolicy`; implements `PolicyFactory`."""
 
     kind, config, settings = KIND, DiffusionConfig, DiffusionSettings
+    network = "embodyrl.policies.diffusion.network:Diffusion"
 
     def plan(self, cfg: DiffusionSettings, env: EnvSpec) -> tuple[Any, dict[str, Any]]:
         """Return the policy's config in an environment, with the sampler of the settings (see `LeRobotFactory`)."""

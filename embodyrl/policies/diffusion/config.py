@@ -1,12 +1,10 @@
 """Keys of the config.json of a Diffusion Policy (LeRobot 0.4.4). No torch."""
 
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from embodyrl.policies.lerobot.config import STATE, LeRobotConfig, Normalization
-from embodyrl.policies.lerobot.resnet_sizes import count_parameters, last_channels
 
 KIND = "diffusion"
 
@@ -87,30 +85,6 @@ class DiffusionConfig(LeRobotConfig):
         """Width of a condition: state, image features and environment state of each observed step."""
         seen = 2 * self.spatial_softmax_num_keypoints * len(self.cameras)
         return self.n_obs_steps * (self.state_dim + seen + self.environment_dim)
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trained weights of the network."""
-        step, levels = self.diffusion_step_embed_dim, self.down_dims
-        pairs = [(self.action_dim, levels[0]), *pairwise(levels), (levels[-1], levels[-1])]
-        total = 8 * step * step + 5 * step
-        total += sum(self._block(a, b) + self._block(b, b) for a, b in pairs)
-        total += sum(3 * width * width + width for width in levels[:-1])
-        for a, b in pairwise(levels[::-1]):
-            total += self._block(2 * a, b) + self._block(b, b) + 4 * b * b + b
-        total += self.kernel_size * levels[0] ** 2 + 3 * levels[0] + (levels[0] + 1) * self.action_dim
-        if self.cameras:
-            points, count = self.spatial_softmax_num_keypoints, len(self.cameras)
-            encoder = count_parameters(self.vision_backbone, frozen=False)
-            encoder += (last_channels(self.vision_backbone) + 1) * points + (2 * points + 1) * 2 * points
-            total += encoder * (count if self.use_separate_rgb_encoder_per_camera else 1)
-        return total
-
-    def _block(self, a: int, b: int) -> int:
-        film = b * (1 + self.use_film_scale_modulation)
-        total = self.kernel_size * (a + b) * b + 6 * b
-        total += (self.diffusion_step_embed_dim + self.condition_width + 1) * film
-        return total + ((a + 1) * b if a != b else 0)
 
     def wrong(self) -> str | None:
         """Return the error of contradictory sizes, or None."""

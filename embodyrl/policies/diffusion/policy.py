@@ -53,7 +53,7 @@ class DenoisingChain(GaussianChain):
 class DiffusionPolicy(LeRobotPolicy):
     """Implements `Policy` for `Diffusion`."""
 
-    prefix, network = "diffusion.", Diffusion
+    prefix = "diffusion."
     _cfg: DiffusionSettings
     _config: DiffusionConfig
     _network: Diffusion

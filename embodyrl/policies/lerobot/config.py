@@ -90,11 +90,6 @@ class LeRobotConfig(BaseModel):
         raise AssertionError("each policy overrides this method")
 
     @property
-    def num_parameters(self) -> int:
-        """Number of trained weights of the network."""
-        raise AssertionError("each policy overrides this method")
-
-    @property
     def first_executed(self) -> int:
         """Number of rows of a chunk before the current step."""
         return self.n_obs_steps - 1

@@ -16,6 +16,7 @@ from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, WEIGHTS_FILE, starts_random
 from embodyrl.policies.vla.records import ChunkRecord
+from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _MAY_DIFFER = (
@@ -32,6 +33,8 @@ class LeRobotFactory(ABC):
     kind: ClassVar[str]
     config: ClassVar[type[LeRobotConfig]]
     settings: ClassVar[Any]
+    network: ClassVar[str]
+    """package.module:class of the network, which takes the config."""
 
     @abstractmethod
     def features(self, config: Any) -> int:
@@ -131,7 +134,9 @@ class LeRobotFactory(ABC):
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the numbers of parameters and forward passes."""
         config, _ = self.plan(cfg, env)
-        costs = PolicyCosts(num_parameters=config.num_parameters, act_passes=self.passes(cfg, config))
+        costs = PolicyCosts(
+            num_parameters=count(weight_sizes(self.network, config).values()), act_passes=self.passes(cfg, config)
+        )
         shape = self.steering(cfg, config)
         return costs if shape is None else steering_costs(costs, shape)
 
@@ -167,7 +172,9 @@ class LeRobotFactory(ABC):
         spec, folder = self.spec(cfg, request.env, request.value_dim), self.folder(cfg)
         config, raw = self.plan(cfg, request.env)
         steering, features = self.steering(cfg, config), self.features(config)
-        policy = build_policy(self.policy(steering), cfg, spec, config, folder, features, steering, request)
+        policy = build_policy(
+            self.policy(steering), self.network, cfg, spec, config, folder, features, steering, request
+        )
         if RANDOM_INIT_KEY not in raw:
             policy.load_weights(folder)
         return policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import zlib
 from abc import ABC, abstractmethod
 from itertools import pairwise
@@ -82,8 +83,6 @@ class LeRobotPolicy(ABC):
 
     prefix: ClassVar[str]
     """Prefix of the names of all weights in LeRobot's files."""
-    network: ClassVar[type[nn.Module]]
-    """Class of the network, which takes the config."""
 
     def __init__(
         self,
@@ -215,6 +214,7 @@ class LeRobotPolicy(ABC):
 
 def build_policy(
     policy: type[LeRobotPolicy],
+    network: str,
     cfg: LeRobotSettings,
     spec: PolicySpec,
     config: LeRobotConfig,
@@ -232,7 +232,7 @@ def build_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(request.seed)
         units = Units(config, files.eps)
-        module = LeRobotModule(policy.network(config), units, features, request.value_dim, steering)
+        module = LeRobotModule(pkgutil.resolve_name(network)(config), units, features, request.value_dim, steering)
     return policy(spec, cfg, config, module, files, request)
 
 

@@ -26,19 +26,3 @@ def map_size(size: tuple[int, int], *, dilated: bool = False) -> tuple[int, int]
     for _ in range(4 if dilated else 5):
         height, width = -(-height // 2), -(-width // 2)
     return height, width
-
-
-def count_parameters(name: str, *, frozen: bool) -> int:
-    """Return the number of trained weights; `frozen`: without the weights of norms."""
-    total, inputs, each = 3 * 64 * 49 + (0 if frozen else 128), 64, 0 if frozen else 2
-    for index, (blocks, width) in enumerate(zip(DEPTHS[name], WIDTHS, strict=True)):
-        for block in range(blocks):
-            outputs = width if name in PLAIN else EXPANSION * width
-            if name in PLAIN:
-                total += 9 * width * (inputs + width) + 2 * each * width
-            else:
-                total += width * (inputs + 9 * width + outputs) + each * (2 * width + outputs)
-            if block == 0 and (index or inputs != outputs):
-                total += (inputs + each) * outputs
-            inputs = outputs
-    return total

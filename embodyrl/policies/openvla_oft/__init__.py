@@ -16,7 +16,7 @@ from embodyrl.policies.openvla_oft.settings import (
     correction_of,
     record_of,
 )
-from embodyrl.policies.openvla_oft.sizes import oft_costs, value_layers
+from embodyrl.policies.openvla_oft.sizes import oft_costs, value_parameters
 from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.steering.settings import SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.adapter import adapter_problems
@@ -92,12 +92,11 @@ class OpenVlaOftFactory:
     def costs(self, cfg: OpenVlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size, memory and work from the checkpoint's JSON files."""
         cfg = as_oft(cfg)
-        config = read_config(_folder(cfg))
-        costs = oft_costs(config, self._options(cfg, env, value_dim))
+        config, options = read_config(_folder(cfg)), self._options(cfg, env, value_dim)
+        costs = oft_costs(config, options)
         if not cfg.corrects:
             return costs
-        learns = sum(layer.parameters for layer in value_layers(config, value_dim))
-        return steering_costs(costs, _correction(cfg), beside=learns)
+        return steering_costs(costs, _correction(cfg), beside=value_parameters(config, options))
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
         """Compare the sizes of model and actor (see `ComparesWeights`)."""

@@ -14,7 +14,10 @@ from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.records import ChunkShape
+from embodyrl.policies.vla.weights import count, weight_sizes
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
+
+_NETWORK = "embodyrl.policies.flow.small.network:SmallFlow"
 
 
 class SmallFlowSettings(FlowSettings):
@@ -71,7 +74,8 @@ class SmallFlowFactory:
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
         plan = _plan(cfg, env)
-        costs = PolicyCosts(num_parameters=plan.config.num_parameters)
+        weights = weight_sizes(_NETWORK, plan.config, plan.shape, plan.units, words=1)
+        costs = PolicyCosts(num_parameters=count(weights.values()))
         return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,21 +53,6 @@ class SmallConfig:
     def save(self, folder: Path) -> None:
         """Write `config.json`."""
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of weights and biases of the network."""
-        w = self.width
-        attention, mlp = w * 3 * w + 3 * w + w * w + w, 6 * w * w + 4 * w
-        blocks = self.layers * (2 * (attention + mlp) + 4 * w + w * 6 * w + 6 * w)
-        last, seen = self.planes[-1], 0
-        if self.num_images:
-            seen = sum((25 if a == 3 else 9) * a * b + b for a, b in pairwise((3, *self.planes)))
-            seen += 9 * last * last + 5 * last + (w + 1) * 4 * last
-            seen += (last + 1) * self.maps + (2 * self.maps + 1) * w + self.num_images * w
-        state = self.state_dim * w + w if self.state_dim else 0
-        around = self.vocabulary * w + (w + 1) * 2 * w * self.layers + 2 * (w * w + w) + 2 * 2 * w
-        return blocks + seen + state + around + self.action_width * w + w + w * self.action_width + self.action_width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,119 @@
+"""Sizes of a network's weights, from its module on the meta device. Importing this module does not import torch."""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import pickle
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from embodyrl.config.paths import cache_dir
+from embodyrl.errors import EmbodyError
+from embodyrl.files import write_atomically
+
+_DEADLINE_S = 300.0
+_PROGRAM = f"""
+import json, pickle, sys
+from {__name__} import measure
+args, named = pickle.load(sys.stdin.buffer)
+json.dump(measure(sys.argv[1], *args, **named), sys.stdout)
+"""
+_known: dict[str, Mapping[str, "WeightSize"]] = {}
+
+
+class WeightSize(NamedTuple):
+    """Size of one parameter."""
+
+    shape: tuple[int, ...]
+    trained: bool
+    """False for a part of the checkpoint that the output does not depend on."""
+    adaptable: bool
+    """Weight of a linear layer or a convolution."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def sides(self) -> int:
+        """Inputs plus outputs: parameters of an adapter of rank 1."""
+        return self.shape[0] + math.prod(self.shape[1:])
+
+
+def count(sizes: Iterable[WeightSize]) -> int:
+    """Return the number of parameters."""
+    return sum(size.count for size in sizes)
+
+
+def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightSize]:
+    """Return the size of each parameter of a network by its name.
+
+    In a process without torch, such as the driver of a run, another process measures them, once for each network.
+
+    Args:
+        network: package.module:class of the module.
+        args: arguments of its constructor.
+        named: further arguments of its constructor, by name.
+
+    Raises:
+        EmbodyError: the process failed.
+    """
+    request = f"{network} {args} {named}"
+    if request not in _known:
+        if "torch" in sys.modules:
+            _known[request] = measure(network, *args, **named)
+        else:
+            _known[request] = _cached(request, network, pickle.dumps((args, named)))
+    return _known[request]
+
+
+def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]:
+    found = importlib.util.find_spec(network.partition(":")[0])
+    assert found is not None and found.origin is not None, network
+    changed = max(source.stat().st_mtime_ns for source in Path(found.origin).parent.glob("*.py"))
+    file = cache_dir() / "weights" / f"{hashlib.sha256(f'{request} {changed}'.encode()).hexdigest()[:16]}.json"
+    text = file.read_bytes() if file.is_file() else _measure_apart(network, args)
+    if not file.is_file():
+        with contextlib.suppress(OSError):  # a cache that is not writable costs only time
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, text)
+    return {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(text).items()}
+
+
+def _measure_apart(network: str, args: bytes) -> bytes:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, network],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        input=args,
+        capture_output=True,
+        timeout=_DEADLINE_S,
+        check=False,
+    )
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise EmbodyError(f"The weights of {network} cannot be counted: {reason}.")
+    return done.stdout
+
+
+def measure(network: str, *args: Any, **named: Any) -> dict[str, WeightSize]:
+    """Build the network on the meta device and return the sizes of its parameters."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        module = pkgutil.resolve_name(network)(*args, **named)
+    layers = {
+        f"{name}.weight" for name, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)
+    }
+    return {
+        name: WeightSize(tuple(parameter.shape), parameter.requires_grad, name in layers)
+        for name, parameter in module.named_parameters()
+    }

@@ -1,0 +1,55 @@
+"""Sizes of weights from the meta device, in this process and in one without torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.diffusion.network import Diffusion
+from embodyrl.policies.lerobot.config import Feature
+from embodyrl.policies.vla.weights import weight_sizes
+
+pytestmark = pytest.mark.needs("diffusion", "lerobot", "vla")
+NETWORK = "embodyrl.policies.diffusion.network:Diffusion"
+CONFIG = DiffusionConfig(
+    input_features={"observation.state": Feature(type="STATE", shape=(4,))},
+    output_features={"action": Feature(type="ACTION", shape=(2,))},
+    down_dims=(16, 32),
+)
+DRIVER = f"""
+import sys
+from embodyrl.policies.diffusion.config import DiffusionConfig
+from embodyrl.policies.vla.weights import weight_sizes
+found = weight_sizes({NETWORK!r}, DiffusionConfig.model_validate_json(sys.argv[1]))
+assert "torch" not in sys.modules
+print({{name: tuple(size) for name, size in found.items()}})
+"""
+
+
+def test_weight_sizes_match_the_module():
+    module, found = Diffusion(CONFIG), weight_sizes(NETWORK, CONFIG)
+    assert {name: size.shape for name, size in found.items()} == {n: p.shape for n, p in module.named_parameters()}
+    layers = [n for n, part in module.named_modules() if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d)]
+    assert {name for name, size in found.items() if size.adaptable} == {f"{name}.weight" for name in layers}
+    assert found["unet.final_conv.1.weight"].sides == 2 + 16
+    assert torch.get_default_device().type == "cpu"
+
+
+def test_driver_without_torch_measures_once(tmp_path):
+    command = [sys.executable, "-c", DRIVER, CONFIG.model_dump_json()]
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+        (file,) = (tmp_path / "embodyrl" / "weights").iterdir()
+        # The second process reads what the first one wrote.
+        file.write_text(file.read_text().replace("unet.", "read."))
+    expected = str({name: tuple(size) for name, size in weight_sizes(NETWORK, CONFIG).items()})
+    assert told == [expected + "\n", expected.replace("unet.", "read.") + "\n"]
