@@ -89,18 +89,18 @@ def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]
 
 
 def _measure_apart(network: str, args: bytes) -> bytes:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, network],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        input=args,
-        capture_output=True,
-        timeout=_DEADLINE_S,
-        check=False,
-    )
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        raise EmbodyError(f"The weights of {network} cannot be counted: {reason}.")
-    return done.stdout
+    try:
+        return subprocess.run(
+            [sys.executable, "-c", _PROGRAM, network],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            input=args,
+            capture_output=True,
+            timeout=_DEADLINE_S,
+            check=True,
+        ).stdout
+    except subprocess.SubprocessError as error:
+        reason = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().rpartition("\n")[2]
+        raise EmbodyError(f"The weights of {network} cannot be counted: {reason or error}") from error
 
 
 def measure(network: str, *args: Any, **named: Any) -> dict[str, WeightSize]:
