@@ -80,7 +80,7 @@ def main(folders: Sequence[Path]) -> None:
     lines = [
         "# Outcomes of embodyrl-migrate",
         "",
-        "Written by `outcomes.py` from the recipes of the tests and given folders: here the public cases and",
+        "Written by `outcomes.py` from the recipes of the tests and the given folders: here the public cases and",
         "the configs in the packages verl 0.9.1 and cosmos-rl 0.4.7.",
         "",
         "## Totals",
