@@ -29,12 +29,11 @@ def inert(root: Settings, names: Iterable[str], needs: Mapping[str, str]) -> Ite
     }
     for name in names:
         found = next((at for at in (name, *parents_of(name)) if at in conditions), name)
-        prefix, condition = conditions.get(found, ("", ""))
-        alternatives = condition.split(" or ")
-        if condition.startswith("never: "):
-            yield f"{name} has no effect: {condition.removeprefix('never: ')}."
-        elif condition and not any(_holds(root, prefix + one) for one in alternatives):
-            yield f"{name} has no effect without {' or '.join(prefix + one for one in alternatives)}."
+        prefix, text = conditions.get(found, ("", ""))
+        condition, _, reason = text.partition(": ")
+        alternatives = [one[1:] if one.startswith("/") else prefix + one for one in condition.split(" or ")]
+        if condition and not any(_holds(root, one) for one in alternatives):
+            yield f"{name} has no effect" + (f": {reason}." if reason else f" without {' or '.join(alternatives)}.")
 
 
 def _holds(root: Settings, condition: str) -> bool:

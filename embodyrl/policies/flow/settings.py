@@ -34,6 +34,9 @@ class FlowSettings(ResidualSettings):
         "likelihood=dsrl": "noise_bound noise_repeated steered_noise",
         "likelihood!=dsrl": "greedy_start",
         "likelihood=fpo": "fpo_pairs fpo_ratio",
+        "/command=sft|dagger or /algorithm.imitates: reinforcement learning does not imitate actions": "imitated_pairs "
+        "imitated_time",
+        "/algorithm.value_coef: no value head is trained": "value_from",
     }
 
     cameras: list[str] | None = None

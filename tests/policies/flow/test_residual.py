@@ -135,6 +135,9 @@ def test_residual_actor_is_saved_with_the_flow(folder, tmp_path):  # noqa: F811
         (("model.noise_bound=2",), "model.noise_bound"),
         (("model.steered_noise=0.5",), "model.steered_noise"),
         (("model.likelihood=dsrl", "model.residual_scale=0.1"), "model.residual_scale"),
+        (("model.imitated_pairs=9",), "model.imitated_pairs"),
+        (("model.imitated_time=9",), "model.imitated_time"),
+        (("model.value_from=expert",), "model.value_from"),
     ],
 )
 def test_keys_without_effect_warn(words, says):
