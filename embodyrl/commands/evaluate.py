@@ -55,7 +55,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     """
     run_plan = build_run_plan(cfg, training=False)
     if cfg.eval.baseline is not None:
-        _read_baseline(cfg)  # before anything starts
+        read_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
     step = _step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
@@ -163,7 +163,7 @@ def _complain(cfg: Config, collection: RolloutResult, warn: Callable[[str], None
 def _against_baseline(cfg: Config, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
     if cfg.eval.baseline is None:
         return {}
-    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(_read_baseline(cfg), rows))}
+    return {"baseline": Path(cfg.eval.baseline).name, "paired": tuple(pair_suites(read_baseline(cfg), rows))}
 
 
 LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Registry(
@@ -178,7 +178,7 @@ BASELINES: Registry[Callable[[Config], Sequence[EpisodeRow]]] = Registry(
 )
 
 
-def _read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
+def read_baseline(cfg: Config) -> Sequence[EpisodeRow]:
     """Return the episodes of `eval.baseline`.
 
     Raises:

@@ -15,6 +15,7 @@ import pytest
 from text_runs import text_config
 from toy_runs import toy_config, toy_words, train_toy
 
+from embodyrl.commands.dry_run import describe
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.evaluate import evaluate, write_actions
 from embodyrl.commands.train import train
@@ -331,6 +332,8 @@ def test_suites_are_reported_separately_and_compared(tmp_path, capsys):
     assert "make contact" not in said, "one row for all suites, in the words of the first"
     with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
         evaluate_axes(tmp_path, "third", f"eval.baseline={tmp_path}/nowhere")
+    with pytest.raises(ConfigError, match=r"nowhere: there is no config.yaml"):
+        describe(load_config("eval", [*TABLETOP, f"eval.baseline={tmp_path}/nowhere"]))
     with pytest.raises(ConfigError, match=r"initial states are different \(env\.axis=base and positions\)"):
         evaluate_axes(tmp_path, "fourth", "env.axis=positions", f"eval.baseline={tmp_path}/first")
 
