@@ -125,6 +125,8 @@ class TextSpec:
     """True if the environment has instructions; False: `EnvSpec.tasks` are names."""
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
+    prompt_tokens: int = 0
+    """Tokens of the longest instruction for the language model of the run; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Sequences of roles of the conversations of a run."""
     max_replies: int = 0

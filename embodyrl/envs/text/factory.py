@@ -62,6 +62,7 @@ class TextFactory:
             text=TextSpec(
                 roles=tuple((*asked, *turns * n) for asked in rows.roles for n in range(cfg.max_turns)[:_TURNS]),
                 max_replies=cfg.max_turns,
+                prompt_tokens=rows.prompt_tokens if cfg.max_turns == 1 else 0,
                 prompt_bytes=rows.prompt_bytes + LAST_BYTES + TURN_BYTES * (cfg.max_turns - 1),
             ),
             action=ActionSpec(dim=1, kind=ActionKind.text),

@@ -56,6 +56,11 @@ class Rows(Protocol):
         ...
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the longest prompt of a row; 0: unknown."""
+        ...
+
+    @property
     def roles(self) -> tuple[tuple[str, ...], ...]:
         """All different sequences of roles in the rows."""
         ...

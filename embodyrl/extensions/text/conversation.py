@@ -19,6 +19,8 @@ class TextRow:
     pictures: tuple[Any, ...] = ()
     """One for each <image> in the messages (without any: before the user's first): files, their bytes or pixels [H, W,
     3]; rows that were read contain `Picture`."""
+    group: str | None = None
+    """Consecutive rows of one group are all training rows or all validation rows."""
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:

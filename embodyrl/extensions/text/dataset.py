@@ -41,6 +41,8 @@ class TextRows:
     repeated: int = 0
     """Validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
+    prompt_tokens: int = 0
+    """Tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
     keep: IntArray | None = field(default=None, compare=False)
     """Indices of rows below the length limit; None: all rows."""
     pictures: int = 0
@@ -107,15 +109,17 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
             raise
         raise ConfigError(f"data.path={cfg.path} returns no rows with data.kwargs={cfg.kwargs}: {error}.") from error
     conversations = [row.messages for row in all_rows]
-    keep = np.arange(rows.total)
+    keep, prompt_tokens = np.arange(rows.total), 0
     template = ChatTemplate.read(tokenizer) if tokenizer is not None and chat else None
     controls = control_tokens(tokenizer) if tokenizer is not None and template is not None else {}
     if cfg.max_prompt_length is not None and rows.total:
         lengths = count_tokens([_written(row, template, controls) for row in all_rows], tokenizer, template=template)
         keep = keep[np.asarray(lengths) <= cfg.max_prompt_length]
+        prompt_tokens = max((length for length in lengths if length <= cfg.max_prompt_length), default=0)
     # Rows of a separate validation source are last and are the held-out rows.
     own = len(rows._raw[0][1])
-    held_out = round(cfg.val_share * len(keep)) if len(rows._raw) == 1 else int((keep >= own).sum())
+    single = len(rows._raw) == 1
+    held_out = _undivided(all_rows, keep, round(cfg.val_share * len(keep))) if single else int((keep >= own).sum())
     if len(keep) - held_out < 1:
         raise ConfigError(
             f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
@@ -132,11 +136,23 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
         held_out=held_out,
         repeated=sum(conversations[i] in asked and not all_rows[i].pictures for i in keep[border:]),
         prompt_bytes=longest,
+        prompt_tokens=prompt_tokens,
         pictures=max(map(len, shown)),
         image_size=(max(height for height, _ in sizes), max(width for _, width in sizes)),
         roles=tuple(dict.fromkeys(tuple(m.role for m in conversations[i]) for i in keep)),
         doubts=tuple(_doubts([conversations[i] for i in keep], keep, controls)),
     )
+
+
+def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
+    """Return the number of held-out rows after rows of a divided group are moved to training."""
+    border = len(keep) - held_out
+    while 0 < border < len(keep):
+        before, after = (rows[i].group for i in keep[border - 1 : border + 1])
+        if after is None or before != after:
+            break
+        border += 1
+    return len(keep) - border
 
 
 def _doubts(conversations: Sequence[tuple[Message, ...]], places: IntArray, controls: Collection[str]) -> Iterator[str]:

@@ -58,15 +58,16 @@ def arithmetic(*, digits: int = 1, operations: str = "+-*", rows: int = ROWS, se
 
 
 def sums(*, largest: int = 20, seed: int = 0) -> list[TextRow]:
-    """Return rows such as `What is 3 + 4?` with the answer 7.
-
-    Both orders of a pair are adjacent, so a split by rows separates pairs.
-    """
+    """Return rows such as `What is 3 + 4?` with the answer 7; both orders of a pair are one group."""
     pairs = [(a, b) for a in range(largest + 1) for b in range(a, largest + 1)]
     random.Random(seed).shuffle(pairs)
     ordered = [pair for a, b in pairs for pair in dict.fromkeys([(a, b), (b, a)])]
     return [
-        TextRow(messages=(Message(role="user", content=f"What is {a} + {b}?"),), reference=str(a + b))
+        TextRow(
+            messages=(Message(role="user", content=f"What is {a} + {b}?"),),
+            reference=str(a + b),
+            group=f"{min(a, b)} {max(a, b)}",
+        )
         for a, b in ordered
     ]
 

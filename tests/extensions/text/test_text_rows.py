@@ -328,3 +328,22 @@ def test_nested_parquet_columns_are_read(tmp_path: Path):
     rows = open_rows(RowSettings(path=str(tmp_path / "rows.parquet"), val_share=0.0), tokenizer=None)
     assert [rows[k].reference for k in range(4)] == ["5", "6", "5", "6"]
     assert len(rows) == 200
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("val_share", [0.1, 0.3])
+def test_held_out_sums_share_no_pair_with_training(seed: int, val_share: float):
+    cfg = RowSettings(path="embodyrl.extensions.text.tasks:sums", kwargs={"seed": seed}, val_share=val_share)
+    rows = open_rows(cfg, tokenizer=None)
+    pairs = [frozenset(rows[i].messages[0].content.strip("What is?").split(" + ")) for i in range(len(rows))]
+    border = len(rows) - rows.held_out
+    assert not set(pairs[:border]) & set(pairs[border:])
+    assert round(val_share * len(rows)) - 1 <= rows.held_out <= round(val_share * len(rows))
+
+
+def test_longest_prompt_is_counted_within_the_limit(tmp_path: Path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (3, 7, 9)])
+    kept = RowSettings(path=path, val_share=0.0)
+    assert open_rows(kept, tokenizer=None).prompt_tokens == 9
+    assert open_rows(kept.updated(max_prompt_length=7), tokenizer=None).prompt_tokens == 7
+    assert open_rows(kept.updated(max_prompt_length=None), tokenizer=None).prompt_tokens == 0
