@@ -345,5 +345,5 @@ def test_longest_prompt_is_counted_within_the_limit(tmp_path: Path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "x" * n, "answer": "y"} for n in (3, 7, 9)])
     kept = RowSettings(path=path, val_share=0.0)
     assert open_rows(kept, tokenizer=None).prompt_tokens == 9
-    assert open_rows(kept.updated(max_prompt_length=7), tokenizer=None).prompt_tokens == 7
-    assert open_rows(kept.updated(max_prompt_length=None), tokenizer=None).prompt_tokens == 0
+    assert open_rows(kept.updated({"max_prompt_length": 7}), tokenizer=None).prompt_tokens == 7
+    assert open_rows(kept.updated({"max_prompt_length": None}), tokenizer=None).prompt_tokens == 0
