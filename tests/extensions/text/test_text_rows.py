@@ -244,7 +244,7 @@ def test_answer_can_be_the_last_chat_message(tmp_path: Path):
 @pytest.mark.parametrize(
     ("prompt", "shown", "says"),
     [
-        ("<image> <image>", "a.png", "1 images, but 2 times <image>"),
+        ("<image> <image>", "a.png", "1 images, but the messages contain <image> 2 times"),
         ("what?", "none.png", "cannot be read"),
         ("what?", "https://host/a.png", "a local file"),
         ("what?", 7, "a local file"),
