@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import imageio.v3 as iio
-import imageio_ffmpeg
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
@@ -76,6 +75,8 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
     Raises:
         EmbodyError: the file is missing or unreadable, or its frames are not of `size` (height, width).
     """
+    import imageio_ffmpeg  # here, because commands that read no video import this module too
+
     try:
         # The first item describes the file; no frame is decoded for it.
         meta = next(frames := imageio_ffmpeg.read_frames(str(path)))

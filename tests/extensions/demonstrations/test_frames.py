@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -63,3 +65,8 @@ def test_video_of_another_size_is_refused_by_its_header(tmp_path: Path):
     for name in ("b.mp4", "c.mp4"):
         with pytest.raises(EmbodyError, match="cannot be read"):
             frame_rate(tmp_path / name, 10.0, (48, 64))
+
+
+def test_export_of_a_run_imports_no_video_reader() -> None:
+    code = "import sys, embodyrl.extensions.demonstrations.export; assert 'imageio_ffmpeg' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
