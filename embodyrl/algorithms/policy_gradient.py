@@ -22,7 +22,7 @@ from embodyrl.algorithms.policy_losses import (
     unit_advantage,
     unit_mask,
 )
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossWeights, Measured, Scores, Units
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, LossInputs, LossTerms, LossWeights, Measured, Scores, Units
 from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
@@ -296,6 +296,21 @@ class Algorithm:
             loss = loss.add(value, alpha=cfg.value_coef)
             sums["value_loss"] = value.detach()
         return loss, Measured(rows=rows, sums=sums)
+
+    def _terms(self, units: Units) -> LossTerms:
+        """Compute the policy loss of each unit; reject a loss that is already reduced, or has no terms."""
+        terms = self._loss.compute(units, self._cfg)
+        if not isinstance(terms, LossTerms):
+            found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
+            raise ConfigError(f"algorithm.loss_type={self._cfg.loss_type}: the loss {found}.")
+        shapes = {name: tuple(getattr(terms, name).shape) for name in ("loss", "ratio", "clipped")}
+        if wrong := [name for name, shape in shapes.items() if shape != tuple(units.logprob.shape)]:
+            raise ConfigError(
+                f"algorithm.loss_type={self._cfg.loss_type}: LossTerms.{wrong[0]} has shape {shapes[wrong[0]]}, "
+                f"expected {tuple(units.logprob.shape)}, one number per unit. Return it without a mean or sum: "
+                "algorithm.loss_agg_func aggregates the units."
+            )
+        return terms
 
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
         """Return the detached factors on the policy loss of each unit, or None."""

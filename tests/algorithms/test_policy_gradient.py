@@ -1,5 +1,5 @@
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import get_args
 
 import numpy as np
@@ -20,7 +20,7 @@ from settings import algorithm_of
 
 from embodyrl.algorithms.metrics import merge_metrics, metrics_of
 from embodyrl.algorithms.policy_gradient import Algorithm
-from embodyrl.algorithms.protocol import LOSSES, LossInputs
+from embodyrl.algorithms.protocol import LOSSES, LossInputs, LossTerms, PolicyLoss, Units
 from embodyrl.algorithms.settings import AggregationMode, AlgorithmSettings, RewardLevel, TokenLevel
 from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.types import Episode, PolicyScores, PreparedBatch
@@ -498,3 +498,23 @@ def test_reference_kl_enters_the_loss_with_its_weight():
 def test_contradictory_settings_are_refused():
     with pytest.raises(ConfigError, match="logprob_type=chunk_level"):
         Algorithm(gae_config(reward_type=RewardLevel.action_level, logprob_type=TokenLevel.chunk_level))
+
+
+@pytest.mark.parametrize(
+    ("reduce", "message"),
+    [
+        (lambda terms: replace(terms, loss=terms.loss.mean()), r"LossTerms.loss has shape \(\), expected \(8, 3, 2\)"),
+        (lambda terms: replace(terms, ratio=terms.ratio[:1]), r"LossTerms.ratio has shape \(1, 3, 2\), expected"),
+        (lambda terms: terms.loss, r"the loss returned Tensor, expected LossTerms"),
+    ],
+)
+def test_loss_without_one_value_per_unit_is_refused(reduce, message):
+    def compute(units: Units, _: object) -> LossTerms:
+        ratio = (units.logprob - units.old_logprob).exp()
+        return reduce(LossTerms(loss=-units.advantage * ratio, ratio=ratio, clipped=ratio > 2))
+
+    algorithm = Algorithm(gae_config(reward_type=RewardLevel.action_level))
+    batch = algorithm.prepare(ragged_episodes(K))
+    algorithm._loss = PolicyLoss(compute=compute)
+    with pytest.raises(ConfigError, match=message):
+        algorithm.loss(scores_of(batch, K)[1], inputs_of(algorithm, batch, K))
