@@ -17,6 +17,8 @@ class Extension:
     """An optional part of the package, removed by deleting its folders."""
 
     summary: str
+    guide: str
+    """Page of the manual, relative to docs/."""
     paths: tuple[str, ...]
     """Folders of the extension, and its files in other folders, relative to the package."""
     imports: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""MkDocs hook: the pages that are generated while the site is built: keys, commands, the Python API, shipped models."""
+"""MkDocs hook that generates pages while the site is built: keys, commands, Python API, extensions, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib
 import inspect
 import json
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 from types import ModuleType
 from typing import Any
 
@@ -16,26 +18,34 @@ from mkdocs.structure.files import File, Files
 
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.config import tree
-from embodyrl.config.settings import Key, Settings, field_docs, spell
+from embodyrl.config.settings import Key, Settings, field_docs, keys_of, spell
+from embodyrl.manifests import Extension, extensions
 from embodyrl.plan.keys import all_keys
+
+
+def on_config(config: Any) -> Any:
+    """Add the page of each extension to the navigation."""
+    (reference,) = (part["Reference"] for part in config["nav"] if "Reference" in part)
+    (place,) = (part for part in reference if "Extensions" in part)
+    place["Extensions"] = [place["Extensions"], *(f"reference/extensions/{name}.md" for name in extensions())]
+    return config
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the generated pages."""
-    for page in (configuration, commands, api, zoo):
-        files.append(File.generated(config, f"reference/{page.__name__}.md", content=page()))
+    for page in (configuration, commands, api, overview, zoo):
+        name = "extensions" if page is overview else page.__name__
+        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    for name in extensions():
+        files.append(File.generated(config, f"reference/extensions/{name}.md", content=extension_page(name)))
     return files
 
 
 def configuration() -> str:
-    """Every group with its options, every key with type, default and meaning."""
-    lines = [
-        "# Configuration",
-        "",
-        "Type `group=option` to choose, `key=value` to change; `embodyrl show env=libero_10`",
-    ]
-    lines += ["prints the keys that one choice of parts reads, with their values; it refuses the others where they are"]
-    lines += ["typed. This page has those of all parts that come with the package.", "", "## Options", ""]
+    """Return the page of all groups with their options, and all keys with type, default and meaning."""
+    lines = ["# Configuration", "", "`group=option` selects a component, `key=value` sets a key."]
+    lines += ["`embodyrl show env=libero_10` prints the keys of one choice of components with their values."]
+    lines += ["This page lists the keys of all components of the package.", "", "## Options", ""]
     for group in tree.default_options("train"):
         lines += [f"### {group}=", ""]
         lines += [f"`{name}`\n:   {tree.about(group, name, file)}\n" for name, file in tree.options(group).items()]
@@ -43,16 +53,12 @@ def configuration() -> str:
     for key in all_keys().values():
         sections.setdefault(key.name.split(".")[0] if "." in key.name else "top level", []).append(key)
     for section, keys in sections.items():
-        # No tables: names, types and values are long, and a page is read on a telephone too.
-        lines += ["", f"## {section}", ""]
-        for key in keys:
-            default = "" if key.required else f", default `{spell(key.default)}`"
-            lines.append(f"`{key.name}`\n:   {key.doc or 'See its section.'} *({key.type_text}{default})*\n")
+        lines += ["", f"## {section}", "", *_key_list(keys)]
     return "\n".join(lines) + "\n"
 
 
 def commands() -> str:
-    """Every command with usage, flags and examples."""
+    """Return the page of all commands with usage, flags and examples."""
     lines = ["# Commands", "", "`embodyrl COMMAND --help` prints the same."]
     for name, command in COMMANDS.items():
         lines += ["", f"## {name}", "", command.summary, "", f"    {command.usage}", ""]
@@ -62,39 +68,230 @@ def commands() -> str:
     return "\n".join(lines) + "\n"
 
 
-API = {
-    "embodyrl": "In your own program",
-    "embodyrl.extensions.own_loop.environment": "What `make_env` returns",
-    "embodyrl.types": "Records that cross seams",
-    "embodyrl.envs.protocol": "What an environment is",
-    "embodyrl.policies.protocol": "What a policy is",
-    "embodyrl.algorithms.protocol": "What an algorithm is",
-    "embodyrl.monitor.protocol": "What a logger is",
-    "embodyrl.cluster.protocol": "What a launcher is",
-}
-"""Modules of the API reference: what is called, and what those who write a part implement."""
+@dataclass(frozen=True)
+class Task:
+    """A task of the API reference: an example, and the modules whose public names it needs."""
+
+    title: str
+    example: str
+    modules: tuple[str, ...]
+
+
+API = tuple(
+    Task(title, text, tuple(modules.split()))
+    for title, modules, text in (
+        (
+            "Train and evaluate",
+            "embodyrl",
+            """
+            import embodyrl
+
+            cfg = embodyrl.compose("train", "experiment=cartpole", "runner.max_steps=1", "eval.episodes=2")
+            result = embodyrl.train(cfg, on_step=lambda step, metrics: print(step, metrics["train/return"]))
+            print(embodyrl.evaluate(embodyrl.compose("eval", f"ckpt={result.run}")))
+            """,
+        ),
+        (
+            "Step an environment",
+            "embodyrl.extensions.own_loop.environment",
+            """
+            import embodyrl
+
+            env = embodyrl.make_env("tabletop", "env.eval.task_ids=[0]")
+            obs, info = env.reset(seed=0)
+            print(obs["instruction"], obs["images"].shape, obs["state"])
+            obs, reward, terminated, truncated, info = env.step([1.0, 0, 0, 0, 0, 0, -1.0])
+            """,
+        ),
+        (
+            "Write a reward",
+            "embodyrl.envs.reward",
+            """
+            from embodyrl.envs.reward import RewardStep
+
+
+            def low_gripper(step: RewardStep) -> dict[str, float]:  # env=tabletop: state is [x, y, z, opening]
+                return {"success": float(step.success), "height": -0.1 * float(step.observation.state[2])}
+
+
+            low_gripper.components = ("success", "height")
+            """,
+        ),
+        (
+            "Write an environment",
+            "embodyrl.envs.simulators embodyrl.envs.protocol embodyrl.specs",
+            """
+            import numpy as np
+
+            from embodyrl.envs.simulators import PerSlot, SimStep
+            from embodyrl.specs import ActionSpec, EnvSpec
+
+
+            class Line(PerSlot):
+                place: dict[int, float] = {}
+
+                def reset_slot(self, slot, reset_id, seed):
+                    self.place[slot] = reset_id / 10
+
+                def step_slot(self, slot, action):
+                    self.place[slot] += 0.1 * float(action[0])
+                    success = self.place[slot] >= 1
+                    return SimStep(reward=float(success), terminated=success, success=success)
+
+                def observe_slot(self, slot, out):
+                    out.state[:] = self.place[slot]
+
+
+            spec = EnvSpec(
+                name="line", action=ActionSpec(dim=1), tasks=("go right",), states_per_task=(10,), state_dim=1
+            )
+            sims = Line(spec)
+            sims.reset(np.array([0]), np.array([9]), np.array([0]))
+            print(sims.step(np.array([0]), np.ones((1, 1), np.float32)).success)
+            """,
+        ),
+        (
+            "Write a loss or an advantage",
+            "embodyrl.algorithms.protocol",
+            """
+            import torch
+
+            from embodyrl.algorithms.protocol import LossTerms, PolicyLoss, Units
+
+
+            def reinforce(units: Units, cfg) -> LossTerms:
+                ratio = (units.logprob - units.old_logprob).exp()
+                return LossTerms(
+                    loss=-units.advantage * units.logprob, ratio=ratio, clipped=torch.zeros_like(ratio).bool()
+                )
+
+
+            LOSS = PolicyLoss(compute=reinforce)  # algorithm.loss_type=my_module:LOSS
+            logprob, one = torch.zeros(2, 1, 1, requires_grad=True), torch.ones(2, 1, 1)
+            units = Units(logprob=logprob, old_logprob=0 * one, advantage=one, valid=one.bool())
+            LOSS.compute(units, None).loss.sum().backward()
+            """,
+        ),
+        (
+            "Write a policy",
+            "embodyrl.policies.protocol",
+            """
+            import embodyrl
+            from embodyrl.plan.environment import env_spec
+            from embodyrl.policies import POLICIES
+
+            cfg = embodyrl.compose("train", "experiment=cartpole")
+            factory = POLICIES.get(cfg.model.model_type)  # `embodyrl new policy my_policy` generates another one
+            print(factory.spec(cfg.model, env_spec(cfg), value_dim=1))
+            """,
+        ),
+        (
+            "Write a logger",
+            "embodyrl.monitor.protocol",
+            """
+            from embodyrl.monitor import Monitor
+
+
+            class Last(Monitor):  # runner.logger.backends=[console,jsonl,my_module:Last]
+                def log(self, step, metrics):
+                    print(step, metrics.get("train/return"))
+            """,
+        ),
+        (
+            "Write a launcher",
+            "embodyrl.cluster.protocol",
+            """
+            from embodyrl.cluster import LAUNCHERS
+
+            print(LAUNCHERS.get("inline").__doc__)  # `embodyrl new launcher my_launcher` derives from this class
+            """,
+        ),
+        ("Look up the records", "embodyrl.types", ""),
+    )
+)
+"""Tasks of the API reference; tests/docs runs the examples."""
 
 
 def api() -> str:
-    """Signature and docstring of everything public."""
-    lines = [
-        "# Python API",
-        "",
-        "From the docstrings; [in your own program](../tutorials/program.md) shows how they go together.",
-    ]
-    for name, title in API.items():
-        module = importlib.import_module(name)
-        lines += ["", f"## {title}", "", f"`{name}`: {_prose(module, below=False)}"]
-        for part in getattr(module, "__all__", None) or vars(module):
-            value = getattr(module, part)
-            own = hasattr(module, "__all__") or getattr(value, "__module__", None) == name
-            if not part.startswith("_") and own and (inspect.isclass(value) or inspect.isfunction(value)):
-                lines += _entry(part, value, "###")
-                members = vars(value).items() if inspect.isclass(value) else ()
-                for member, inner in members:
-                    if not member.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)):
-                        lines += _entry(f"{part}.{member}", inner, "####")
+    """Return the page of public names, grouped by task, with signatures and docstrings."""
+    lines = ["# Python API", "", "Grouped by task. The tests run the examples. Tutorial:"]
+    lines += ["[from Python](../tutorials/program.md)."]
+    for task in API:
+        lines += ["", f"## {task.title}"]
+        if task.example:
+            lines += ["", "```python", dedent(task.example).strip(), "```"]
+        for name in task.modules:
+            module = importlib.import_module(name)
+            lines += ["", f"`{name}`: {_prose(module, below=False)}"]
+            for part in getattr(module, "__all__", None) or vars(module):
+                value = getattr(module, part)
+                own = hasattr(module, "__all__") or getattr(value, "__module__", None) == name
+                if not part.startswith("_") and own and (inspect.isclass(value) or inspect.isfunction(value)):
+                    lines += _entry(part, value, "###")
+                    members = vars(value).items() if inspect.isclass(value) else ()
+                    for member, inner in members:
+                        if not member.startswith("_") and (inspect.isfunction(inner) or isinstance(inner, property)):
+                            lines += _entry(f"{part}.{member}", inner, "####")
     return "\n".join(lines) + "\n"
+
+
+def overview() -> str:
+    """Return the page of all extensions."""
+    lines = ["# Extensions", "", "Optional parts of the package. To remove an extension, delete its folders."]
+    lines += ["`embodyrl list extensions` prints the command that installs missing dependencies."]
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| [{name}](extensions/{name}.md) | {_cell(part.summary)} |" for name, part in extensions().items()]
+    return "\n".join(lines) + "\n"
+
+
+def extension_page(name: str) -> str:
+    """Return the page of an extension: installation, guide, registered names, commands and keys."""
+    part = extensions()[name]
+    extras = sorted({*part.requires.values()})
+    code = ", ".join(f"`embodyrl/{path}`" for path in part.paths)
+    lines = [f"# {name}", "", part.summary, "", "| | |", "|---|---|", f"| guide | [{part.guide}](../../{part.guide}) |"]
+    lines += [f"| install | `pip install 'embodyrl[{','.join(extras)}]'` |"] * bool(extras)
+    lines += [f"| uses | {', '.join(f'[{other}]({other}.md)' for other in part.imports)} |"] * bool(part.imports)
+    lines += [f"| code | {code} |"]
+    for group, entries in part.entry_points.items():
+        names = (f"[{n}](../commands.md#{n})" if group == "embodyrl.commands" else f"`{n}`" for n in entries)
+        lines += [f"| adds to `{group}` | {', '.join(names)} |"]
+    keys = {key.name: key for group, entries in part.entry_points.items() for key in _own_keys(part, group, entries)}
+    return "\n".join([*lines, *(["", "## Keys", "", *_key_list(keys.values())] if keys else [])]) + "\n"
+
+
+PREFIXES = {
+    "envs": "env",
+    "policies": "model",
+    "advantages": "algorithm",
+    "losses": "algorithm",
+    "launchers": "launcher",
+}
+
+
+def _own_keys(part: Extension, group: str, entries: Mapping[str, str]) -> Iterator[Key]:
+    """Yield the keys that an extension defines for the components and sections of a group; none if not installed."""
+    if part.install_line():
+        return
+    homes = tuple(f"embodyrl.{path.replace('/', '.').removesuffix('.py')}" for path in part.paths)
+    kind = group.rpartition(".")[2]
+    for name, target in entries.items() if kind in PREFIXES or kind == "sections" else ():
+        module, _, attribute = target.partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        classes = found.kinds if kind == "sections" else (getattr(found, "settings", Settings),)
+        for owner in classes:
+            for key in keys_of(owner, f"{name if kind == 'sections' else PREFIXES[kind]}.").values():
+                leaf = key.name.rpartition(".")[2]
+                home = next((c.__module__ for c in key.owner.__mro__ if leaf in vars(c).get("__annotations__", ())), "")
+                if home.startswith(homes):
+                    yield key
+
+
+def _key_list(keys: Iterable[Key]) -> Iterator[str]:
+    """Yield keys with type, default and meaning; no tables, because names and types are long for a phone."""
+    for key in keys:
+        default = "" if key.required else f", default `{spell(key.default)}`"
+        yield f"`{key.name}`\n:   {key.doc or 'See its section.'} *({key.type_text}{default})*\n"
 
 
 def _entry(name: str, value: Any, level: str) -> list[str]:
@@ -103,7 +300,7 @@ def _entry(name: str, value: Any, level: str) -> list[str]:
 
 
 def _signature(name: str, value: Any) -> str:
-    """One parameter a line where there are several."""
+    """Return the signature, with one parameter per line if there are several."""
     if isinstance(value, property) or (inspect.isclass(value) and issubclass(value, Enum | Settings)):
         return name
     signature = inspect.signature(value)
@@ -122,7 +319,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _prose(value: ModuleType | Any, *, below: bool = True) -> str:
-    """A docstring as Markdown: its sections (Args, Raises) become lists."""
+    """Return a docstring as Markdown: its sections (Args, Raises) become lists."""
     text = inspect.getdoc(value) or ""
     text = text if below else text.partition("\n\n")[0]
     text = re.sub(r"^(Args|Returns|Yields|Raises):\n", r"\n**\1**\n\n", text, flags=re.MULTILINE)
@@ -132,17 +329,14 @@ def _prose(value: ModuleType | Any, *, below: bool = True) -> str:
 
 
 def zoo() -> str:
-    """The result card of every shipped checkpoint, and where the weights come from."""
+    """Return the page of included checkpoints with their result cards."""
     lines = [
-        "# Shipped models",
+        "# Included checkpoints",
         "",
-        "Small starts for machines without a GPU: `model.path=assets/<name>`, or `embodyrl",
+        "Small checkpoints for machines without a GPU: `model.path=assets/<name>` or `ckpt=assets/<name>`.",
     ]
-    lines += ["eval ckpt=assets/<name>`, which says whether it has been trained on what is evaluated. The others in"]
-    lines += [
-        "`assets/` are architectures without weights. Published checkpoints: [OpenVLA-OFT](../howto/openvla_oft.md),"
-    ]
-    lines += ["[pi0, pi0.5, SmolVLA](../howto/flow.md)."]
+    lines += ["Other folders in `assets/` are architectures without weights. Published checkpoints:"]
+    lines += ["[OpenVLA-OFT](../howto/openvla_oft.md), [pi0, pi0.5, SmolVLA](../howto/flow.md)."]
     for weights in sorted(Path(__file__).parents[1].glob("assets/*/model.safetensors")):
         card = json.loads((weights.parent / "card.json").read_text(encoding="utf-8"))
         readme = (weights.parent / "README.md").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from embodyrl.commands import COMMANDS
 from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import config_of_ckpt
 from embodyrl.plan.schema import Config
 
 if TYPE_CHECKING:
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
     """Compose and check the config of `train`, `eval`, `collect` or `sft` from command-line arguments.
 
+    With `ckpt=RUN`, the config of that run is the base, as on the command line.
+
     Raises:
         ConfigError: one line per problem.
     """
-    return load_config(command, overrides, config_dirs=config_dirs)
+    return load_config(command, overrides, config_dirs=config_dirs, base=config_of_ckpt(list(overrides)))
 
 
 def train(

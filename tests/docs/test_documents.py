@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,14 @@ from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config.tree import options
+from embodyrl.manifests import extensions
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys
 
 DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = SOURCE / "examples"
-GENERATED = ("configuration", "commands", "api", "zoo")
+GENERATED = ("configuration", "commands", "api", "extensions", "zoo")
 """Pages of the reference that are written while the site is built."""
 
 COMPOSED = {
@@ -315,6 +317,32 @@ def test_every_metric_is_explained() -> None:
     assert sorted(found for found in names if f"`{found}`" not in explained) == []
 
 
+def api_examples() -> dict[str, str]:
+    """Examples of the API reference by title."""
+    pytest.importorskip("mkdocs")
+    spec = importlib.util.spec_from_file_location("site_pages", SOURCE / "scripts" / "site_pages.py")
+    assert spec
+    assert spec.loader
+    pages = sys.modules["site_pages"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    return {task.title: textwrap.dedent(task.example) for task in pages.API if task.example}
+
+
+def test_api_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = {}
+    for title, example in api_examples().items():
+        exec(compile(example, title, "exec"), {"__name__": "example"})
+        printed[title] = capsys.readouterr().out
+    assert "touch the red block" in printed["Step an environment"]
+    assert printed["Write an environment"] == "[ True]\n"
+    assert "EvalResult" in printed["Train and evaluate"]
+
+
+def test_every_extension_has_a_guide() -> None:
+    assert [name for name, part in extensions().items() if not (DOCS / part.guide).is_file()] == []
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built without a warning."""
@@ -335,6 +363,7 @@ def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None
     assert [name for name in COMMANDS if f'id="{name}"' not in pages["commands"]] == []
     names = [*embodyrl.__all__, "LoadedPolicy.act", "Env.step_chunk", "Policy.act"]
     assert [name for name in names if f'id="{name.lower().replace(".", "")}"' not in pages["api"]] == []
+    assert [n for n in extensions() if not (site / "reference" / "extensions" / n / "index.html").is_file()] == []
     weights = [file.parent.name for file in SOURCE.glob("assets/*/model.safetensors")]
     assert len(weights) >= 4
     assert [name for name in weights if f'id="{name}"' not in pages["zoo"]] == []
