@@ -17,10 +17,10 @@ class Extension:
     """An optional part of the package, removed by deleting its folders."""
 
     summary: str
+    guide: str
+    """Page of the manual, relative to docs/."""
     paths: tuple[str, ...]
     """Folders of the extension, and its files in other folders, relative to the package."""
-    guide: str = ""
-    """Page of the manual, relative to docs/."""
     imports: tuple[str, ...] = ()
     """Names of extensions that this extension may import."""
     requires: Mapping[str, str] = field(default_factory=dict)
