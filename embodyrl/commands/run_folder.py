@@ -31,7 +31,6 @@ from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import input_problems
-from embodyrl.policies.protocol import ComparesWeights
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -323,7 +322,7 @@ def check_resumed(cfg: Config, env: EnvSpec, run: Path) -> None:
 
 def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
     factory = POLICIES.get(cfg.model.model_type)
-    if isinstance(factory, ComparesWeights):
+    if hasattr(factory, "compare"):
         try:
             factory.compare(cfg.model, env, folder)
         except CheckpointError as error:

@@ -166,13 +166,8 @@ class EnvFactory(Protocol):
         """Build the environment with `context.num_slots` slots in this process."""
         ...
 
-
-@runtime_checkable
-class EstimatesEnvCosts(Protocol):
-    """Interface of an `EnvFactory` that estimates memory and time of its environments."""
-
     def costs(self, cfg: Any, spec: EnvSpec) -> EnvCosts:
-        """Estimate the costs of an environment; imports nothing heavy."""
+        """Estimate memory and time of the environment; imports nothing heavy. Optional."""
         ...
 
 
@@ -213,5 +208,5 @@ ENVS: Registry[EnvFactory] = Registry(
 
 def env_costs(cfg: EnvSettings, spec: EnvSpec) -> EnvCosts:
     """Return the estimated costs of an environment; zeros if its factory has no estimate."""
-    factory = ENVS.get(cfg.env_type)
-    return factory.costs(cfg, spec) if isinstance(factory, EstimatesEnvCosts) else EnvCosts()
+    estimate = getattr(ENVS.get(cfg.env_type), "costs", None)
+    return EnvCosts() if estimate is None else estimate(cfg, spec)

@@ -209,26 +209,16 @@ class PolicyFactory(Protocol):
         """Build the policy and load `cfg.path`."""
         ...
 
-
-@runtime_checkable
-class ComparesWeights(Protocol):
-    """Interface of a `PolicyFactory` that compares the weights in a folder with a config, based on small files."""
-
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
-        """Compare the weights in a folder with the config, without importing torch.
+        """Compare a config's model with the weights of a folder, by its small files. Optional.
 
         Raises:
-            CheckpointError: contains the first difference.
+            CheckpointError: the first difference.
         """
         ...
 
-
-@runtime_checkable
-class EstimatesCosts(Protocol):
-    """Interface of a `PolicyFactory` that estimates size, memory and work of its policies."""
-
     def costs(self, cfg: Any, env: EnvSpec, value_dim: int) -> PolicyCosts:
-        """Estimate the costs of the policy of a spec (no torch)."""
+        """Estimate size, memory and work of the policy that `spec` describes, without importing torch. Optional."""
         ...
 
 
@@ -255,8 +245,8 @@ POLICIES: Registry[PolicyFactory] = Registry(
 
 def policy_costs(cfg: ModelSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
     """Return the estimated costs of a policy; zeros if its factory has no estimate."""
-    factory = POLICIES.get(cfg.model_type)
-    return factory.costs(cfg, env, value_dim) if isinstance(factory, EstimatesCosts) else PolicyCosts()
+    estimate = getattr(POLICIES.get(cfg.model_type), "costs", None)
+    return PolicyCosts() if estimate is None else estimate(cfg, env, value_dim)
 
 
 def fitting_models(env: EnvSpec) -> str:

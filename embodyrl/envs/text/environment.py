@@ -10,10 +10,12 @@ import numpy as np
 
 from embodyrl.conversation import Message, join_messages, spoken
 from embodyrl.envs.protocol import AfterStep
-from embodyrl.envs.text.protocol import Answer, Judge, Rows
+from embodyrl.envs.text.protocol import Answer
 from embodyrl.envs.text.settings import TextSettings
 from embodyrl.errors import EnvError
 from embodyrl.extensions.text.conversation import TextRow
+from embodyrl.extensions.text.dataset import TextRows
+from embodyrl.extensions.text.rewards.judge import RewardJudge
 from embodyrl.registry import Registry, takes
 from embodyrl.types import (
     BoolArray,
@@ -105,7 +107,7 @@ class ConversationEnv:
 
     task_limit: int | None = None
 
-    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: Rows, judge: Judge, num_slots: int) -> None:
+    def __init__(self, spec: EnvSpec, cfg: TextSettings, rows: TextRows, judge: RewardJudge, num_slots: int) -> None:
         self.spec = spec
         self._coef, self._tools, self._tool_role = cfg.reward_coef, cfg.tools, cfg.tool_role
         self._rows = rows

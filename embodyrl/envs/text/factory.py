@@ -4,9 +4,10 @@ from typing import Any
 
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.text.environment import LAST_BYTES, TOOLS, TURN_BYTES, ConversationEnv
-from embodyrl.envs.text.protocol import Judge, Rows
 from embodyrl.envs.text.settings import TextSettings
+from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import give_task, text_problems
+from embodyrl.extensions.text.rewards.judge import RewardJudge
 from embodyrl.specs import picture_names
 from embodyrl.types import (
     ActionKind,
@@ -79,7 +80,7 @@ class TextFactory:
         return ConversationEnv(self.spec(cfg, context), cfg, *_parts(context), context.num_slots)
 
 
-def _parts(context: EnvContext) -> tuple[Rows, Judge]:
+def _parts(context: EnvContext) -> tuple[TextRows, RewardJudge]:
     return context.parts["rows"], context.parts["judge"]
 
 

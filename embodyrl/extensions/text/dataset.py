@@ -33,14 +33,16 @@ _VALUE_BYTES = 32
 
 @dataclass(frozen=True)
 class TextRows:
-    """Rows of one or two sources; implements `Rows`. Other processes read the sources again."""
+    """Rows of one or two sources. Picklable: other processes read the sources again."""
 
     cfg: RowSettings
     name: str
     held_out: int
+    """Rows at the end that are held out for evaluation."""
     repeated: int = 0
     """Validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
+    """UTF-8 bytes of the longest conversation of a row."""
     prompt_tokens: int = 0
     """Tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
     keep: IntArray | None = field(default=None, compare=False)

@@ -51,7 +51,7 @@ class ActorCriticFactory:
         return PolicyCosts(num_parameters=self._shape(cfg, env, value_dim).num_parameters)
 
     def compare(self, cfg: ActorCriticSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the shapes of weights in a folder (see `ComparesWeights`)."""
+        """Compare the shapes of weights in a folder (see `PolicyFactory.compare`)."""
         self._shape(cfg, env, 0).check(folder)
 
     def build(self, cfg: ActorCriticSettings, request: PolicyRequest) -> Policy:

@@ -147,7 +147,7 @@ class LeRobotFactory(ABC):
         return steering_shape(cfg, config, self.features(config), self.chosen(cfg, config))
 
     def compare(self, cfg: LeRobotSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the sizes of network and actor (see `ComparesWeights`)."""
+        """Compare the sizes of network and actor (see `PolicyFactory.compare`)."""
         config, _ = self.plan(cfg, env)
         mine, saved = (c.model_dump() for c in (config, read_config(folder, self.kind, self.config)[0]))
         skipped = (*_MAY_DIFFER, *(key for key in mine if key.startswith(("optimizer_", "scheduler_"))))

@@ -99,7 +99,7 @@ class OpenVlaOftFactory:
         return steering_costs(costs, _correction(cfg), beside=value_parameters(config, options))
 
     def compare(self, cfg: OpenVlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the sizes of model and actor (see `ComparesWeights`)."""
+        """Compare the sizes of model and actor (see `PolicyFactory.compare`)."""
         cfg, saved = as_oft(cfg), read_config(folder)
         mine = read_config(_folder(cfg))
         if (saved.towers, saved.llama) != (mine.towers, mine.llama):

@@ -71,17 +71,18 @@ def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> 
 
 @dataclass
 class RewardJudge:
-    """Implementation of `Judge`; processes start with the first answers."""
+    """Computes rewards of replies. Each env worker unpickles its own, whose processes start with the first answers."""
 
     cfg: JudgeSettings
     names: tuple[str, ...]
     components: tuple[str, ...]
     weights: tuple[float, ...]
+    """Weight of each component in the reward."""
     max_tokens: int
     _children: list[_Child] = field(default_factory=list, repr=False)
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Compute the rewards of a batch (see `Judge`)."""
+        """Return the rewards of a batch; a function that fails or times out gives 0 and is counted as a component."""
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)

@@ -79,7 +79,7 @@ class SmallFlowFactory:
         return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare sizes and actor (see `ComparesWeights`)."""
+        """Compare sizes and actor (see `PolicyFactory.compare`)."""
         plan, saved = _plan(cfg, env), asdict(SmallConfig.read(folder)[0])
         wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
         if wrong:

@@ -84,7 +84,7 @@ class VlaFactory:
         return described_costs(vla_costs(model, cfg), cfg, _shape(cfg, model, env), model.expert.width)
 
     def compare(self, cfg: VlaSettings, env: EnvSpec, folder: Path) -> None:
-        """Compare the actor (see `ComparesWeights`)."""
+        """Compare the actor (see `PolicyFactory.compare`)."""
         model = read_folder(_folder(cfg), cfg)
         check_steering(cfg, _shape(cfg, model, env), model.expert.width, folder)
 
