@@ -51,9 +51,13 @@ def observe(rows=4):
     return Observation(images=images, state=np.zeros((rows, 0), np.float32), instructions=texts)
 
 
-@pytest.mark.parametrize(("precision", "tolerance"), [(Precision.fp32, 1e-2), (Precision.bf16, 1.0)])
-def test_gpu_logits_match_golden_values(tmp_path, precision, tolerance):
-    """On a CPU the tolerances are 1e-3 and 0.5; the kernels of a GPU add up in another order."""
+def golden_logits(name):
+    return load_file(GOLDEN / "expected" / f"{name}.safetensors", device="cuda")["action_logits_31744_32064"][..., :256]
+
+
+@pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
+def test_gpu_logits_match_golden_values(tmp_path, precision):
+    """The error in bfloat16 may be three times that of the CPU's bfloat16: kernels round and add in another order."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(GOLDEN / "tiny_oft", folder)
     shutil.copy(ROOT / "assets" / "openvla_oft_tiny" / "tokenizer.json", folder)
@@ -64,11 +68,14 @@ def test_gpu_logits_match_golden_values(tmp_path, precision, tolerance):
     batch = ModelInputs(
         pixels=inputs["pixel_values_1img"][:1].to(dtype), prompt_ids=prompt, prompt_lengths=prompt.new_tensor([21])
     )
-    name = "official_discrete_1img" + ("_bf16" if precision == Precision.bf16 else "")
-    want = load_file(GOLDEN / "expected" / f"{name}.safetensors", device="cuda")["action_logits_31744_32064"]
+    exact = golden_logits("official_discrete_1img")
     with torch.no_grad():
-        logits, _ = module(batch)
-    assert (logits - want[..., :256].float()).abs().max() < tolerance
+        error = module(batch)[0].float() - exact
+    if precision == Precision.fp32:
+        assert error.abs().max() < 1e-2
+    else:
+        rounding = golden_logits("official_discrete_1img_bf16").float() - exact
+        assert error.norm() < 3.0 * rounding.norm()
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [(Precision.fp32, 1e-4), (Precision.bf16, 1e-2)])
