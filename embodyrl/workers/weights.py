@@ -29,31 +29,50 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
     """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first one writes."""
-    parameters = {name: weight for name, weight, _ in _weights(module)}
-    writes = ranks.rank_info.rank == 0
+    names = dict.fromkeys(part.name for part in request.parts)
     # Gathering is collective: ranks that do not write take part, too.
-    whole = {name: ranks.gathered(parameters[name]) for name in dict.fromkeys(part.name for part in request.parts)}
-    if writes:
+    whole = {name: ranks.gathered(_weight(module, name)).detach() for name in names}
+    if ranks.rank_info.rank == 0:
         with bucket_arena.write(request.ticket) as record:
-            for part, target in _views(request.parts, bucket_arena, record):
-                target.copy_(whole[part.name].detach().reshape(-1)[part.start : part.stop])
+            bucket = _bucket(request.parts, bucket_arena, record)
+            # One copy from the device: each copy into memory that is not pinned waits for the device.
+            staged = torch.empty_like(bucket, device=whole[request.parts[0].name].device)
+            staged = bucket if staged.is_cpu else staged
+            for part, target in _views(request.parts, staged):
+                target.copy_(whole[part.name].reshape(-1)[part.start : part.stop])
+            if staged is not bucket:
+                bucket.copy_(staged)
 
 
 def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) -> None:
     """Replace parts of the weights by those in a bucket."""
-    parameters = {name: weight for name, weight, _ in _weights(module)}
     (record,) = bucket_arena.read([request.ticket])
+    device = _weight(module, request.parts[0].name).device
+    staged = _bucket(request.parts, bucket_arena, int(record)).to(device)
     with torch.no_grad():
-        for part, source in _views(request.parts, bucket_arena, int(record)):
+        for part, source in _views(request.parts, staged):
             # In place: CUDA graphs and compiled code reference these tensors.
-            parameters[part.name].view(-1)[part.start : part.stop].copy_(source)
+            _weight(module, part.name).view(-1)[part.start : part.stop].copy_(source)
     # A vLLM engine and a separate critic check this before inference.
     weights_changed(module)
 
 
-def _views(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Iterator[tuple[WeightPart, Tensor]]:
-    bucket = torch.from_numpy(bucket_arena[BUCKET][record])
+def _weight(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter or buffer; listing all of a large model for each bucket takes longer than its copies."""
+    owner, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(owner), attribute)
+
+
+def _bucket(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Tensor:
+    """Return the bytes of a bucket that its parts take."""
+    return torch.from_numpy(bucket_arena[BUCKET][record])[: parts[-1].offset + _num_bytes(parts[-1])]
+
+
+def _num_bytes(part: WeightPart) -> int:
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    return (part.stop - part.start) * dtype.itemsize
+
+
+def _views(parts: tuple[WeightPart, ...], bucket: Tensor) -> Iterator[tuple[WeightPart, Tensor]]:
     for part in parts:
-        dtype: torch.dtype = getattr(torch, part.dtype)
-        size = (part.stop - part.start) * dtype.itemsize
-        yield part, bucket[part.offset : part.offset + size].view(dtype)
+        yield part, bucket[part.offset : part.offset + _num_bytes(part)].view(getattr(torch, part.dtype))

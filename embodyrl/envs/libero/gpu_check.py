@@ -13,7 +13,7 @@ from embodyrl.envs.settings import RenderProfile
 from embodyrl.findings import GpuCheck, GpuParts, GpuResult
 
 CHECK = GpuCheck(
-    number=9,
+    number=4,
     title="one chunk of LIBERO",
     function="embodyrl.envs.libero.gpu_check:check_chunk",
     timeout_s=240,

@@ -17,7 +17,7 @@ from embodyrl.findings import GpuCheck, GpuParts, GpuResult
 
 _FETCH_S = 180.0
 CHECK = GpuCheck(
-    number=4,
+    number=5,
     title="SAPIEN: renderer, PhysX, a batch of 16",
     function="embodyrl.envs.maniskill.gpu_check:check_batch",
     timeout_s=_FETCH_S + 300,

@@ -25,14 +25,14 @@ DRAWING = GpuCheck(
     timeout_s=180,
 )
 HOST = GpuCheck(
-    number=5,
+    number=6,
     title="limits of the host",
     function=f"{_HERE}.host:check_host",
     timeout_s=60,
     needs_gpu=False,
 )
 LINKS = GpuCheck(
-    number=6,
+    number=7,
     title="NCCL between GPUs",
     function=f"{_HERE}.links:check_links",
     timeout_s=180,

@@ -12,6 +12,8 @@ from embodyrl.findings import GpuParts, GpuResult
 _MIB = 2**20
 _MOST = 32
 """Maximum number of rendering processes."""
+_SCALES = 1.5
+"""Ratio to one process's frames per second below which several processes do not help."""
 _FRAMES = """
 import sys, time
 import mujoco
@@ -66,17 +68,20 @@ def check_drawing() -> GpuResult:
 
 
 def measure_frames(parts: GpuParts, backend: str, device: str, gpu: str) -> str:
-    """Measure the frames per second of 1, 8 and as many processes as cores, and the GPU memory of a context."""
-    cores, said = min(available_cores(), _MOST), list[str]()
+    """Measure the total frames per second of 1, 8 and as many processes as cores, and the GPU memory of a context."""
+    cores, said, rates = min(available_cores(), _MOST), list[str](), list[float]()
     for count in sorted({1, min(8, cores), cores}):
         before = _free(gpu)
         rate, during = _frames(backend, device, count, gpu)
-        parts.note(f"frames/s of {count} processes", round(rate, 1))
-        said.append(f"{rate:.0f} frames/s with {count} processes")
+        rates.append(rate)
+        parts.note(f"frames/s of {count} processes in total", round(rate, 1))
+        said.append(f"{rate:.0f} frames/s in total with {count} process{'es' * (count > 1)}")
         if before and during:
             context = (before - during) / count / _MIB
             parts.note(f"MiB per context, {count} processes", round(context, 1))
             said[-1] += f" ({context:.0f} MiB each)"
+    if len(rates) > 1 and max(rates) < _SCALES * rates[0]:
+        said.append("more processes do not render faster")
     return ", ".join(said)
 
 

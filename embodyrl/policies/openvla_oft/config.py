@@ -130,6 +130,7 @@ class ActionTokenizer:
 PREPROCESSOR_FILE = "preprocessor_config.json"
 INDEX_FILE = "model.safetensors.index.json"
 TINY_VIT_FILE = "tiny_vit_specs.json"
+RANDOM_ON_DEVICE = "random_on_device"
 VALUE_HIDDEN = (512, 128)
 
 _KNOWN_VITS: dict[str, dict[str, Any]] = {
@@ -236,6 +237,8 @@ class OftConfig:
     statistics: Statistics
     random_init: bool
     """True if the folder requests random initial weights instead of containing weights."""
+    random_on_device: bool
+    """Generate them on the model's device: fast, but other weights on each kind of device; for measurements."""
 
     @property
     def image_size(self) -> int:
@@ -289,7 +292,8 @@ def _parse(folder: Path) -> OftConfig:
         action_vocab_end=llama.vocab_size - int(_field(config, "pad_to_multiple_of", where)),
         n_bins=int(_field(config, "n_action_bins", where)),
         statistics=Statistics(raw, folder),
-        random_init=config.get(RANDOM_INIT_KEY) == "random",
+        random_init=config.get(RANDOM_INIT_KEY) in ("random", RANDOM_ON_DEVICE),
+        random_on_device=config.get(RANDOM_INIT_KEY) == RANDOM_ON_DEVICE,
     )
 
 

@@ -243,12 +243,13 @@ class OpenVlaOft(nn.Module):
         self.vision_backbone.fused_featurizer.gradient_checkpointing = True
 
     @torch.no_grad()
-    def init_weights(self, seed: int, parts: tuple[str, ...] = BODY) -> None:
+    def init_weights(self, seed: int, parts: tuple[str, ...] = BODY, *, source: str = "cpu") -> None:
         """Initialise some parts, with unit-scale residual streams and unit-variance logits.
 
-        A smaller output matrix would start closer to uniform, but learns several times more slowly.
+        A smaller output matrix would start closer to uniform, but learns several times more slowly. The random numbers
+        are generated on the device `source`; those of the CPU are the same on every machine.
         """
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(source).manual_seed(seed)
         depth = max(len(self.language_model.model.layers), len(self.vision_backbone.fused_featurizer.blocks))
         for module_name, module in self.named_modules():
             if module_name.partition(".")[0] not in parts:
@@ -258,7 +259,7 @@ class OpenVlaOft(nn.Module):
                 if std is None:
                     parameter.fill_(0.0 if name == "bias" else 1.0)
                 else:
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device=source)
                     parameter.copy_(noise * std)
 
 

@@ -225,7 +225,7 @@ def build_module(config: OftConfig, options: OftOptions, request: PolicyRequest)
     if module.action_scale is not None:
         nn.init.constant_(module.action_scale.log_std, math.log(cfg.action_std))
     if config.random_init:
-        module.init_weights(request.seed)
+        module.init_weights(request.seed, source=request.device if config.random_on_device else "cpu")
     elif request.fresh_heads:
         module.init_weights(request.seed, FRESH)
     _load(module, cfg, config, request)

@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from embodyrl.config.paths import assets_dir
+from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
+from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import ActionSpec, BenchmarkSpec, CameraSpec, EnvSpec, Observation
 
 TASK = "put both the alphabet soup and the tomato sauce in the basket"
@@ -14,8 +16,9 @@ LARGE = {
     "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
     "pad_token_id": 32000,
     "text_config": {"model_type": "llama", "vocab_size": 32064},
+    RANDOM_INIT_KEY: RANDOM_ON_DEVICE,
 }
-"""The public sizes of 7B."""
+"""The public sizes of 7B. On a CPU a thread generates a billion weights in ten seconds, on a GPU in milliseconds."""
 ENV = EnvSpec(
     name="synthetic",
     action=ActionSpec(dim=7),

@@ -1,7 +1,16 @@
 """The GPU check of OpenVLA-OFT runs on a CPU with the tiny model."""
 
+import json
+
+import torch
+
 from embodyrl.findings import GpuParts
-from embodyrl.policies.openvla_oft.gpu_check import measure_policy, planned_bytes
+from embodyrl.policies.openvla_oft import FACTORY
+from embodyrl.policies.openvla_oft.config import RANDOM_ON_DEVICE
+from embodyrl.policies.openvla_oft.gpu_check import _settings, measure_policy, planned_bytes
+from embodyrl.policies.openvla_oft.synthetic import ENV, write_checkpoint
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 from embodyrl.types import PolicyCosts
 
 
@@ -23,3 +32,18 @@ def test_planned_bytes_are_those_of_the_precisions() -> None:
     assert planned_bytes(costs, 2) == 1600 + 120 + 27
     costs = PolicyCosts(num_parameters=100, num_trained=5, activation_bytes=10, scoring_bytes=(7, 0))
     assert planned_bytes(costs, 2) == 200 + 80 + 27
+
+
+def test_weights_of_7b_are_generated_on_the_device(tmp_path):
+    write_checkpoint(tmp_path, "7b", 2)
+    assert json.loads((tmp_path / "config.json").read_text())[RANDOM_INIT_KEY] == RANDOM_ON_DEVICE
+
+
+def test_weights_generated_on_a_cpu_device_are_those_of_the_cpu(tmp_path):
+    write_checkpoint(tmp_path, "tiny", None)
+    cfg, request = _settings(tmp_path, adapted=False), PolicyRequest(env=ENV, device="cpu", seed=0)
+    usual = FACTORY.build(cfg, request).module.state_dict()
+    config = json.loads((tmp_path / "config.json").read_text()) | {RANDOM_INIT_KEY: RANDOM_ON_DEVICE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    again = FACTORY.build(cfg, request).module.state_dict()
+    assert all(torch.equal(usual[name], weight) for name, weight in again.items())
