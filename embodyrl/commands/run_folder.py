@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import resource
 import shlex
 import shutil
 import socket
@@ -83,7 +84,10 @@ class RunFolder:
     def close(self) -> None:
         """Record the cost of this attempt and release the lock of the run."""
         wall, cpu = (now - then for now, then in zip(_spent(), self.began, strict=True))
+        # The largest of this process and its ended children; Linux counts KiB.
+        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         row = {"attempt": self.logs.name, "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "gpus": len(visible_gpus())}
+        row["peak_mib"] = round(peak / 1024)
         # A full disk must not prevent the release of the lock.
         with contextlib.suppress(OSError), open(self.root / COSTS_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

@@ -138,6 +138,7 @@ def test_run_folder_contains_code_version_machine_and_cost(tmp_path):
     assert [row["attempt"] for row in rows] == ["attempt_1", "attempt_2"]
     assert spent
     assert 0 < rows[0]["cpu_s"] <= rows[0]["wall_s"] * 64 + 0.1
+    assert 10 < rows[0]["peak_mib"] < 1 << 20
     lines = dict(line.split(" ", 1) for line in (folder.root / "env.txt").read_text().splitlines())
     assert lines["commit"] == "not known" or re.fullmatch(r"[0-9a-f]{40}(\+changes)?", lines["commit"])
     assert lines["embodyrl"] == __version__

@@ -192,6 +192,8 @@ def _costs(history: History, tables: list[dict[str, Any]]) -> dict[str, float]:
     if attempts and told >= whole:  # else an attempt was killed before its costs were written
         costs["cpu_hours"] = round(sum(row["cpu_s"] for row in attempts) / 3600, 3)
         costs["gpu_hours"] = round(sum(row["wall_s"] * row["gpus"] for row in attempts) / 3600, 3)
+    if peaks := [row["peak_mib"] for row in rows if isinstance(row.get("peak_mib"), int)]:
+        costs["largest_process_mib"] = max(peaks)
     return costs
 
 
