@@ -94,7 +94,7 @@ class ChunkResult:
     components: FloatArray | None = None
     """[n, C] reward components of the chunk, in the order of `EnvSpec.components`."""
     reward_errors: dict[int, str] = field(default_factory=dict)
-    """Errors of unknown rewards, which count as 0, by slot."""
+    """Reward errors by slot; an unknown reward counts as 0."""
 
     @classmethod
     def empty(cls, slots: int, actions: int, *, parts: int = 0) -> Self:

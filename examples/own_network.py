@@ -7,7 +7,7 @@ BINS = 11  # as in the generated policy.py
 
 
 class Net(nn.Module):
-    """Distances between the numbers of the state help to find the way: give them to the network as well."""
+    """MLP on the state and on all pairwise differences of its components."""
 
     def __init__(self, env, spec, width):
         super().__init__()

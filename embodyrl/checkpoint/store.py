@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists all.")
+        raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists checkpoints.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
             f"{folder}: {MANIFEST_NAME} is missing: the checkpoint is incomplete or not from embodyrl; use another."

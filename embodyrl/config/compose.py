@@ -60,7 +60,7 @@ def compose_files(root: str, typed: tuple[tuple[str, str], ...], folders: tuple[
         try:
             deque(_keys_of(f"{group}/{option}", folders), maxlen=0)
         except RecursionError:
-            raise ConfigError(f"the defaults of {group}={option} form a cycle.") from None
+            raise ConfigError(f"the defaults of {group}={option} form a cycle; remove one of them.") from None
     # Hydra cannot override an option by none; null is the default of the groups that take it.
     _store_variants()
     words = [f"{group}={option}" for group, option in groups.items() if option != "null"]

@@ -84,7 +84,7 @@ class Simulators(ABC):
 
     def expert(self, slot: int) -> FloatArray:
         """Return the scripted expert's next action [A]; called only for tasks in `spec.expert.tasks`."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
     def close(self) -> None:
         """Free the simulators; idempotent."""

@@ -71,7 +71,7 @@ class BackgroundMonitor(Monitor):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            raise TimeoutError(f"{_BACKLOG} calls are queued") from None
+            raise TimeoutError(f"the logger is too slow: {_BACKLOG} calls are queued") from None
 
     def _check(self) -> None:
         if self._failure is not None:

@@ -51,7 +51,7 @@ class Paired:
             return f"{line}: return of {names[1]} minus that of {names[0]}: {self.gain} ({verdict})"
         test = "McNemar" if self.states == self.pairs else f"McNemar over {self.states} states"
         return (
-            f"{line}: only {names[0]} succeeds {self.only_first}, only {names[1]} {self.only_second}; {test} "
+            f"{line}: success only {names[0]}: {self.only_first}, only {names[1]}: {self.only_second}; {test} "
             f"p = {self.p_value:.3g} ({verdict})"
         )
 

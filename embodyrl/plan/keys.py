@@ -193,7 +193,7 @@ def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bo
 
 
 def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Return whether a group may exist, or have other keys, once a wrong choice is corrected."""
+    """Return whether the keys of a group are unknown because of a wrong choice."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 

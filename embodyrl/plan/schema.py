@@ -95,7 +95,7 @@ class Config(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """The command is `eval`, or `train`, which also validates."""
+        """True for `eval`, and for `train`, which also validates."""
         return self.has("video")
 
     @property

@@ -174,7 +174,7 @@ class ConversationEnv:
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Raise an error: text tasks have no scripted expert; use `embodyrl sft`."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
     def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
         """Write the images, each into the upper left corner of its frame; the conversation is the instruction."""

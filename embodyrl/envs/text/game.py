@@ -241,7 +241,7 @@ class GameEnv:
 
     def expert_chunk(self, *_: Any, **__: Any) -> Never:
         """Raise an error: text games have no scripted expert."""
-        raise EnvError(f"env '{self.spec.name}' has no scripted expert.")
+        raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
     def close(self) -> None:
         """Close the games; idempotent."""

@@ -305,6 +305,6 @@ def _refuse_other(path: Path, card: Card) -> None:
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
             raise EmbodyError(
-                f"{path.parents[1]} was collected with other settings: its {name} is {theirs.get(name)!r}, now it is "
+                f"{path.parents[1]} was collected with other settings: its {name} is {theirs.get(name)!r}, not "
                 f"{ours.get(name)!r}. Use the same settings to continue it, or choose another collect.out."
             )

@@ -255,7 +255,7 @@ class PolicyServer:
         except TimeoutError as error:
             raise EmbodyError(f"The policy did not respond for {limit:g} s (serve.answer_timeout_s).") from error
         except Exception as error:  # any error of a network on an unsuitable image
-            raise MessageError(f"the observation {_UNFIT}: {type(error).__name__}: {error}") from error
+            raise MessageError(f"The observation {_UNFIT}: {type(error).__name__}: {error}") from error
 
 
 class _Client:
@@ -285,7 +285,7 @@ async def _unpacked(data: bytes | str) -> Any:
 def _envelope(said: Any) -> dict[str, Any]:
     wanted = {"type": str, "payload": dict, "seq": int}
     if not isinstance(said, dict) or any(not isinstance(said.get(key), kind) for key, kind in wanted.items()):
-        raise MessageError("a message must be a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
+        raise MessageError("A message must be a mapping with type, payload and seq. Fix: serve.protocol=openpi.")
     return said
 
 

@@ -200,7 +200,7 @@ def _own_user(place: str) -> int:
             os.chown(place, user, user)
             os.chmod(place, 0o700)
             return user
-    raise SystemExit("no user for a program")
+    raise SystemExit("no unused user id is available for a program")
 
 
 def _listen(done: int, lifeline: int, end: float, place: str) -> tuple[bytes, bool, str]:

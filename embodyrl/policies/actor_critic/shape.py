@@ -124,7 +124,7 @@ class NetShape:
                     "Older policies and data sets store grey images as three equal channels: train the policy again, "
                     "on new demonstrations."
                 )
-            raise CheckpointError(f"{path} does not fit: {differences}. {cure}")
+            raise CheckpointError(f"{path} does not fit this run: {differences}. {cure}")
 
 
 def _dense(widths: tuple[int, ...]) -> int:

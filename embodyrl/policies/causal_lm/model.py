@@ -229,7 +229,7 @@ class LanguageModel(nn.Module):
         plain: bool,
         **beside: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `scores_of` the last `count` tokens, and their values; `plain`: see `head_is_last`."""
+        """Return scores (see `scores_of`) and values of the last `count` tokens; `plain`: see `head_is_last`."""
         said = ids[:, -count:]
         if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
             hidden = self.hidden(ids, mask, positions, **beside)[:, -count - 1 : -1]

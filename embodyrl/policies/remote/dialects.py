@@ -61,7 +61,7 @@ def pack(message: object, write_array: Callable[[np.ndarray], dict[Any, Any]]) -
             return write_array(value)
         if isinstance(value, np.generic) and value.dtype.kind in _KINDS:
             return value.item()
-        raise MessageError(f"a {type(value).__name__} cannot be sent.")
+        raise MessageError(f"Values of type {type(value).__name__} cannot be sent.")
 
     return need("msgpack").packb(message, default=default)
 
@@ -74,7 +74,7 @@ def unpack(data: bytes | str) -> Any:
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
-        raise MessageError(f"expected bytes, got the text {data[:2000]!r}.")
+        raise MessageError(f"The message is the text {data[:2000]!r}, expected bytes.")
     read = _Reader()
     limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
     try:
@@ -82,7 +82,7 @@ def unpack(data: bytes | str) -> Any:
     except MessageError:
         raise
     except Exception as error:  # msgpack has a dozen kinds, some of which are bare ValueErrors and stack overflows
-        raise MessageError(f"{len(data)} bytes that are not msgpack: {error}.") from error
+        raise MessageError(f"The {len(data)} bytes of the message are not msgpack: {error}.") from error
 
 
 class _Reader:
@@ -107,13 +107,13 @@ class _Reader:
             return found
         value = _field(found, "data")
         if not isinstance(value, int | float):
-            raise MessageError(f"a number that is {type(value).__name__}.")
+            raise MessageError(f"The type {type(value).__name__} is not supported.")
         return value
 
     def _count(self, found: Sized) -> None:
         self._parts += 1 + len(found)
         if self._parts > _MOST_PARTS:
-            raise MessageError(f"more than {_MOST_PARTS} parts; encode numeric data as arrays.")
+            raise MessageError(f"The message has over {_MOST_PARTS} parts; encode numeric data as arrays.")
 
     def _picture(self, found: Mapping[Any, Any]) -> np.ndarray:
         """Decode a PNG or JPEG after checking its size."""
@@ -123,30 +123,30 @@ class _Reader:
             with Image.open(io.BytesIO(_field(found, "data")), formats=("PNG", "JPEG")) as image:
                 self._pixels += math.prod(image.size)
                 if self._pixels > _MOST_PIXELS:
-                    raise MessageError(f"images of more than {_MOST_PIXELS} pixels, the last of {image.size}.")
+                    raise MessageError(f"The images have over {_MOST_PIXELS} pixels, the last one {image.size}.")
                 return np.asarray(image)
         except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise MessageError(f"an image that is neither PNG nor JPEG: {error}.") from error
+            raise MessageError(f"An image is neither PNG nor JPEG: {error}.") from error
 
 
 def _array(found: Mapping[Any, Any]) -> np.ndarray:
     try:
         dtype, shape = np.dtype(_field(found, "dtype")), tuple(map(int, _field(found, "shape")))
     except (TypeError, ValueError) as error:
-        raise MessageError(f"an array of no known type or shape: {error}.") from error
+        raise MessageError(f"An array has an unknown type or shape: {error}.") from error
     data = _field(found, "data")
     if dtype.kind not in _KINDS:
-        raise MessageError(f"an array of {dtype}; only booleans, integers and floats are read.")
+        raise MessageError(f"An array has type {dtype}, expected booleans, integers or floats.")
     # Before the array is allocated: a false size must not cause a read or an allocation.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
-        raise MessageError(f"an array of shape {shape} and type {dtype} whose data do not have that size.")
+        raise MessageError(f"An array of shape {shape} and type {dtype} has data of another size.")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _field(found: Mapping[Any, Any], name: str) -> Any:
     key = name if name in found else name.encode()
     if key not in found:
-        raise MessageError(f"an array without '{name}'.")
+        raise MessageError(f"An array has no field '{name}'.")
     return found[key]
 
 
@@ -195,7 +195,7 @@ class Names:
             MessageError: a field is missing or has another shape; the message lists the received fields.
         """
         if not isinstance(message, Mapping):
-            raise MessageError(f"an observation is a mapping, this is {type(message).__name__}.")
+            raise MessageError(f"The observation is a {type(message).__name__}, expected a mapping.")
         prompt = _first(message, self.prompt)
         if not isinstance(prompt, str):
             raise MessageError(f"'{self.prompt[0]}' must be a text. {_received(message)}")
@@ -215,15 +215,15 @@ class Names:
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
             wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])
-            raise MessageError(f"expected {wanted}. {_received(held)} Fix: send them, or name them in image_names.")
+            raise MessageError(f"The observation lacks {wanted}. {_received(held)} Fix: list the keys in image_names.")
         pictures = tuple(np.asarray(held[name]) for name in names[:count])
         for name, picture in zip(names, pictures, strict=False):
             if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3 or 0 in picture.shape:
                 raise MessageError(
-                    f"image '{name}' is {picture.dtype} {list(picture.shape)}; an image is uint8 [height, width, 3]."
+                    f"image '{name}' is {picture.dtype} {list(picture.shape)}, expected uint8 [height, width, 3]."
                 )
         if len({picture.shape for picture in pictures}) > 1:
-            raise MessageError(f"images differ in size: {', '.join(str(list(p.shape)) for p in pictures)}.")
+            raise MessageError(f"The images differ in size: {', '.join(str(list(p.shape)) for p in pictures)}.")
         return pictures
 
 

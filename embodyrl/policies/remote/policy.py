@@ -148,7 +148,7 @@ class RemotePolicy(OnlyActs):
         try:
             return unpack(data)
         except MessageError as error:
-            raise self._error(f"it sent {error}") from error
+            raise self._error(f"invalid reply: {error}") from error
 
     def _error(self, text: str) -> EmbodyError:
         return EmbodyError(f"The policy server at {self._cfg.url}: {text}")

@@ -121,7 +121,7 @@ def test_paired_episodes_share_task_state_and_seed(tmp_path: Path) -> None:
     first, last = history.evaluations
     line = pair(first.episodes, last.episodes).sentence(("A", "B"))
     assert line == (  # 2 * (1 + 5) / 2^5
-        "paired on 6 episodes with the same initial state and seed: only A succeeds 1, only B 4; McNemar p = 0.375 "
+        "paired on 6 episodes with the same initial state and seed: success only A: 1, only B: 4; McNemar p = 0.375 "
         "(no significant difference)"
     )
     assert str(last.score(TASKS[0])) == "66.7 % [20.8, 93.9] (2/3)"
@@ -161,8 +161,8 @@ def test_episodes_of_one_state_are_paired_by_seed() -> None:
     """Without the seed, the last of them would stand for all."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
     assert pair(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
-    assert "only A succeeds 0, only B 0;" in pair(first.episodes, first.episodes).sentence(("A", "B"))
-    assert "only A succeeds 1, only B 0;" in pair(first.episodes, played((3, 1000, False, 0.0)).episodes).sentence(
+    assert "success only A: 0, only B: 0;" in pair(first.episodes, first.episodes).sentence(("A", "B"))
+    assert "success only A: 1, only B: 0;" in pair(first.episodes, played((3, 1000, False, 0.0)).episodes).sentence(
         ("A", "B")
     )
     assert "no paired test" in pair(first.episodes, played((3, 1002, True, 1.0)).episodes).sentence(("A", "B"))
@@ -234,7 +234,7 @@ def test_report_command_compares_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     first, second = write_run(tmp_path / "runs" / "a"), write_run(tmp_path / "runs" / "b", "actor.optim.lr=3e-4")
     assert main(["report", str(first), str(second), "--out", str(tmp_path / "c.html"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert "only a succeeds 0, only b 0; McNemar p = 1 (no significant difference)" in said["summary"][2]
+    assert "success only a: 0, only b: 0; McNemar p = 1 (no significant difference)" in said["summary"][2]
     assert (
         "<td><code>actor.optim.lr</code></td><td><code>0.0004</code></td><td><code>0.0003</code></td>"
         in (tmp_path / "c.html").read_text()

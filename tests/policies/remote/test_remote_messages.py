@@ -88,15 +88,15 @@ class Bomb:
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("dtype", "|O", "only booleans"),
-        ("dtype", "<U3", "only booleans"),
-        ("dtype", "nonsense", "no known type"),
-        ("shape", [4, 5, 4], "do not have that size"),
-        ("shape", [-4, -15], "do not have that size"),
-        ("shape", ["x"], "no known type or shape"),
-        ("data", b"", "do not have that size"),
-        ("data", 3, "do not have that size"),
-        ("data", None, "do not have that size"),
+        ("dtype", "|O", "expected booleans"),
+        ("dtype", "<U3", "expected booleans"),
+        ("dtype", "nonsense", "unknown type"),
+        ("shape", [4, 5, 4], "data of another size"),
+        ("shape", [-4, -15], "data of another size"),
+        ("shape", ["x"], "unknown type or shape"),
+        ("data", b"", "data of another size"),
+        ("data", 3, "data of another size"),
+        ("data", None, "data of another size"),
     ],
 )
 def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, monkeypatch):

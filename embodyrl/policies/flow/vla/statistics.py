@@ -91,7 +91,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{path} is missing or malformed ({reason_of(error)}). It contains the statistics of the training data; "
+            f"{path} is missing or malformed ({reason_of(error)}). The file has the statistics of the training data; "
             f"use the file in the checkpoint's assets."
         ) from error
 
