@@ -213,7 +213,7 @@ class PolicyFactory(Protocol):
         """Compare a config's model with the weights of a folder, by its small files. Optional.
 
         Raises:
-            CheckpointError: the first difference.
+            CheckpointError: contains the first difference.
         """
         ...
 
