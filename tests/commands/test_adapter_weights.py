@@ -19,6 +19,7 @@ from embodyrl.plan.environment import env_spec
 from embodyrl.policies import POLICIES
 
 SHIPPED = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
+pytestmark = pytest.mark.needs("openvla_oft", "own_loop", "tabletop")
 WORDS = ("env=tabletop", "model=openvla_oft_tiny")
 
 
