@@ -4,7 +4,8 @@
 
 Same environments, batch, mini-batches, epochs and networks, inline against DummyVecEnv, one thread each. Batched
 CartPole (as arrays of numpy or of torch) is held against a plain loop of numpy and torch, which does nothing but what
-PPO must.
+PPO must, and that fast: log-probabilities without `torch.distributions`, whose checks take a third of a step, inference
+mode, a fused optimizer.
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _our_networks() -> dict[str, Any]:
 
 
 def plain_loop(case: str, steps: int) -> float:
-    """PPO in one function: the same networks and batches, nothing kept, logged or checked."""
+    """PPO in one function: the same networks, batches and loss, nothing kept, logged or checked."""
     import torch
     from torch import nn
 
@@ -201,7 +202,8 @@ def plain_loop(case: str, steps: int) -> float:
         nn.Sequential(*(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, n))) for n in (2, 1)
     ]
     policy, critic = nets
-    optimizer = torch.optim.Adam([*policy.parameters(), *critic.parameters()], 3e-4)
+    weights = [*policy.parameters(), *critic.parameters()]
+    optimizer = torch.optim.AdamW(weights, 3e-4, eps=1e-5, weight_decay=0.0, fused=True)
     poles.begin(everyone, rng)
     began, age = 0.0, np.zeros(slots, np.int64)
     for step in range(steps + 1):
@@ -212,34 +214,33 @@ def plain_loop(case: str, steps: int) -> float:
         logprob, value, over = (torch.zeros(shape) for _ in range(3))
         for t in range(each):
             seen[t] = torch.as_tensor(poles.state)
-            with torch.no_grad():
-                spread = torch.distributions.Categorical(logits=policy(seen[t]))
-                action[t], value[t] = spread.sample(), critic(seen[t])[:, 0]
-                logprob[t] = spread.log_prob(action[t])
+            with torch.inference_mode():
+                log_probs = policy(seen[t]).log_softmax(-1)
+                action[t] = (log_probs.exp().cumsum(-1) < torch.rand(slots, 1)).sum(-1).clamp_(max=1)
+                logprob[t], value[t] = log_probs.gather(1, action[t, :, None])[:, 0], critic(seen[t])[:, 0]
             fell = poles.step(everyone, action[t].numpy() == 1)
             age += 1
             ended = fell | (age >= 500)
             over[t] = torch.from_numpy(ended).float()
             poles.begin(np.flatnonzero(ended), rng)
             age[ended] = 0
-        with torch.no_grad():
+        with torch.inference_mode():
             following = critic(torch.as_tensor(poles.state).float())[:, 0]
         advantage, carried = torch.zeros(shape), torch.zeros(slots)
         for t in reversed(range(each)):
             carried = 1.0 + 0.99 * following * (1 - over[t]) - value[t] + 0.99 * 0.95 * (1 - over[t]) * carried
             advantage[t], following = carried, value[t]
-        flat = [one.flatten(0, 1) for one in (seen, action, logprob, advantage, advantage + value)]
+        gains = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        flat = [one.flatten(0, 1) for one in (seen, action, logprob, gains, advantage + value)]
         for _ in range(epochs):
             for rows in torch.randperm(slots * each).split(batch):
                 x, a, old, gain, target = (one[rows] for one in flat)
-                gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-                spread = torch.distributions.Categorical(logits=policy(x))
-                ratio = (spread.log_prob(a) - old).exp()
+                ratio = (policy(x).log_softmax(-1).gather(1, a[:, None])[:, 0] - old).exp()
                 surrogate = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-                loss = 0.5 * (critic(x)[:, 0] - target).square().mean() - surrogate
+                error = (critic(x)[:, 0] - target).square().mean()
                 optimizer.zero_grad()
-                loss.backward()
-                nn.utils.clip_grad_norm_([*policy.parameters(), *critic.parameters()], 0.5)
+                (0.25 * error - surrogate).backward()
+                nn.utils.clip_grad_norm_(weights, 0.5, foreach=True)
                 optimizer.step()
     return steps * slots * each / (time.process_time() - began)
 
@@ -264,7 +265,7 @@ def main() -> None:
                 "against": "plain loop" if case in ARRAYS else "Stable-Baselines3, DummyVecEnv",
                 "theirs": round(theirs),
                 "ratio": round(statistics.median(a / b for a, b in pairs), 3),
-                "goal": 0.8 if case in ARRAYS else 1.2,
+                "goal": 0.9 if case in ARRAYS else 1.2,
             }
         )
         print(json.dumps(rows[-1]), flush=True)
