@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ class MixedLauncher:
     @classmethod
     def preview(cls, cluster: ClusterSettings | None) -> str:
         return ""
+
+    @classmethod
+    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+        return LocalLauncher.nodes(cluster)
 
     def _of(self, worker: str) -> Any:
         return self._local if worker.startswith("env_") else self._inline

@@ -8,14 +8,14 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 from embodyrl.channels.messages import Request
 from embodyrl.clock import RunClock
-from embodyrl.cluster.protocol import LOOPBACK, ClusterSettings, Event, LauncherSettings, WorkerDied
+from embodyrl.cluster.protocol import LOOPBACK, ON_THIS_HOST, ClusterSettings, Event, LauncherSettings, WorkerDied
 from embodyrl.leftovers import end_owned, owning
 from embodyrl.workers.lifecycle import Worker, WorkerSpec, describe_failure, keep_freed_memory
 
@@ -109,6 +109,11 @@ class InlineLauncher:
     def preview(cls, cluster: ClusterSettings | None) -> str:
         """See `Launcher.preview`."""
         return ""
+
+    @classmethod
+    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+        """See `Launcher.nodes`."""
+        return ON_THIS_HOST
 
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """See `Launcher.start`."""

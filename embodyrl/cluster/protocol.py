@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pydantic import Field
 
 from embodyrl.clock import RunClock
 from embodyrl.config.settings import Index, Must, Seconds, Settings
-from embodyrl.errors import ConfigError, WorkerError
+from embodyrl.errors import WorkerError
 from embodyrl.registry import Registry
 
 if TYPE_CHECKING:
@@ -125,6 +124,17 @@ class Launcher(Protocol):
         """Describe the hosts of a run before its start; empty: this host."""
         ...
 
+    @classmethod
+    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+        """Return the hosts of each component, by number; 0 is the driver's.
+
+        Unless they are `separate`, rollout and actor need the same hosts.
+
+        Raises:
+            ConfigError: a component or a host does not exist.
+        """
+        ...
+
     def start(self, spec: WorkerSpec, *, timeout_s: float) -> None:
         """Start (or, after its death, restart) a worker; `WorkerReady` arrives as an event within `timeout_s`."""
         ...
@@ -148,7 +158,7 @@ class Launcher(Protocol):
         ...
 
 
-_NEEDED = ("settings", "sections", "in_process", "where", "lost", "preview", "start", "send", "wait", "stop")
+_NEEDED = ("settings", "sections", "in_process", "where", "lost", "preview", "nodes", "start", "send", "wait", "stop")
 LAUNCHERS: Registry[type[Launcher]] = Registry(
     "launcher",
     group="embodyrl.launchers",
@@ -159,92 +169,12 @@ LAUNCHERS: Registry[type[Launcher]] = Registry(
 
 T = TypeVar("T")
 COMPONENTS = ("env", "rollout", "actor")
-
-
-def parse_placement(
-    placement: Mapping[str, str | int],
-    num_nodes: int,
-    *,
-    separate: bool = True,
-    hosts: Mapping[str, int] | None = None,
-) -> dict[str, tuple[int, ...]]:
-    """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
-
-    If a component has two entries, the later one applies. Unless `separate`, rollout and actor need equal nodes.
-
-    Args:
-        placement: nodes of each component, as numbers or as names or addresses of hosts.
-        num_nodes: number of nodes of the run.
-        separate: rollout and actor may have different nodes.
-        hosts: number of each host; None: before the cluster is connected, names get the highest numbers.
-
-    Raises:
-        ConfigError: an unknown or missing component, or a node that does not exist.
-    """
-    if hosts is None:
-        named = dict.fromkeys(part for text in placement.values() for part in _parts(text) if _HOST.fullmatch(part))
-        hosts = {name: max(0, num_nodes - 1 - place) for place, name in enumerate(named)}
-    found: dict[str, tuple[int, ...]] = {}
-    for names, text in placement.items():
-        nodes = _nodes(names, text, num_nodes, hosts)
-        for name in (part.strip() for part in names.split(",")):
-            if name not in COMPONENTS:
-                raise ConfigError(
-                    f"cluster.component_placement: '{name}' is not a component; components are "
-                    f"{', '.join(COMPONENTS)}, "
-                    "for example {env: 1-3, rollout: 0, actor: 0}."
-                )
-            found[name] = nodes
-    if missing := [name for name in COMPONENTS if name not in found]:
-        raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
-    if found["rollout"] != found["actor"] and not separate:
-        raise ConfigError(
-            "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
-            "same nodes; use equal nodes for both, or rollout.mode=disaggregated."
-        )
-    return found
+ON_THIS_HOST: Mapping[str, tuple[int, ...]] = dict.fromkeys(COMPONENTS, (0,))
 
 
 def place_rank(number: int, world: int, nodes: Sequence[T]) -> T:
     """Return the node of a rank. Neighbouring ranks share a node, because they exchange shards."""
     return nodes[number * len(nodes) // world]
-
-
-_HOST = re.compile(r"(?!all$)(?:[A-Za-z][\w.-]*|\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)")
-"""Pattern of a host name or address."""
-
-
-def _parts(text: str | int) -> list[str]:
-    return [part.strip() for part in str(text).split(",")]
-
-
-def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]) -> tuple[int, ...]:
-    text = str(text).strip()
-    if text == "all":
-        return tuple(range(num_nodes))
-    nodes: list[int] = []
-    for part in _parts(text):
-        match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
-        if match is not None:
-            nodes += range(int(match[1]), int(match[2] or match[1]) + 1)
-        elif part in hosts:
-            nodes.append(hosts[part])
-        elif _HOST.fullmatch(part):
-            raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': no node of the run is named '{part}'; the nodes are "
-                f"{', '.join(hosts)}."
-            )
-        else:
-            raise ConfigError(
-                f"cluster.component_placement.{names}='{text}': must be all, node numbers such as 0-3,5, or host names."
-            )
-    if not nodes or max(nodes) >= num_nodes:
-        raise ConfigError(
-            f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
-            f"(cluster.num_nodes={num_nodes})."
-        )
-    # Each node once, in the given order.
-    return tuple(dict.fromkeys(nodes))
 
 
 @dataclass(kw_only=True)
@@ -283,6 +213,11 @@ class OpenRequests(Generic[H]):
     def preview(cls, cluster: ClusterSettings | None) -> str:
         """See `Launcher.preview`."""
         return ""
+
+    @classmethod
+    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+        """See `Launcher.nodes`."""
+        return ON_THIS_HOST
 
     def _ask(self, worker: str, timeout_s: float) -> H:
         """Add an open request of a worker.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings, parse_placement
+from embodyrl.cluster.protocol import LauncherSettings, ProcessSettings
 from embodyrl.config.settings import nodes
 from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError
@@ -22,7 +22,7 @@ def contradictions(cfg: Config) -> Iterator[str]:
     if cfg.has("cluster"):
         try:
             apart = cfg.acting_processes > 0
-            parse_placement(cfg.cluster.component_placement, cfg.cluster.num_nodes, separate=apart)
+            LAUNCHERS.get(cfg.launcher.name).nodes(cfg.cluster, separate=apart)
         except ConfigError as error:
             yield str(error)
     # A file serves training as well.

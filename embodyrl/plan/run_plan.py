@@ -12,7 +12,7 @@ from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.cluster import LAUNCHERS
-from embodyrl.cluster.protocol import COMPONENTS, ProcessSettings, parse_placement, place_rank
+from embodyrl.cluster.protocol import ProcessSettings, place_rank
 from embodyrl.devices import Devices, Gpus, deal_devices, visible_gpus
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext, env_costs
@@ -326,12 +326,9 @@ def count_ranks(cfg: Config) -> int:
     return 1 if alone or _in_process(cfg) else max(1, min(free, gpus * len(nodes["actor"])))
 
 
-def component_nodes(cfg: Config) -> dict[str, tuple[int, ...]]:
-    """Return the hosts of each component; only the driver's host if the launcher has no others."""
-    cluster = getattr(cfg, "cluster", None)
-    if cluster is None:
-        return dict.fromkeys(COMPONENTS, (0,))
-    return parse_placement(cluster.component_placement, cluster.num_nodes)
+def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
+    """Return the hosts of each component by number; 0 is the driver's."""
+    return LAUNCHERS.get(cfg.launcher.name).nodes(getattr(cfg, "cluster", None))
 
 
 def _policy_node(nodes: Mapping[str, tuple[int, ...]], number: int, ranks: int) -> int:

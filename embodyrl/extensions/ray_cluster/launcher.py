@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,13 +24,13 @@ from embodyrl.cluster.protocol import (
     Event,
     Handle,
     OpenRequests,
-    parse_placement,
     place_rank,
 )
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import WorkerError
 from embodyrl.extensions.ray_cluster import nodes as ray_nodes
 from embodyrl.extensions.ray_cluster.nodes import Node, ray
+from embodyrl.extensions.ray_cluster.placement import parse_placement
 from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
 
@@ -193,6 +193,12 @@ class RayLauncher(OpenRequests[_Handle]):
         launcher = cls(Path(), cluster)
         launcher.stop()
         return launcher.where
+
+    @classmethod
+    def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
+        """See `Launcher.nodes`; host names get the highest numbers before the cluster is connected."""
+        cluster = cluster or ClusterSettings()
+        return parse_placement(cluster.component_placement, cluster.num_nodes, separate=separate)
 
     def _choose(self, count: int) -> list[Node]:
         """Return the hosts of the run by node number."""

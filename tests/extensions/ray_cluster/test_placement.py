@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from embodyrl.cluster.protocol import parse_placement, place_rank
+from embodyrl.cluster.protocol import place_rank
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.ray_cluster.placement import parse_placement
 from embodyrl.plan.config import load_config
 
 

@@ -1,0 +1,90 @@
+"""Placement of the components of a run on hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from embodyrl.cluster.protocol import COMPONENTS
+from embodyrl.errors import ConfigError
+
+
+def parse_placement(
+    placement: Mapping[str, str | int],
+    num_nodes: int,
+    *,
+    separate: bool = True,
+    hosts: Mapping[str, int] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """Parse {"env": "1-3", "rollout,actor": "0"} into node numbers of each component; node 0 is the driver's.
+
+    If a component has two entries, the later one applies. Unless `separate`, rollout and actor need equal nodes.
+
+    Args:
+        placement: nodes of each component, as numbers or as names or addresses of hosts.
+        num_nodes: number of nodes of the run.
+        separate: rollout and actor may have different nodes.
+        hosts: number of each host; None: before the cluster is connected, names get the highest numbers.
+
+    Raises:
+        ConfigError: an unknown or missing component, or a node that does not exist.
+    """
+    if hosts is None:
+        named = dict.fromkeys(part for text in placement.values() for part in _parts(text) if _HOST.fullmatch(part))
+        hosts = {name: max(0, num_nodes - 1 - place) for place, name in enumerate(named)}
+    found: dict[str, tuple[int, ...]] = {}
+    for names, text in placement.items():
+        nodes = _nodes(names, text, num_nodes, hosts)
+        for name in (part.strip() for part in names.split(",")):
+            if name not in COMPONENTS:
+                raise ConfigError(
+                    f"cluster.component_placement: '{name}' is not a component; components are "
+                    f"{', '.join(COMPONENTS)}, "
+                    "for example {env: 1-3, rollout: 0, actor: 0}."
+                )
+            found[name] = nodes
+    if missing := [name for name in COMPONENTS if name not in found]:
+        raise ConfigError(f"cluster.component_placement has no entry for {', '.join(missing)}; add one.")
+    if found["rollout"] != found["actor"] and not separate:
+        raise ConfigError(
+            "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
+            "same nodes; use equal nodes for both, or rollout.mode=disaggregated."
+        )
+    return found
+
+
+_HOST = re.compile(r"(?!all$)(?:[A-Za-z][\w.-]*|\d+(?:\.\d+){3}|[\da-fA-F]*:[\da-fA-F:.]+)")
+"""Pattern of a host name or address."""
+
+
+def _parts(text: str | int) -> list[str]:
+    return [part.strip() for part in str(text).split(",")]
+
+
+def _nodes(names: str, text: str | int, num_nodes: int, hosts: Mapping[str, int]) -> tuple[int, ...]:
+    text = str(text).strip()
+    if text == "all":
+        return tuple(range(num_nodes))
+    nodes: list[int] = []
+    for part in _parts(text):
+        match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
+        if match is not None:
+            nodes += range(int(match[1]), int(match[2] or match[1]) + 1)
+        elif part in hosts:
+            nodes.append(hosts[part])
+        elif _HOST.fullmatch(part):
+            raise ConfigError(
+                f"cluster.component_placement.{names}='{text}': no node of the run is named '{part}'; the nodes are "
+                f"{', '.join(hosts)}."
+            )
+        else:
+            raise ConfigError(
+                f"cluster.component_placement.{names}='{text}': must be all, node numbers such as 0-3,5, or host names."
+            )
+    if not nodes or max(nodes) >= num_nodes:
+        raise ConfigError(
+            f"cluster.component_placement.{names}='{text}': nodes are numbered 0 to {num_nodes - 1} "
+            f"(cluster.num_nodes={num_nodes})."
+        )
+    # Each node once, in the given order.
+    return tuple(dict.fromkeys(nodes))
