@@ -44,8 +44,12 @@ SPEEDS = (
 """Rates by a part of the name in `nvidia-smi`; the first match counts. GeForce cards halve the rate of products with
 float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
-OVERHEAD = 1.5
-"""Time of a pass over the time of its matrix products: measured kernel by kernel on a fake GPU."""
+ACTING = 1.4
+"""Time of inference over the time of its matrix products: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
+TRAINING = 2.2
+"""The same for an update: 1.9 in micro-batches of 16 with recomputed layers, 2.6 of 8 without (docs/results/gpu.md)."""
+FRAMES = 300.0
+"""Frames per second that all processes together render on a GPU: an H100, also with 16 processes."""
 CHUNK = 8
 """Number of actions of the chunk in `EnvCosts.chunk_s`."""
 
@@ -81,8 +85,8 @@ class Rates:
             (
                 "",
                 f"{self._basis}: {self.speed.flops / 1e12:.0f} TFLOP/s in bfloat16, "
-                f"{self.speed.bandwidth / 1e12:.1f} TB/s, {OVERHEAD} times the time of matrix products; "
-                f"{self._origin}",
+                f"{self.speed.bandwidth / 1e12:.1f} TB/s; acting {ACTING}, training {TRAINING} times the time of "
+                f"matrix products (measured on an H100); {self._origin}",
             ),
         ]
 
@@ -98,9 +102,9 @@ class Rates:
         if self.speed.source:
             return ", ".join([f"rates from {self.speed.source}", *([chunks] if chunks else [])])
         return (
-            f"of the GPU nothing was measured (embodyrl doctor --gpu), {chunks}"
+            f"of this GPU nothing was measured (embodyrl doctor --gpu), {chunks}"
             if chunks
-            else ("nothing of it was measured on a GPU")
+            else "of this GPU nothing was measured (embodyrl doctor --gpu)"
         )
 
 
@@ -117,22 +121,25 @@ def predict(run_plan: RunPlan) -> Rates | None:
     batch = max(1, run_plan.num_slots // (acting * cfg.rollout.pipeline_stage_num))
     # Acting is bound by reading all weights once a pass as long as its batch is small.
     reading = costs.act_passes * item * costs.num_parameters / speed.bandwidth
-    act = acting * batch / (OVERHEAD * max(batch * costs.forward_flops / flops, reading))
+    act = acting * batch / (ACTING * max(batch * costs.forward_flops / flops, reading))
     # Forward and backward pass: three forward passes, of frozen weights two; one more where layers are recomputed.
     passes = (2 if costs.num_trained is not None else 3) + cfg.actor.gradient_checkpointing
-    once = OVERHEAD * costs.forward_flops / flops / run_plan.ranks
+    once = costs.forward_flops / flops / run_plan.ranks
     assert run_plan.algorithm is not None
     rescored = run_plan.algorithm.recomputes_logprob + run_plan.algorithm.needs_reference
-    train = 1.0 / (once * passes)
+    train = 1.0 / (TRAINING * once * passes)
     workers = min(len(run_plan.env_workers), available_cores() * len(run_plan.nodes["env"]))
     chunk = measured.get(env.chunk_name)
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
     simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / CHUNK) if chunk_s else 0.0
+    if env.gpu_frames:
+        gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
+        simulators = min(simulators, FRAMES * gpus * len(run_plan.nodes["env"]) / env.gpu_frames)
     samples = run_plan.max_samples
     parts = {
         "simulators": samples / simulators if simulators else 0.0,
         "acting": samples / act,
-        "training": samples * (cfg.algorithm.update_epoch / train + rescored * once),
+        "training": samples * (cfg.algorithm.update_epoch / train + rescored * ACTING * once),
     }
     # Simulators and the policy work side by side while the episodes run; the update waits for both.
     seconds = max(parts["simulators"], parts["acting"]) + parts["training"]

@@ -153,6 +153,7 @@ def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     assumed = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
     assert "650 TFLOP/s in bfloat16" in assumed
+    assert "simulators 300 chunks/s" in assumed, "all processes share a GPU that renders"
     report = tmp_path / "report.json"
     half = {"flops": 325e12, "slow_flops": 25e12, "bandwidth": 1.4e12}
     keep_measured({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}}, report, "2026-01-02")
