@@ -30,6 +30,8 @@ _OURS = (_TRACKER, b"multiprocessing.forkserver", os.path.abspath(__file__).enco
 _OWNER = "EMBODYRL_OWNER"
 """Environment variable that marks worker processes and is inherited by their child processes."""
 _POLL_S = 0.2
+_FORKS_FD = 3
+"""File descriptor of the list of forks in the process that waits for the end of another one."""
 
 
 def signal_at_parents_end(signum: int) -> None:
@@ -45,7 +47,7 @@ def owning(name: str) -> Iterator[None]:
     ended, also after SIGKILL.
     """
     before = os.environ.get(_OWNER)
-    os.environ[_OWNER] = f"{_mark(os.getpid())}/{name}"
+    os.environ[_OWNER] = f"{_mark(os.getpid())[0]}/{name}"
     try:
         yield
     finally:
@@ -57,25 +59,57 @@ def owning(name: str) -> Iterator[None]:
 
 def end_owned(name: str) -> None:
     """Kill the remaining processes of blocks `owning` the name, or name/more."""
-    _end_marked(f"{_mark(os.getpid())}/{name}")
+    mark, forks = _mark(os.getpid())
+    _end_marked(f"{mark}/{name}", forks)
 
 
 @functools.lru_cache(maxsize=1)
-def _mark(pid: int) -> str:
-    """Return the mark of this process's children, and start the process that waits for the end of this process."""
-    mark = f"{pid}-{secrets.token_hex(8)}"
+def _mark(pid: int) -> tuple[str, int]:
+    """Start the process that waits for the end of this process.
+
+    Returns:
+        The mark of this process's children, and the file descriptor of the list of those that were forked: a fork has
+        the environment variables of the start of this process in /proc.
+    """
+    mark, forks = f"{pid}-{secrets.token_hex(8)}", os.memfd_create("embodyrl-forks")
     watch = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(pid), mark]
     libraries = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}
     quiet = [(os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_RDWR, 0) for number in (0, 1, 2)]
-    os.posix_spawn(sys.executable, watch, libraries, file_actions=quiet, setsid=True)
-    return mark
+    actions = [*quiet, (os.POSIX_SPAWN_DUP2, forks, _FORKS_FD)]
+    os.posix_spawn(sys.executable, watch, libraries, file_actions=actions, setsid=True)
+    os.register_at_fork(after_in_child=lambda: _record_fork(mark, forks))
+    return mark, forks
 
 
-def _end_marked(mark: str) -> None:
+def _record_fork(mark: str, forks: int) -> None:
+    owner = os.environ.get(_OWNER, "")
+    if owner.startswith(mark):
+        # One `write` per line: forks share the position in the file. Start times distinguish reused process ids.
+        os.write(forks, f"{os.getpid()} {_state(os.getpid())[1]} {owner}\n".encode())
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """Return the state of a process and the time at which it started; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return stat[0], stat[19]
+    return "", ""
+
+
+def _running_forks(mark: str, forks: int) -> Iterator[int]:
+    """Yield the forks with this mark or mark/more that still run."""
+    for line in os.pread(forks, os.fstat(forks).st_size, 0).decode(errors="replace").splitlines():
+        pid, started, owner = line.split(" ", 2)
+        state, start = _state(int(pid))
+        if start == started and state != "Z" and f"{owner}/".startswith(f"{mark}/"):
+            yield int(pid)
+
+
+def _end_marked(mark: str, forks: int) -> None:
     """Kill the processes with this mark or mark/more; repeat, because they may start others."""
     ends, sought = time.monotonic() + _PATIENCE_S, f"{_OWNER}={mark}/"
     while time.monotonic() < ends:
-        found = []
+        found = [*_running_forks(mark, forks)]
         for file in Path("/proc").glob("[0-9]*/environ"):
             with contextlib.suppress(OSError):  # it has just ended, or is another user's
                 marked = any(f"{entry}/".startswith(sought) for entry in file.read_text(errors="replace").split("\0"))
@@ -92,7 +126,7 @@ def _end_marked(mark: str) -> None:
 def _watch(pid: int, mark: str) -> None:
     while os.getppid() == pid:
         time.sleep(_POLL_S)
-    _end_marked(mark)
+    _end_marked(mark, _FORKS_FD)
 
 
 def threads_left(before: Collection[threading.Thread] = ()) -> list[str]:

@@ -29,6 +29,15 @@ def serve(connection: Connection) -> None:
         connection.send(number + 1)
 
 
+def fork_again() -> None:
+    """Start a session, and fork a process that ignores the end of its parent."""
+    os.setsid()
+    note(os.getpid())
+    if os.fork() == 0:
+        note(os.getpid())
+    time.sleep(600)
+
+
 class Parent(gymnasium.Env):
     """Starts nothing."""
 
@@ -102,6 +111,21 @@ class Simulated(Parent):
 
 class Forked(Simulated):
     method = "fork"
+
+
+class SlowForks(Forked):
+    """Forks a process in a process group of its own, and that process forks another one."""
+
+    def start(self) -> None:
+        self.process = multiprocessing.get_context("fork").Process(target=fork_again)
+        self.process.start()
+
+    def work(self) -> None:
+        time.sleep(0.1)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
 class Served(Simulated):
