@@ -16,11 +16,10 @@ from embodyrl.policies.lerobot.policy import (
     LeRobotPolicy,
     Read,
     Started,
-    seeds_of_observations,
 )
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import GaussianChain, Transition, Velocity
-from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, uniforms
+from embodyrl.policies.vla.sampling import START, STEP, TIMES, Chosen, normals, seeds_of_observations, uniforms
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
 

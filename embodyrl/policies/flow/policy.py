@@ -1,7 +1,6 @@
 """Flow policy for any velocity network: `act`, `score` and training share one code path. Also Flow-Noise's head."""
 
 import math
-import zlib
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -16,11 +15,20 @@ from embodyrl.config.shared import Precision
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
 from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import SteeringActor
+from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.policies.vla.sampling import START, TIMES, Chosen, normals, seeds_of, spread, uniforms
+from embodyrl.policies.vla.sampling import (
+    START,
+    TIMES,
+    Chosen,
+    normals,
+    seeds_of,
+    seeds_of_observations,
+    spread,
+    uniforms,
+)
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 HIDDEN = (128, 64)
@@ -74,7 +82,6 @@ class NoiseHead(nn.Module):
 
 RL_HEADS = ("value_head", "noise_head", "noise_actor", "residual_actor")
 """Modules of `FlowModule` added by RL; optional in both the model and the checkpoint."""
-VALUE_WIDTHS = (256, 128)
 
 
 class ActionScale(Protocol):
@@ -105,7 +112,7 @@ class WeightFiles(Protocol):
         ...
 
 
-class FlowModule(nn.Module):
+class FlowModule(HeadedModule):
     """All parameters: the network, and heads added by RL.
 
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
@@ -115,28 +122,15 @@ class FlowModule(nn.Module):
     """
 
     def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:
-        super().__init__()
-        self.network = network
-        self.value_head: nn.Module | None = None
+        super().__init__(network)
+        reads_prefix = cfg.value_from is ValueFrom.prefix
+        self.add_value_head(network.prefix_width if reads_prefix else network.hidden_width, value_dim)
         self.noise_head: NoiseHead | None = None
-        self.noise_actor: SteeringActor | None = None
-        self.residual_actor: SteeringActor | None = None
-        if value_dim:
-            reads_prefix = cfg.value_from is ValueFrom.prefix
-            self.value_head = _value_head(network.prefix_width if reads_prefix else network.hidden_width, value_dim)
         if cfg.likelihood is Likelihood.flow_noise:
             low, high = cfg.noise_range
             self.noise_head = NoiseHead(network.hidden_width, network.shape.width, low, high)
-        steering = steering_shape(cfg, network.shape, network.hidden_width)
-        if cfg.corrects:
-            self.residual_actor = SteeringActor(steering, gain=0.0)
-        elif cfg.steers:
-            self.noise_actor = SteeringActor(steering, gain=0.01)
-
-    @property
-    def steering_actor(self) -> SteeringActor | None:
-        """Trained actor on a frozen network, if any."""
-        return self.noise_actor or self.residual_actor
+        if cfg.steers:
+            self.add_actor(steering_shape(cfg, network.shape, network.hidden_width))
 
 
 class FlowPolicy:
@@ -254,12 +248,7 @@ class FlowPolicy:
         """Return the initial noise of greedy actions, [B, H, D]."""
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
-        # A function of the image, not a counter: greedy actions depend on the observation only, in every batch and
-        # process.
-        seeds = [
-            zlib.crc32(image.tobytes() + state.tobytes()) for image, state in zip(obs.images, obs.state, strict=True)
-        ]
-        return normals(np.array(seeds), START, self._size, self._device)
+        return normals(seeds_of_observations(obs), START, self._size, self._device)
 
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:
@@ -291,10 +280,3 @@ class FlowPolicy:
         """Mask [B, K, P] by `varies`, if each number of an action has a separate log-probability."""
         per_number = self._cfg.likelihood is not Likelihood.fpo and per_action.shape[2] == len(self._scale.varies)
         return per_action * on_device(self._scale.varies, self._device) if per_number else per_action
-
-
-def _value_head(width: int, value_dim: int) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in pairwise((width, *VALUE_WIDTHS)):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))

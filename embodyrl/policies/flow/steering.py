@@ -6,7 +6,6 @@ Decorator, arXiv 2412.13630).
 
 from abc import abstractmethod
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from embodyrl.policies.flow.likelihood import flow_sde, follow_ode, times
 from embodyrl.policies.flow.policy import FlowPolicy
 from embodyrl.policies.flow.settings import FlowSettings
-from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
+from embodyrl.policies.steering.actor import Seen, Steered, executed
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import Velocity
 from embodyrl.policies.vla.sampling import STEP, normals
@@ -23,12 +22,6 @@ from embodyrl.types import FloatArray, IntArray, Observation
 
 class SteeredFlowPolicy(Steered, FlowPolicy):
     """A frozen flow with a trained actor; implementation of `SoftActor`."""
-
-    @property
-    def _actor(self) -> SteeringActor:
-        actor = self._module.steering_actor
-        assert actor is not None
-        return actor
 
     @abstractmethod
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
@@ -40,11 +33,6 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         with torch.no_grad():
             features = self._features(obs, velocity)
         return Seen(features, self._value(prefix, len(obs)), velocity)
-
-    def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`) and the shape of the actor."""
-        super().save(folder)
-        self._actor.shape.save(folder)
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         rows = self._scale.from_actions(actions, obs)[:, :, : self._shape.action_dim]

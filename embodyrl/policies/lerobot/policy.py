@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-import zlib
 from abc import ABC, abstractmethod
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +16,7 @@ from embodyrl.policies.lerobot.files import LeRobotFiles, read_files
 from embodyrl.policies.lerobot.settings import LeRobotSettings, chunk_shape
 from embodyrl.policies.lerobot.units import Inputs, Units
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.policies.steering.actor import Seen, Steered, SteeringActor, executed
+from embodyrl.policies.steering.actor import HeadedModule, Seen, Steered, executed
 from embodyrl.policies.steering.settings import SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.folder import CONFIG_FILE
@@ -34,35 +32,18 @@ from embodyrl.types import (
     PolicySpec,
 )
 
-VALUE_WIDTHS = (256, 128)
-"""Hidden layers of the value head."""
 
-
-class LeRobotModule(nn.Module):
+class LeRobotModule(HeadedModule):
     """All parameters: the network, the statistics of its data, and heads added by RL."""
 
     def __init__(
         self, network: nn.Module, units: Units, features: int, value_dim: int, steering: SteeringShape | None
     ) -> None:
-        super().__init__()
-        self.network, self.units = network, units
-        self.value_head: nn.Module | None = None
-        self.noise_actor: SteeringActor | None = None
-        self.residual_actor: SteeringActor | None = None
-        if value_dim:
-            layers: list[nn.Module] = []
-            for inputs, outputs in pairwise((features, *VALUE_WIDTHS)):
-                layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-            self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
-        if steering is not None and steering.proposes:
-            self.residual_actor = SteeringActor(steering, gain=0.0)
-        elif steering is not None:
-            self.noise_actor = SteeringActor(steering, gain=0.01)
-
-    @property
-    def steering_actor(self) -> SteeringActor | None:
-        """Trained module if the network is frozen."""
-        return self.noise_actor or self.residual_actor
+        super().__init__(network)
+        self.units = units
+        self.add_value_head(features, value_dim)
+        if steering is not None:
+            self.add_actor(steering)
 
 
 class Read(NamedTuple):
@@ -236,25 +217,8 @@ def build_policy(
     return policy(spec, cfg, config, module, files, request)
 
 
-def seeds_of_observations(obs: Observation) -> IntArray:
-    """Return seeds [B] that depend only on the observation, in every batch and process."""
-    pairs = zip(obs.images, obs.state, strict=True)
-    return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
-
-
 class SteeredLeRobot(Steered, LeRobotPolicy):
     """A frozen network with an actor that changes its chunks; implementation of `SoftActor`."""
-
-    @property
-    def _actor(self) -> SteeringActor:
-        actor = self._module.steering_actor
-        assert actor is not None
-        return actor
-
-    def save(self, folder: Path) -> None:
-        """Write the folder (see `Policy.save`) and the output shape of the actor."""
-        super().save(folder)
-        self._actor.shape.save(folder)
 
     def _normalised(self, actions: FloatArray, obs: Observation) -> Tensor:
         return self._from_actions(actions)

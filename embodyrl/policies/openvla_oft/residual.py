@@ -1,7 +1,6 @@
 """A frozen OpenVLA-OFT, with any head, whose greedy chunk a small actor corrects (arXiv 2412.13630, 2407.16677)."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,11 +37,6 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
         return self._see(obs).value.cpu().numpy()
-
-    def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`) and the shape of the actor."""
-        super().save(folder)
-        self._actor.shape.save(folder)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
         """Raise an error: corrections of actions depend on the observation.

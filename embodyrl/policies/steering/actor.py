@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +16,9 @@ from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
+
+VALUE_WIDTHS = (256, 128)
+"""Hidden layers of a value head."""
 
 
 class SteeringActor(nn.Module):
@@ -67,6 +72,37 @@ class SteeringActor(nn.Module):
         return logprob, entropy
 
 
+class HeadedModule(nn.Module):
+    """A network, and the heads that RL adds to it."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+        self.value_head: nn.Module | None = None
+        self.noise_actor: SteeringActor | None = None
+        self.residual_actor: SteeringActor | None = None
+
+    def add_value_head(self, features: int, value_dim: int) -> None:
+        """Add a head from features [B, F] to values [B, V], unless V is 0."""
+        if value_dim:
+            layers: list[nn.Module] = []
+            for inputs, outputs in pairwise((features, *VALUE_WIDTHS)):
+                layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+            self.value_head = nn.Sequential(*layers, nn.Linear(VALUE_WIDTHS[-1], value_dim))
+
+    def add_actor(self, shape: SteeringShape) -> None:
+        """Add an actor on the frozen network."""
+        if shape.proposes:
+            self.residual_actor = SteeringActor(shape, gain=0.0)
+        else:
+            self.noise_actor = SteeringActor(shape, gain=0.01)
+
+    @property
+    def steering_actor(self) -> SteeringActor | None:
+        """Trained actor on the frozen network, if any."""
+        return self.noise_actor or self.residual_actor
+
+
 def proposal(features: Tensor, shape: SteeringShape) -> Tensor:
     """Return proposed actions [B, K, A], the last columns of features [B, F]."""
     return features[:, -shape.actions * shape.numbers :].unflatten(1, (-1, shape.numbers))
@@ -109,10 +145,13 @@ class Steered(ABC):
     frozen = True
     _device: torch.device
     _temperature: float
+    _module: HeadedModule
 
     @property
-    @abstractmethod
-    def _actor(self) -> SteeringActor: ...
+    def _actor(self) -> SteeringActor:
+        actor = self._module.steering_actor
+        assert actor is not None
+        return actor
 
     @abstractmethod
     def _see(self, obs: Observation) -> Seen: ...
@@ -141,6 +180,11 @@ class Steered(ABC):
         seen = self._see(obs)
         logprob, entropy = self._actor.score(seen.features, tokens, self._temperature)
         return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=seen.value)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights (see `Policy.save`), and the shape of the actor."""
+        super().save(folder)  # type: ignore[misc]  (of the policy without an actor)
+        self._actor.shape.save(folder)
 
     def features(self, obs: Observation) -> Tensor:
         """Return the inputs of actor and critics [B, F], without gradients."""

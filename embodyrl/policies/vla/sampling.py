@@ -5,6 +5,7 @@ needs many more normal numbers than its record stores, and training needs some o
 a 48-bit seed, taken from the run's numbers, by Philox (Salmon et al. 2011).
 """
 
+import zlib
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from embodyrl.policies.tensors import on_device
-from embodyrl.types import FloatArray, IntArray, PolicySpec
+from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 START, PLACE, PAIRS, TIMES, STEP = range(5)
 """Streams of a seed: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
@@ -24,6 +25,12 @@ def seeds_of(noise: FloatArray) -> IntArray:
     # Exact: uniforms of 24 bits are integer multiples of 2^-24, in float64 as well.
     bits = (noise[:, :2].astype(np.float64) * 2**24).astype(np.int64)
     return bits[:, 0] << 24 | bits[:, 1]
+
+
+def seeds_of_observations(obs: Observation) -> IntArray:
+    """Return seeds [B] that depend only on the observation, in every batch and process."""
+    pairs = zip(obs.images, obs.state, strict=True)
+    return np.array([zlib.crc32(image.tobytes() + state.tobytes()) for image, state in pairs], np.int64)
 
 
 def uniforms(seeds: IntArray, stream: int, count: int) -> np.ndarray:
