@@ -51,6 +51,7 @@ def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
         now = cpu_seconds()
         steps.append({"cpu_s": now - last[0], "tokens": metrics["env/steps"], "metrics": dict(metrics)})
         last[0] = now
+        print(f"step {done}: {steps[-1]['cpu_s']:.2f} CPU-s, {steps[-1]['tokens']:.0f} tokens", flush=True)
 
     def on_eval(*_: Any) -> None:
         last[0] = cpu_seconds()
@@ -100,6 +101,7 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             steps.append({"cpu_s": cpu_seconds() - self.began})
+            print(f"step {len(steps)}: {steps[-1]['cpu_s']:.2f} CPU-s", flush=True)
 
     fixed = {"min_new_tokens": args.tokens} if args.fixed else {}
     cfg = trl.GRPOConfig(
@@ -160,6 +162,7 @@ def run_trl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
                 cut_off = tokenizer.eos_token_id not in end.tolist()
                 found.append({"prompt": asked, "reply": said, "right": right, "cut_off": cut_off})
         trainer.model.train()
+        print(f"greedy: {sum(r['right'] for r in found)} of {len(found)} right", flush=True)
         return found
 
     replies = {} if args.fixed else {"0": greedy()}

