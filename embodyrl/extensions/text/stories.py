@@ -1,0 +1,113 @@
+"""Word problems in the manner of GSM8K, generated from templates: no download, and numbers held out for validation."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from embodyrl.conversation import Message
+from embodyrl.extensions.text.conversation import TextRow
+
+ROWS, HELD_OUT_ROWS = 2000, 500
+_ASKS = 'Think step by step, and write the answer after "####".'
+_LARGEST, _STEP, _RESERVED = 40, 5, 3
+"""Numbers n up to the largest with n mod 5 = 3 occur in validation only, all others in training only."""
+_TRIES = 100
+_NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
+_THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")
+
+
+@dataclass(frozen=True, slots=True)
+class _Story:
+    text: str
+    answer: Callable[[int, int, int], int]
+    steps: str
+    """Solution; {r} is the answer."""
+
+
+_STORIES = (
+    _Story(
+        "{name} has {a} {things} and buys {b} more. Then {name} gives {c} of them to {other}. How many {things} does "
+        "{name} have left?",
+        lambda a, b, c: a + b - c,
+        "{a} + {b} - {c} = {r}",
+    ),
+    _Story(
+        "{name} buys {a} boxes with {b} {things} each. {c} of the {things} are broken. How many are not broken?",
+        lambda a, b, c: a * b - c,
+        "{a} * {b} - {c} = {r}",
+    ),
+    _Story(
+        "A pack of {things} costs ${a}. {name} buys {b} packs and pays ${c} for delivery. How many dollars does {name} "
+        "pay in total?",
+        lambda a, b, c: a * b + c,
+        "{a} * {b} + {c} = {r}",
+    ),
+    _Story(
+        "{name} has {a} {things}. {other} has {b} more {things} than {name}, and gets {c} more from a friend. How many "
+        "{things} does {other} have?",
+        lambda a, b, c: a + b + c,
+        "{a} + {b} + {c} = {r}",
+    ),
+    _Story(
+        "{name} reads {a} pages on each of {b} days. The book has {c} pages more than that. How many pages does the "
+        "book have?",
+        lambda a, b, c: a * b + c,
+        "{a} * {b} + {c} = {r}",
+    ),
+    _Story(
+        "{name} earns ${a} per hour and works {b} hours on Monday and {c} hours on Tuesday. How many dollars does "
+        "{name} earn on both days?",
+        lambda a, b, c: a * (b + c),
+        "{a} * ({b} + {c}) = {r}",
+    ),
+    _Story(
+        "A bus has {a} passengers. At the first stop {b} get off, and at the second stop {c} get on. How many "
+        "passengers are on the bus?",
+        lambda a, b, c: a - b + c,
+        "{a} - {b} + {c} = {r}",
+    ),
+    _Story(
+        "There are {a} bags with {b} {things} in each bag and {c} bags with {b} {things} in each bag. How many "
+        "{things} are there?",
+        lambda a, b, c: (a + c) * b,
+        "({a} + {c}) * {b} = {r}",
+    ),
+    _Story(
+        "{name} collects {a} {things} in the morning and twice as many in the afternoon. {name} loses {b} and sells "
+        "{c}. How many {things} are left?",
+        lambda a, b, c: 3 * a - b - c,
+        "{a} + 2 * {a} - {b} - {c} = {r}",
+    ),
+    _Story(
+        "{name} saves ${a} each week for {b} weeks and then spends ${c}. How many dollars does {name} still have?",
+        lambda a, b, c: a * b - c,
+        "{a} * {b} - {c} = {r}",
+    ),
+)
+
+
+def stories(*, rows: int = ROWS, seed: int = 0) -> list[TextRow]:
+    """Return training rows; the reference is the solution and `#### ` with the answer, as in GSM8K."""
+    return _rows(rows, seed, held_out=False)
+
+
+def held_out_stories(*, rows: int = HELD_OUT_ROWS, seed: int = 0) -> list[TextRow]:
+    """Return validation rows: no number of a question occurs in a training question."""
+    return _rows(rows, seed, held_out=True)
+
+
+def _rows(rows: int, seed: int, *, held_out: bool) -> list[TextRow]:
+    rng = random.Random(f"{seed}/{held_out}")
+    numbers = [n for n in range(2, _LARGEST) if (n % _STEP == _RESERVED) == held_out]
+    found: dict[str, TextRow] = {}
+    for _ in range(_TRIES * rows):
+        if len(found) == rows:
+            break
+        story, (name, other) = rng.choice(_STORIES), rng.sample(_NAMES, 2)
+        a, b, c = (rng.choice(numbers) for _ in range(3))
+        if (result := story.answer(a, b, c)) > 0:
+            words = {"a": a, "b": b, "c": c, "r": result, "name": name, "other": other, "things": rng.choice(_THINGS)}
+            asked = story.text.format(**words)
+            reference = f"{story.steps.format(**words)}\n#### {result}"
+            found[asked] = TextRow(messages=(Message(role="user", content=f"{asked}\n{_ASKS}"),), reference=reference)
+    return list(found.values())

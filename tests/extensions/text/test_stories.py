@@ -1,0 +1,43 @@
+"""Generated word problems: enough rows, right solutions, and numbers that only validation uses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from embodyrl.extensions.text.conversation import TextRow
+from embodyrl.extensions.text.rewards.functions import gsm8k, gsm8k_flexible
+from embodyrl.extensions.text.sandbox import calculate
+from embodyrl.extensions.text.stories import held_out_stories, stories
+
+
+def asked(rows: list[TextRow]) -> list[str]:
+    return [row.messages[0].content for row in rows]
+
+
+def numbers(rows: list[TextRow]) -> set[str]:
+    return {number for text in asked(rows) for number in re.findall(r"[0-9]+", text)}
+
+
+def test_numbers_of_validation_do_not_occur_in_training():
+    training, validation = stories(), held_out_stories()
+    assert len(training) >= 500
+    assert len(validation) >= 500
+    assert len(numbers(training)) > 20
+    assert not numbers(training) & numbers(validation)
+    assert len({*asked(training), *asked(validation)}) == len(training) + len(validation)
+
+
+@pytest.mark.parametrize("rows", [stories(rows=300, seed=3), held_out_stories(rows=300, seed=3)])
+def test_solutions_have_the_value_of_their_answer(rows: list[TextRow]):
+    for row in rows:
+        solution, _, answer = row.reference.partition("\n#### ")
+        expression, _, result = solution.partition(" = ")
+        assert float(calculate(expression)) == float(result) == float(answer) > 0
+        assert gsm8k("", row.reference, row.reference) == gsm8k_flexible("", f"It is {answer}.", row.reference) == 1
+        assert set(re.findall(r"[0-9]+", expression)) - {"2"} <= set(re.findall(r"[0-9]+", asked([row])[0]))
+
+
+def test_rows_depend_on_the_seed_only():
+    assert asked(stories(rows=20, seed=1)) == asked(stories(rows=20, seed=1)) != asked(stories(rows=20, seed=2))
