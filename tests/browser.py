@@ -40,11 +40,11 @@ class Browser:
         self._ask(f"element/{self._find(selector)}/value", {"text": text})
 
     def run(self, script: str) -> Any:
-        """Value of a JavaScript function's body."""
+        """Return the value of a JavaScript function body."""
         return self._ask("execute/sync", {"script": script, "args": []})
 
     def until(self, condition: str, *, deadline_s: float = 40.0) -> Any:
-        """Value of an expression as soon as it is true."""
+        """Return the value of an expression as soon as it is true."""
         look = """const [text, ms, done] = arguments; const end = Date.now() + ms;
         const look = () => {
           const value = eval(text);
@@ -58,7 +58,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path, *, width: int = 1280) -> Iterator[Browser]:
-    """A window of `width` CSS pixels."""
+    """Open a window of `width` CSS pixels."""
     assert CHROMIUM is not None
     assert DRIVER is not None
     driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True)

@@ -1,6 +1,6 @@
-"""A small completions server with vLLM's API and a transformers model: FOLDER on the command line.
+"""Small completions server with vLLM's API and a transformers model: FOLDER on the command line.
 
-Prints its port. Adapters are loaded and unloaded as with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
+The server prints its port. Adapters are loaded and unloaded as with VLLM_ALLOW_RUNTIME_LORA_UPDATING.
 """
 
 from __future__ import annotations

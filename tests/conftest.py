@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After each test: no process that it started, no shared memory of ours, no file in its own TMPDIR."""
+    """Check after each test: no process of the test, no shared memory of embodyrl, no file in its TMPDIR."""
     folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
     left: list[str] = []

@@ -21,7 +21,7 @@ from embodyrl.types import (
 
 
 def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminated: Sequence[int] = ()) -> list[SimStep]:
-    """One `SimStep` per reward; `success` and `terminated` name the steps where those flags hold."""
+    """Return one `SimStep` per reward; `success` and `terminated` are the steps with these flags."""
     return [
         SimStep(reward=reward, terminated=index in terminated, success=index in success)
         for index, reward in enumerate(rewards)
@@ -29,9 +29,9 @@ def steps_of(rewards: Sequence[float], *, success: Sequence[int] = (), terminate
 
 
 class ScriptedSims(PerSlot):
-    """Simulators that play one script of `SimStep`s per reset id; the last step repeats for ever.
+    """Simulators that play one script of `SimStep`s per reset id; the last step repeats.
 
-    Images hold the number of executed steps in every pixel, the state [2] holds (reset id, executed steps).
+    Image pixels contain the number of executed steps, the state [2] contains (reset id, executed steps).
     `log` records every call as ("reset", slot, reset_id, seed) or ("step", slot, first action value).
     """
 
@@ -77,7 +77,7 @@ class ScriptedSims(PerSlot):
 
 
 class ScriptedBatch(ScriptedSims):
-    """A batch of slots that move together, those that are over or wait included."""
+    """A batch of slots that step together, including ended and waiting slots."""
 
     def __init__(self, scripts: Sequence[Sequence[SimStep]]) -> None:
         super().__init__(scripts)

@@ -1,4 +1,4 @@
-"""Gymnasium environments that start child processes and write down their process ids."""
+"""Gymnasium environments that start child processes and write their process ids to a file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FOLDER = "FAMILY_ENV_FOLDER"
 
 
 def note(pid: int) -> None:
-    """Write a process id down; the driver looks for it when all are dead."""
+    """Write a process id to the folder, where the test looks for leftover processes."""
     folder = Path(os.environ[FOLDER])
     (folder / f"{pid}.part").touch()
     (folder / f"{pid}.part").rename(folder / f"{pid}.pid")
 
 
 def serve(connection: Connection) -> None:
-    """Answer with numbers until the other end is closed."""
+    """Reply with numbers until the other end is closed."""
     while (number := connection.recv()) is not None:
         connection.send(number + 1)
 
@@ -39,7 +39,7 @@ def fork_again() -> None:
 
 
 class Parent(gymnasium.Env):
-    """Starts nothing."""
+    """Environment without child processes."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -65,7 +65,7 @@ class Parent(gymnasium.Env):
 
 
 class Commands(Parent):
-    """One child in this session, one in a session of its own, and one whose parent has ended."""
+    """Environment with a child in this session, a child in its own session, and an orphan."""
 
     def start(self) -> None:
         self.children = [subprocess.Popen(["sleep", "600"], start_new_session=own) for own in (False, True)]
@@ -76,7 +76,7 @@ class Commands(Parent):
 
 
 class Stuck(Commands):
-    """Never returns from its first step."""
+    """Environment whose first step never returns."""
 
     seconds = 600.0
 
@@ -89,7 +89,7 @@ class Slow(Stuck):
 
 
 class Simulated(Parent):
-    """Steps in a process of its own, which ends with `close`."""
+    """Environment that runs in a separate process, which ends with `close`."""
 
     method = "spawn"
 
@@ -133,7 +133,7 @@ class Served(Simulated):
 
 
 class Unclosed(Simulated):
-    """Leaves its process running."""
+    """Environment that leaves its process running."""
 
     def close(self) -> None:
         pass

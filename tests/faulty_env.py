@@ -46,7 +46,7 @@ PLANTS = {
     "expert_reports_something_else": "expert_replays",
     "second_close_fails": "close",
 }
-"""Planted fault -> the one check that must find it."""
+"""Check that must detect each seeded fault."""
 
 
 class FaultySims(ToySims):

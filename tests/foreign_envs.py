@@ -13,7 +13,7 @@ from odd_envs import Plain
 
 
 class MissionSpace(spaces.Space):
-    """As MiniGrid has it."""
+    """Text space as in MiniGrid."""
 
     def __init__(self) -> None:
         super().__init__(dtype=str)
@@ -32,7 +32,7 @@ class MissionSpace(spaces.Space):
 
 
 class Missions(Plain):
-    """Another instruction in each episode, deep in the observation."""
+    """Environment with a different instruction in each episode, nested in the observation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class InfoWords(Plain):
 
 
 class RedPicture(Plain):
-    """The colours first: three grey cameras to who cannot know."""
+    """Environment with channels-first images, which look like three grey cameras."""
 
     shape, axis = (3, 24, 24), 0
 
@@ -75,7 +75,7 @@ class RgbaFirst(RedPicture):
 
 
 class TrueStack(RedPicture):
-    """Three grey frames, the newest last."""
+    """Environment with three grey frames, newest last."""
 
     def reset(self, *, seed=None, options=None):
         self.frames = np.zeros(self.shape, np.uint8)
@@ -88,7 +88,7 @@ class TrueStack(RedPicture):
 
 
 class ColourStack(TrueStack):
-    """Two RGB frames, colours first, the newest last."""
+    """Environment with two channels-first RGB frames, newest last."""
 
     shape = (6, 24, 24)
 
@@ -99,7 +99,7 @@ class ColourStack(TrueStack):
 
 
 class BytesWords(Plain):
-    """Its text is bytes."""
+    """Environment whose text is a byte array."""
 
     words: Any = b"go"
 
@@ -135,7 +135,7 @@ class ManyCategories(Plain):
 
 
 class PartialSuccess(Plain):
-    """Says how much of the goal is reached."""
+    """Environment that reports a fraction of the goal."""
 
     def step(self, action):
         return *super().step(action)[:4], {"success": 0.3}
@@ -151,7 +151,7 @@ def partial_batch(num_envs):
 
 
 class LateSuccess(Plain):
-    """Must only at the end whether it succeeded."""
+    """Environment that reports success only at the end."""
 
     def step(self, action):
         seen, reward, over, _, _ = super().step(action)
@@ -164,7 +164,7 @@ class SimilarKey(Plain):
 
 
 class AlmostTheSame(Plain):
-    """Resets that differ by less than any policy sees."""
+    """Environment whose resets differ by less than float32 resolves."""
 
     def start(self) -> float:
         return super().start() + float(np.random.default_rng().uniform(0, 1e-6))
@@ -213,7 +213,7 @@ class TwoRewards(Plain):
 
 
 class OldClass:
-    """The old interface, without any base class."""
+    """Environment with the old interface and without a base class."""
 
     observation_space = spaces.Box(-1, 1, (2,))
     action_space = spaces.Discrete(2)
@@ -235,7 +235,7 @@ class NanForOneStep(Plain):
 
 
 class NanPicture(NanForOneStep):
-    """Converted to whole numbers, NaN would be black."""
+    """Environment with NaN in a float image; converted to integers, NaN would be black."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class NanPicture(NanForOneStep):
 
 
 class LeavesThreads(Plain):
-    """Threads and a process that `close` does not end."""
+    """Environment whose `close` leaves threads and a process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,17 +272,17 @@ class TwoCameras(Plain):
 
 
 def make_env(n_envs=1, use_async_envs=False, cfg=None):
-    """LeRobot's EnvHub contract."""
+    """Create environments with LeRobot's EnvHub contract."""
     return gymnasium.vector.SyncVectorEnv([Missions] * n_envs)
 
 
 def make_suites(n_envs, use_async_envs):
-    """The same with several suites."""
+    """Create several suites of environments."""
     return {name: {0: gymnasium.vector.SyncVectorEnv([kind] * n_envs)} for name, kind in SUITES.items()}
 
 
 def make_single(n_envs, use_async_envs):
-    """The same with a single environment."""
+    """Create a single environment."""
     return TwoCameras()
 
 

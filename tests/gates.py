@@ -10,13 +10,13 @@ from embodyrl.plan.config import load_config
 
 
 def learn(folder: Path, task: str, *overrides: str, name: str = "run") -> TrainResult:
-    """Train half a million random weights on a text task; validations before and after only."""
+    """Train a language model with half a million random weights on a text task; validate only before and after."""
     words = [f"env=text/{task}", "model=causal_lm_tiny", "runner.val_check_interval=1000"]
     return train_gate(folder, *words, *overrides, name=name)
 
 
 def train_gate(folder: Path, *words: str, name: str = "run") -> TrainResult:
-    """`embodyrl train` with these words, in <folder>/<name>."""
+    """Run `embodyrl train` with these arguments, in <folder>/<name>."""
     places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}")
     cfg = load_config("train", ["runner.logger.backends=[jsonl]", *places, *words])
     check_components(cfg)
@@ -24,7 +24,7 @@ def train_gate(folder: Path, *words: str, name: str = "run") -> TrainResult:
 
 
 def gain(result: TrainResult) -> tuple[float, float]:
-    """Greedy success before and after."""
+    """Return the greedy success before and after."""
     assert result.first is not None
     assert result.last is not None
     return result.first.overall.success_once, result.last.overall.success_once

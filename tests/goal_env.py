@@ -15,7 +15,7 @@ LENGTH = 7
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """State: position [2], then two numbers that say nothing; an action moves the point by a tenth of it."""
+    """State: position [2], then two unused numbers; an action moves the point by a tenth of its value."""
 
     def __init__(self, ends: bool = False) -> None:
         box = spaces.Box(-10.0, 10.0, (2,), np.float64)
@@ -43,7 +43,7 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 class Started(Walk):
-    """States in the info of a reset whether the goal holds, as it does in some episodes."""
+    """Environment whose reset info contains success, which is true in some episodes."""
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         seen, _ = super().reset(seed=seed)
@@ -55,7 +55,7 @@ def started_vector(num_envs: int, **_: Any) -> Any:
 
 
 class Ending(Walk):
-    """Must with which goals it would have ended, one goal at a time."""
+    """Environment with `compute_terminated` for single goals."""
 
     def __init__(self) -> None:
         super().__init__(ends=True)
@@ -65,14 +65,14 @@ class Ending(Walk):
 
 
 class OneByOne(Walk):
-    """Takes a batch for one goal and gives a number for it."""
+    """Environment whose `compute_reward` takes a batch for one goal and returns one number."""
 
     def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
         return -float(np.linalg.norm(achieved_goal - desired_goal) > NEAR)
 
 
 class Otherwise(Walk):
-    """Its steps earn something else than its function says."""
+    """Environment whose step rewards differ from `compute_reward`."""
 
     def step(self, action: Any) -> Any:
         seen, reward, *rest = super().step(action)
@@ -80,7 +80,7 @@ class Otherwise(Walk):
 
 
 class Drifts(Walk):
-    """Its first step earns what its function says, later ones less."""
+    """Environment whose first reward equals `compute_reward`, later rewards are lower."""
 
     def step(self, action: Any) -> Any:
         seen, reward, *rest = super().step(action)
@@ -88,12 +88,12 @@ class Drifts(Walk):
 
 
 class Told(Walk):
-    """Its function reads what only its steps know."""
+    """Environment whose `compute_reward` uses values that only its steps compute."""
 
     def compute_reward(self, achieved_goal: Any, desired_goal: Any, info: Any) -> Any:
         return super().compute_reward(achieved_goal, desired_goal, info) + info["bonus"]
 
 
 def careful(step: Any) -> float:
-    """A reward of a user's own."""
+    """Return a user-defined reward."""
     return -float(np.abs(step.action).sum())

@@ -61,13 +61,13 @@ def folder_of(case: str, target: Path) -> Path:
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest error relative to the largest expected number."""
+    """Return the maximum error relative to the maximum expected number."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-12))
 
 
 def env_of_config(config: Any, **changes: Any) -> EnvSpec:
-    """Return an environment that gives what a config reads."""
+    """Return an environment with the inputs of a config."""
     steps = config.n_obs_steps
     names = tuple(f"{name.rpartition('.')[2]}{t}" for t in range(steps) for name in config.cameras)
     spec = EnvSpec(
@@ -82,7 +82,7 @@ def env_of_config(config: Any, **changes: Any) -> EnvSpec:
 
 
 def policy_of(folder: Path, *, value_dim: int = 0, env: EnvSpec | None = None, seed: int = 0, **keys: Any) -> Any:
-    """Build the policy of a folder for an environment that fits, executing what the checkpoint executes."""
+    """Build the policy of a folder for a matching environment, with the checkpoint's number of executed actions."""
     kind = json.loads((folder / "config.json").read_text())["type"]
     factory = POLICIES.get(kind)
     config = read_config(folder, kind, factory.config)[0]
@@ -96,7 +96,7 @@ def policy_of(folder: Path, *, value_dim: int = 0, env: EnvSpec | None = None, s
 
 
 def observation(config: Any, data: dict[str, torch.Tensor], prefix: str, at: list[int] | None = None) -> Observation:
-    """Make an observation of recorded inputs; those of several steps lie one after another."""
+    """Create an observation from recorded inputs; history steps are concatenated."""
 
     def rows(name: str) -> np.ndarray:
         if at is not None:
@@ -116,7 +116,7 @@ def observation(config: Any, data: dict[str, torch.Tensor], prefix: str, at: lis
 
 
 def fresh(kind: str, target: Path, **changes: Any) -> Path:
-    """Write a start of random weights, small enough for tests."""
+    """Write a folder with random initial weights of small size."""
     small = {
         "act": {"dim_model": 16, "n_heads": 2, "dim_feedforward": 24, "n_encoder_layers": 1, "latent_dim": 3}
         | {"n_vae_encoder_layers": 1, "chunk_size": 6, "n_action_steps": 4},

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 H100 = ("0", "GPU-a", "81559", "81559", "Disabled", "580.65.06", "NVIDIA H100 80GB HBM3")
-"""A row: index, uuid, free and whole MiB, MIG mode, driver, name."""
+"""One row: index, uuid, free and total MiB, MIG mode, driver, name."""
 
 
 def stub_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: tuple[str, ...], more: str = "") -> None:
-    """Put a program first on the PATH that prints those rows; `more` are lines of its shell script."""
+    """Put a stub program first on the PATH that prints these rows; `more` are lines of its shell script."""
     lines = "\n".join(", ".join(row) for row in rows)
     program = folder / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncat <<END\n{lines}\nEND\n{more}\n")
@@ -21,5 +21,5 @@ def stub_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, *rows: tuple[
 
 
 def of_size(*sizes: int) -> list[tuple[str, ...]]:
-    """Rows of equal GPUs with so much free memory, MiB."""
+    """Return rows of equal GPUs with this free memory, MiB."""
     return [(str(number), f"GPU-{number}", str(mib), str(mib), *H100[4:]) for number, mib in enumerate(sizes)]

@@ -28,7 +28,7 @@ class Repository:
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by (kind, name). `cut_after`: the next download breaks off after that many bytes."""
+    """Repositories by (kind, name). `cut_after`: interrupt the next download after this number of bytes."""
 
     daemon_threads = True
 
@@ -46,7 +46,7 @@ class Hub(ThreadingHTTPServer):
 
 
 def _wrong_base(card: str) -> list[dict[str, str]]:
-    """What the hub says of a `base_model` that is no name of a model (huggingface/transformers#32212)."""
+    """Return the hub's response to an invalid `base_model` (huggingface/transformers#32212)."""
     named = re.search(r"^base_model: (.*)$", card.split("---")[1], re.MULTILINE)
     if named is None or re.fullmatch(r"[\w.-]+/[\w.-]+", named[1]):
         return []

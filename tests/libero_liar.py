@@ -1,4 +1,4 @@
-"""LIBERO with the instruction of the next task: in libero_spatial it names a bowl at another place."""
+"""LIBERO with the instruction of the next task, which in libero_spatial refers to a bowl at another place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from embodyrl.types import EnvSpec
 
 
 class LiarFactory(LiberoFactory):
-    """Tells of the next task."""
+    """Factory with the instruction of the next task."""
 
     def describe(self, cfg: LiberoSettings, context: EnvContext) -> EnvSpec:
         spec = super().describe(cfg, context)

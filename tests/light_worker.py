@@ -6,7 +6,7 @@ import os
 
 
 class Word(str):
-    """A request to it; it is about no records."""
+    """A request without records."""
 
     def reads(self) -> tuple[()]:
         return ()

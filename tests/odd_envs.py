@@ -15,7 +15,7 @@ print("odd_envs was imported")  # noqa: T201 - as many modules do
 
 
 class Plain(gymnasium.Env):
-    """A number that actions move; ends at 5."""
+    """Environment whose actions change a number; ends at 5."""
 
     def __init__(self) -> None:
         self.observation_space: Any = spaces.Box(-99, 99, (2,), np.float32)
@@ -76,7 +76,7 @@ class ArrayReward(Plain):
 
 
 class Endless(Plain):
-    """Its bounds are infinite, and nothing ever ends."""
+    """Environment with infinite bounds and without an end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Endless(Plain):
 
 
 class HalfOpen(Plain):
-    """Its actions have one bound, and it takes no others."""
+    """Environment whose actions have one bound, which it enforces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class HalfOpen(Plain):
 
 
 class OneStep(Plain):
-    """A bandit: every episode is one step."""
+    """A bandit: every episode has one step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class OneStep(Plain):
 
 
 class GreyStack(Plain):
-    """Four grey frames, most of them dark."""
+    """Environment with four grey frames, most of them dark."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class OutsideItsSpace(Plain):
 
 
 class FloatPicture(Plain):
-    """As torch has it: channels first, 0..1."""
+    """Environment with channels-first float images in 0..1, as in torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class SeesWords(Plain):
 
 
 class ShakesItsAction(Plain):
-    """Changes, in place, what it is given."""
+    """Environment that changes its action in place."""
 
     def step(self, action):
         action *= 0.5
@@ -230,7 +230,7 @@ class ShakesItsAction(Plain):
 
 
 class OneArray(Plain):
-    """Observes into the same array again and again, which nobody else may write."""
+    """Environment that observes into one read-only array."""
 
     def look(self) -> Any:
         if not hasattr(self, "seen"):
@@ -312,7 +312,7 @@ class SleepsLater(Plain):
 
 
 class LocksLater(Plain):
-    """Waits for itself in C, with the interpreter's lock held."""
+    """Environment that deadlocks in C code while it holds the interpreter lock."""
 
     def step(self, action):
         if self.calls >= 300:
@@ -333,7 +333,7 @@ class NoSpaces(Plain):
 
 
 class Crossed(gymnasium.vector.VectorEnv):
-    """A batch that can only be started as a whole."""
+    """Vector environment that can only be reset as a whole."""
 
     metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
 
@@ -365,14 +365,14 @@ class FailsToBuild(Plain):
 
 
 class NoEnv:
-    """Of the right form, and of no class that anybody knows."""
+    """Object with the methods of an environment but without its class."""
 
     observation_space = spaces.Box(-1, 1, (2,))
     action_space = spaces.Discrete(2)
 
 
 class Agents(NoEnv):
-    """What a PettingZoo environment looks like."""
+    """Object with the interface of a PettingZoo environment."""
 
     possible_agents = ("one", "other")
 
@@ -382,4 +382,4 @@ def forgets_to_return() -> None:
 
 
 def leaves_env_out(env: gymnasium.Env) -> None:
-    """A wrapper without a return."""
+    """Wrapper function that returns None."""

@@ -22,21 +22,21 @@ from embodyrl.types import Episode, ImitationScores, IntArray, Observation
 
 
 class RegressionSettings(BufferSettings):
-    """Its key."""
+    """Key of the algorithm."""
 
     sharpness: PositiveFloat = 1.0
-    """Of the weights exp(sharpness x return)."""
+    """Factor in the weights exp(sharpness x return)."""
 
 
 def credits_of(episodes: Sequence[Episode], _: Scores, cfg: RegressionSettings) -> list[Credit]:
-    """Weights of episodes, whose mean over them is 1."""
+    """Return weights of episodes with mean 1."""
     weight = np.exp([cfg.sharpness * e.episode_return for e in episodes])
     parts = zip(episodes, weight / weight.mean(), strict=True)
     return [Credit(advantage=np.full(e.reward.shape, w, np.float32), returns=np.zeros_like(e.value)) for e, w in parts]
 
 
 class Regression(Learner):
-    """Imitates each chunk of the step once, as much as its episode weighs; counts what it has imitated."""
+    """Learner that trains on each chunk of the step once, weighted by its episode; counts its chunks."""
 
     def __init__(self, context: LearnerContext) -> None:
         self.context, self.imitated = context, 0

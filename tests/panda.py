@@ -11,4 +11,4 @@ PANDA = Description(
     cameras=("base_camera", "hand_camera"),
     max_episode_steps=50,
 )
-"""What ManiSkill answers about PickCube-v1 and PushCube-v1."""
+"""Properties of PickCube-v1 and PushCube-v1 in ManiSkill."""

@@ -13,18 +13,18 @@ from gymnasium import spaces
 
 
 class Blind(gymnasium.Wrapper):
-    """Renders nothing."""
+    """Environment without rendering."""
 
     render_mode = None
 
 
 def blind(env: gymnasium.Env) -> gymnasium.Env:
-    """Take the image away."""
+    """Remove the image."""
     return Blind(env)
 
 
 class PixelEnv(gymnasium.Env):
-    """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the image, down and across."""
+    """Image [size, size, 3]; actions MultiDiscrete [2, 2]: the half of the image, vertical and horizontal."""
 
     def __init__(self, size: int = 8) -> None:
         self.observation_space = spaces.Box(0, 255, (size, size, 3), np.uint8)
@@ -47,7 +47,7 @@ class PixelEnv(gymnasium.Env):
 
 
 class PointingEnv(PixelEnv):
-    """The same image; actions are two real numbers, rewarded by how near they are to the dot."""
+    """The same image with two real-valued actions, rewarded by their distance to the dot."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__(size)
@@ -59,7 +59,7 @@ class PointingEnv(PixelEnv):
 
 
 class Dial(PixelEnv):
-    """The same image for real-valued actions."""
+    """The same image with one real-valued action."""
 
     def __init__(self, size: int = 8) -> None:
         super().__init__(size)
@@ -67,9 +67,9 @@ class Dial(PixelEnv):
 
 
 class DiesOnce(gymnasium.Wrapper):
-    """Kills its env worker at the given step; the marker shows that this has happened.
+    """Environment that kills its env worker once at the given step; a marker file records the kill.
 
-    The first instance of a process only describes the environment.
+    The first instance in a process only describes the environment.
     """
 
     made = 0

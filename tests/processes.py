@@ -19,11 +19,11 @@ MARK = "EMBODYRL_TEST_SESSION"
 """Environment variable that all processes of a test session inherit, orphans included."""
 TESTS = Path(__file__).parent
 SOURCE = Path(embodyrl.__file__).parents[1]
-"""The commands run the code that the tests import."""
+"""Environment in which commands run the code that the tests import."""
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float) -> bool:
-    """Ask again until the condition holds or the deadline has passed."""
+    """Repeat a check until the condition holds or the deadline has passed."""
     end = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > end:
@@ -33,7 +33,7 @@ def wait_until(condition: Callable[[], object], deadline_s: float) -> bool:
 
 
 def marked_processes() -> list[str]:
-    """Living processes that this test session started, as "pid name"."""
+    """Return the live processes started by this test session, as "pid name"."""
     mark = f"{MARK}={os.getpid()}".encode()
     ours = (os.getpid(), getattr(forkserver._forkserver, "_forkserver_pid", None))  # ranks' server lives as long as we
     found = []
@@ -52,7 +52,7 @@ def marked_processes() -> list[str]:
 
 
 def workers_of(pid: int) -> dict[str, int]:
-    """Living workers of a run by name, for example {"policy": 123, "env_0": 124}."""
+    """Return the live workers of a run by name, for example {"policy": 123, "env_0": 124}."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -71,7 +71,7 @@ def workers_of(pid: int) -> dict[str, int]:
 
 
 def command_environment(cwd: Path, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a command under test: toys importable, temporary files where the test can look for them."""
+    """Return the environment of a command under test: toys importable, temporary files visible to the test."""
     temporary = cwd / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     path = f"{TESTS}:{SOURCE}"
@@ -111,15 +111,15 @@ class Command:
         return self.process.wait(timeout_s)
 
     def signal_group(self, signum: int) -> None:
-        """What a terminal does on Ctrl-C, and a batch system on cancel."""
+        """Send a signal to the process group, as a terminal does on Ctrl-C and a batch system on cancel."""
         os.killpg(self.process.pid, signum)
 
     def worker(self, name: str) -> int:
-        """Process id of a worker, which must be running by now."""
+        """Return the process id of a worker, which must be running."""
         return workers_of(self.pid)[name]
 
     def wait_for(self, path: Path, *, lines: int = 0, deadline_s: float = 100.0) -> None:
-        """Wait until a file is there and holds at least n lines."""
+        """Wait until a file exists and has at least n lines."""
 
         def there() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}:\n{self.printed}"
@@ -128,20 +128,20 @@ class Command:
         assert wait_until(there, deadline_s), f"{path} has not come:\n{self.printed}"
 
     def stop(self) -> None:
-        """Kill the whole group, if it still runs."""
+        """Kill the whole process group, if it still runs."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
 
 def heed_signals() -> None:
-    """Tests in the background or below nohup inherit ignored signals; a terminal's commands do not."""
+    """Restore signal handling; tests in the background or below nohup inherit ignored signals."""
     for signum in (signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_DFL)
 
 
 def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Command:
-    """Start `embodyrl ARGS` in a process group of its own; its output goes to files below `cwd`."""
+    """Start `embodyrl ARGS` in its own process group; its output goes to files below `cwd`."""
     environment = command_environment(cwd, env)
     out, err = cwd / "stdout.txt", cwd / "stderr.txt"
     with open(out, "wb") as out_file, open(err, "wb") as err_file:
@@ -159,7 +159,7 @@ def start_cli(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> Co
 
 
 def listening(pids: Sequence[int]) -> set[str]:
-    """Addresses at which processes wait for TCP connections."""
+    """Return the addresses at which processes listen for TCP connections."""
     held = set()
     for pid in pids:
         for entry in Path(f"/proc/{pid}/fd").iterdir():

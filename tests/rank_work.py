@@ -42,15 +42,15 @@ class Rollout:
     first: int = 0
     load: Path | None = None
     poison: bool = False
-    """One sample, which one rank trains on, has an advantage that is no number."""
+    """True if one sample, used by one rank, has a NaN advantage."""
     at_once: int | None = None
-    """Tokens whose metrics are computed together; small, where that is to happen after a few samples."""
+    """Number of tokens whose metrics are computed together; small values test several passes."""
 
 
 def run_ranks(
     folder: Path, world: int, jobs: Sequence[Rollout], *, host: str = "127.0.0.1", deadline_s: float = 900.0
 ) -> None:
-    """Carry out jobs on `world` ranks; each leaves <folder>/<name>/ with metrics.json and what was saved."""
+    """Run jobs on `world` ranks; each job writes <folder>/<name>/ with metrics.json and saved state."""
     meetings = [rendezvous(world, host, timeout_s=3600) for _ in jobs]
     # One process imports torch and the rest, once for all tests; ranks are forked from it before it has threads.
     context = multiprocessing.get_context("forkserver")
@@ -71,12 +71,12 @@ def run_ranks(
 
 
 def losses(folder: Path) -> list[dict[str, float]]:
-    """Metrics of each update."""
+    """Return the metrics of each update."""
     return json.loads((folder / "metrics.json").read_text())
 
 
 def state(folder: Path) -> dict[str, Tensor]:
-    """All tensors that a job saved: weights, adapters and optimizer moments."""
+    """Return all tensors that a job saved: weights, adapters and optimizer moments."""
     found = {f"{p.parent.name}/{k}": v for p in folder.rglob("*.safetensors") for k, v in load_file(p).items()}
     assert any("policy" in key or "lora" in key for key in found)
     return found
@@ -117,7 +117,7 @@ def _do(folder: Path, job: Rollout, rank_info: RankInfo) -> None:
 
 
 def fill(arena: Arena, run_plan: RunPlan, host: PolicyHost, *, drift: float = 0.05) -> IntArray:
-    """Records as a rollout would leave them, drawn from one seed; `drift`: how far log-probabilities are moved."""
+    """Fill records as in a rollout, sampled from one seed; `drift`: change of the log-probabilities."""
     rng = np.random.default_rng(0)
     tickets = arena.allocate_all(RECORDS)
     for ticket in tickets.tolist():

@@ -76,7 +76,7 @@ if "vla_eval" in sys.argv or __name__ == "real_clients":
     from vla_eval.benchmarks.base import StepBenchmark, StepResult
 
     class Table(StepBenchmark):
-        """A benchmark that shows noise."""
+        """A benchmark that shows noise images."""
 
         seen = []
         render_backends = frozenset({"gpu", "cpu"})

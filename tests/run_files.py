@@ -17,7 +17,7 @@ TASKS = ("open the drawer", "close the <drawer>")
 
 
 def write_video(path: Path) -> Path:
-    """A second of 64 x 48 pixels that change."""
+    """Write a video of one second with changing 64 x 48 frames."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frames = [np.full((48, 64, 3), 8 * k, np.uint8) for k in range(20)]
     imageio.v2.mimsave(path, frames, fps=20, macro_block_size=2)
@@ -33,7 +33,7 @@ def write_evaluation(
     tasks: tuple[str, str] = TASKS,
     finished: bool = True,
 ) -> None:
-    """Episodes alternate between the tasks; episode k has initial state k and seed 1000 + k."""
+    """Write an evaluation; episodes alternate between the tasks; episode k has initial state k and seed 1000 + k."""
     folder = run / "eval" / f"step_{step:06d}"
     folder.mkdir(parents=True)
     rows = []
@@ -61,7 +61,7 @@ def write_evaluation(
 
 
 def write_run(folder: Path, *overrides: str, steps: int = 3, videos: int = 0) -> Path:
-    """A run of `steps` steps with evaluations before (1 of 6 succeed) and after (4 of 6)."""
+    """Write a run of `steps` steps with evaluations before (1 of 6 succeed) and after (4 of 6)."""
     folder.mkdir(parents=True)
     save_config(load_config("train", ["env=tabletop", f"runner.max_steps={steps}", *overrides]), folder / "config.yaml")
     rows = [{"step": 0, "eval/success_once": 1 / 6, "eval/episodes": 6.0}]

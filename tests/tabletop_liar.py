@@ -11,7 +11,7 @@ from embodyrl.types import EnvSpec
 
 
 class LiarFactory(TabletopFactory):
-    """Tells of the next block."""
+    """Factory with the instruction of the next block."""
 
     def describe(self, cfg: TabletopSettings, context: EnvContext) -> EnvSpec:
         spec = super().describe(cfg, context)

@@ -24,7 +24,7 @@ ASKING = EnvSpec(
     states_per_task=(1,),
     text=TextSpec(prompt_bytes=64),
 )
-"""An environment of short prompts, for policies without workers."""
+"""Environment of short prompts, for policies without workers."""
 
 
 def text_config(folder: Path, *overrides: str, task: str = "copy") -> Config:

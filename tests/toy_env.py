@@ -1,12 +1,12 @@
 """A toy environment for tests of the training loop: one to three tasks, success depends on the actions only.
 
-Each step adds the first action dimension to a position; the goal lies at +2 (task 0) or -2 (task 1, ...). Settings in
+Each step adds the first action dimension to a position; the goal is at +2 (task 0) or -2 (task 1, ...). Settings in
 `env.kwargs`: `tasks`, `task_limit`, `lockstep`, `goal`, `echo` (the reward is the first action dimension, nothing
 ends), `reward` (given in every step instead of 1 at success), and one fault: {"fault":
-"raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": from which
-call on, "once": path of a marker file that the first sinner makes, "state": the initial state whose steps are meant}.
-"differ" raises with another message each time.
-A "gate" makes its marker and waits until the file "<marker>.open" exists.
+"raise|differ|kill|segv|exit|hang|spin|slow|flood|nonfinite|gate", "where": "init|reset|step|observe", "at": the first
+call with the fault, "once": path of a marker file that limits the fault to one process, "state": the initial state}.
+"differ" raises an error with another message each time.
+A "gate" creates its marker and waits until the file "<marker>.open" exists.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from embodyrl.types import (
 
 
 def wait_at_gate(marker: Path) -> None:
-    """Show that we are here, then wait until somebody opens."""
+    """Create the marker, then wait until the gate is opened."""
     marker.touch()
     while not marker.with_name(marker.name + ".open").exists():
         time.sleep(0.02)
@@ -84,7 +84,7 @@ class ToySims(PerSlot):
         return SimStep(reward=reward, terminated=success, success=success)
 
     def _maybe_misbehave(self, where: str) -> str | None:
-        """Return the fault that is due and not carried out here."""
+        """Return the due fault if it is not executed here."""
         self._calls[where] += 1
         fault = self._kwargs.get("fault")
         late_enough = self._calls[where] >= int(self._kwargs.get("at", 1))
@@ -149,7 +149,7 @@ class ToySettings(EnvSettings, RewardSettings, CameraSettings):
     """Keys of the toy task."""
 
     kwargs: dict[str, Any] = {}
-    """See above."""
+    """See the module docstring."""
 
     @property
     def title(self) -> str:

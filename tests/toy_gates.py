@@ -20,7 +20,7 @@ from embodyrl.policies.settings import ModelSettings
 from embodyrl.types import Episode
 
 GATE = "TOY_GATE"
-"""Environment variable: where `GATED_GRPO` shows that an update has begun, `GATED_CNN` a checkpoint."""
+"""Environment variable with the gate of updates (`GATED_GRPO`) and checkpoints (`GATED_CNN`)."""
 
 
 def _gated(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSettings) -> list[Credit]:
@@ -45,12 +45,12 @@ def _shuffled(episodes: Sequence[Episode], scores: Scores, cfg: AlgorithmSetting
 
 
 SHUFFLED_GRPO = replace(GRPO, compute=_shuffled)
-"""Each episode is given the advantage of another: as much pull, no information."""
+"""Estimator with shuffled advantages: gradients of the same size without information."""
 NEGATED_GRPO = replace(GRPO, compute=_negated)
 
 
 class _GatedFactory:
-    """The convolutional policy, whose `save` waits at the gate."""
+    """Factory of the convolutional policy, whose `save` waits at the gate."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(FACTORY, name)

@@ -20,9 +20,9 @@ TOY_CNN = (
     *("model=random", "model.model_type=cnn", "model.precision=fp32", "eval.sampling_params.do_sample=false"),
     *("model.normalize_state=false", "model.ortho_init=false"),
 )
-"""A small convolutional policy with the hyperparameters that every model has by default."""
+"""A small convolutional policy with the default hyperparameters."""
 TOY_OFT = ("model=openvla_oft_tiny", "model.num_images_in_input=1", "model.use_proprio=false")
-"""Overrides for the tiny OpenVLA-OFT instead; such a test needs the extension openvla_oft."""
+"""Overrides for the tiny OpenVLA-OFT; tests need the extension openvla_oft."""
 TOY = (
     "env=gym",
     "env.env_type=toy_env:FACTORY",
@@ -40,16 +40,16 @@ TOY = (
     "actor.global_batch_size=8",
     "runner.max_steps=2",
 )
-"""Steps of four episodes of at most two chunks: a whole inline run takes a fifth of a second."""
+"""Steps of four episodes with at most two chunks: a whole inline run takes a fifth of a second."""
 FOR_TRAINING = ("env.train.", "algorithm.", "actor.", "runner.max_steps=")
 TOY_EVAL = tuple(word for word in TOY if not word.startswith(FOR_TRAINING))
-"""What `embodyrl eval` reads of them."""
+"""The arguments that `embodyrl eval` accepts."""
 TOY_COLLECT = tuple(word for word in TOY if word.startswith("env.") and not word.startswith("env.eval."))
-"""What `embodyrl collect` reads of them."""
+"""The arguments that `embodyrl collect` accepts."""
 
 
 def toy_words(folder: Path, *overrides: str, command: str = "train", name: str = "run") -> list[str]:
-    """Overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>. "~key=" leaves that one out."""
+    """Return the overrides of a run in <folder>/<name>; videos go to <folder>/videos/<name>. "~key=" omits a key."""
     places = [f"runner.output_dir={folder}", f"runner.experiment_name={name}"]
     if any(word.startswith("video=") and word != "video=none" for word in overrides):
         places.append(f"video_cfg.base_dir={folder}/videos")
@@ -69,27 +69,27 @@ def toy_config(folder: Path, *overrides: str, command: str = "train", name: str 
 
 
 def train_toy(folder: Path, *overrides: str, name: str = "run") -> Path:
-    """Train in this process; returns the run folder."""
+    """Train in this process; return the run folder."""
     return train(toy_config(folder, *overrides, name=name)).run
 
 
 def resume_toy(run: Path, *overrides: str) -> Path:
-    """Go on with a run in this process."""
+    """Resume a run in this process."""
     return train(load_saved_config(run, ["trust=true", *overrides]), resume=run).run
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def comparable(run: Path) -> list[dict[str, Any]]:
-    """Rows without what depends on the clock."""
+    """Return the rows without clock-dependent values."""
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(run)]
 
 
 def weights(run: Path, step: int) -> dict[str, bytes]:
-    """The policy's weight files of a checkpoint."""
+    """Return the policy's weight files of a checkpoint."""
     folder = run / "checkpoints" / f"step_{step:06d}" / "policy"
     files = {p.name: p.read_bytes() for p in sorted(folder.rglob("*.safetensors"))}
     assert files, f"no weights in {folder}"
@@ -98,17 +98,17 @@ def weights(run: Path, step: int) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A workers that waits for rollouts, without a run folder or a loop."""
+    """Workers that wait for rollouts, without a run folder or a loop."""
 
     run_plan: RunPlan
     workers: Workers
     said: list[str]
-    """What the supervisor told the user."""
+    """Messages of the supervisor for the user."""
 
 
 @contextmanager
 def running_crew(folder: Path, *overrides: str, cfg: Config | None = None) -> Iterator[Stage]:
-    """Start the workers of a config, by default an inline one, and stop them at the end."""
+    """Start the workers of a config, inline by default, and stop them at the end."""
     run_plan = build_run_plan(cfg or toy_config(folder, *overrides), training=True)
     said: list[str] = []
     workers = start_workers(run_plan, folder, said.append)

@@ -75,7 +75,7 @@ def test_off_policy_mask_removes_samples_from_the_loss():
 
 
 def test_off_policy_mask_uses_rollout_log_probabilities():
-    """The engine gave the fifth sequence the ratio of the test above; recomputed probabilities hide it."""
+    """The engine gave the fifth sequence the ratio of the test above; recomputed log-probs hide the mismatch."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     same = {"old_logprob": torch.from_numpy(LOGPROB)}
     recomputed = replace(inputs(algorithm), **same, behaviour_logprob=torch.from_numpy(OLD_LOGPROB))
@@ -160,7 +160,7 @@ def inputs(algorithm) -> LossInputs:
 
 
 def test_off_policy_mask_and_importance_weights_are_combined():
-    """Fails where the mask takes the place of the weights: what it keeps is not weighed any more."""
+    """Fails if the mask replaces the weights instead of multiplying them."""
     algorithm = Algorithm(config(0.1, 0.1, group_size=3, off_policy_masking_delta=0.02))
     factor = torch.linspace(0.5, 1.5, 30).double().reshape(6, 5, 1)
     terms = LOSSES.get("ppo_clip").compute(fixed_units()[1], config(0.1, 0.1).loss)

@@ -57,7 +57,7 @@ def test_single_survivor_of_a_crashed_group_has_zero_advantage(adv_type: str):
 
 
 def test_gigpo_compares_steps_from_equal_states_within_a_group():
-    """Two episodes of one group meet in state 7; returns-to-go there are 1 and 0."""
+    """Two episodes of a group visit state 7; their returns-to-go there are 1 and 0."""
     episodes = [
         make_episode([[0.0], [1.0]], episode_id=0, first_record=0),
         make_episode([[0.0], [0.0]], episode_id=1, first_record=2),
@@ -71,7 +71,7 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
 
 
 def test_gigpo_skips_chunks_without_an_executed_action():
-    """The third episode was over before its second chunk, whose record shows state 7 too."""
+    """The third episode ended before its second chunk, whose record also contains state 7."""
     episodes = [
         make_episode([[0.0], [1.0]], episode_id=0),
         make_episode([[0.0], [0.0]], episode_id=1, first_record=2),
@@ -102,7 +102,7 @@ def test_remax_uses_the_return_to_go():
 
 
 def test_remax_baselines_stay_aligned_after_masking():
-    """The first episode was truncated; its greedy return of 5 is nothing to the second."""
+    """The first episode was truncated; its greedy return of 5 must not affect the second episode."""
     episodes = [make_episode([[1.0]], terminated=False), make_episode([[4.0]], episode_id=1, first_record=1)]
     greedy = make_episode([[5.0]]), make_episode([[1.0]])
     batch = Algorithm(algorithm_of("remax", "pg", truncated_episodes="mask")).prepare(episodes, Scores(greedy=greedy))
@@ -111,7 +111,7 @@ def test_remax_baselines_stay_aligned_after_masking():
 
 
 def test_gigpo_states_stay_aligned_after_filtering():
-    """Both members of the first group succeed; the second is credited as it would be alone."""
+    """Both members of the first group succeed; the second group gets the credit that it would get alone."""
     outcomes = ((0, True), (0, True), (1, True), (1, False))
     episodes = [
         make_episode([[float(won)], [2.0 * won]], episode_id=i, group=group, success=won, first_record=2 * i)
@@ -146,7 +146,7 @@ def test_advantage_clip_bounds_advantages():
 
 
 def test_normalize_per_task_balances_reward_scales():
-    """One task earns a hundred times as much as the other; whitened together, that other is left next to nothing."""
+    """Rewards of one task are a hundred times larger; whitened together, the other task would have almost no weight."""
     episodes = []
     for i, (task, scale) in enumerate([(3, 1.0), (5, 100.0), (3, 2.0), (5, 300.0)]):
         episode = make_episode(
@@ -168,7 +168,7 @@ def test_normalize_per_task_balances_reward_scales():
 
 @pytest.mark.needs("off_policy")
 def test_filtered_bc_weights_all_actions_of_successful_episodes():
-    """What counts is the return of executed actions."""
+    """Only the return of executed actions is compared with the threshold."""
     from embodyrl.extensions.off_policy.filtered_bc import FilteredSettings, filtered_credits
 
     good, bad = (make_episode([[reward], [reward]], valid=[[True], [reward > 0.5]]) for reward in (0.6, 0.5))
@@ -177,7 +177,7 @@ def test_filtered_bc_weights_all_actions_of_successful_episodes():
 
 
 def test_opo_baseline_is_weighted_by_executed_actions():
-    """Lengths 1 and 4, of one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
+    """Lengths 1 and 4 with one chunk each: the baseline of returns 1 and 0 is 1 / 5."""
     episodes = [
         make_episode([[1.0, 0, 0, 0]], valid=[[True, False, False, False]], episode_id=0),
         make_episode([[0.0, 0, 0, 0]], episode_id=1, first_record=1),
@@ -188,7 +188,7 @@ def test_opo_baseline_is_weighted_by_executed_actions():
 
 @pytest.mark.parametrize(("unbiased", "scale"), [(True, np.sqrt(1 / 2)), (False, 1 / 2)])
 def test_std_unbiased_selects_the_denominator(unbiased: bool, scale: float):
-    """Returns 1 and 0, half of their difference each; steps of one state are compared by the same kind."""
+    """Returns 1 and 0, each half of their difference from the mean; steps of one state use the same denominator."""
     episodes = [make_episode([[won]], episode_id=i, first_record=i) for i, won in enumerate((1.0, 0.0))]
     found = Algorithm(algorithm_of(group_size=2, std_unbiased=unbiased)).prepare(episodes)
     np.testing.assert_allclose(found.advantage[:, 0], np.array([0.5, -0.5]) / scale, rtol=1e-5)

@@ -122,13 +122,13 @@ def test_loss_and_metrics_are_micro_batch_independent(mode: str, level: TokenLev
 
 
 WHOLE_BATCH_STATISTICS = {"clip_cov", "kl_cov"}
-"""Their statistics are the micro-batch's, so they are not invariant to its size."""
+"""Losses with micro-batch statistics, which depend on the micro-batch size."""
 
 
 @pytest.mark.parametrize("mode", get_args(AggregationMode))
 @pytest.mark.parametrize("loss_type", [name for name in LOSSES.names() if name not in WHOLE_BATCH_STATISTICS])
 def test_two_ranks_match_the_gradient_of_one(mode: str, loss_type: str):
-    """Ranks of unequal numbers of valid tokens; gradients are averaged over ranks, so each multiplies its loss by 2."""
+    """Ranks with different numbers of valid tokens; gradients are averaged, so each rank multiplies its loss by 2."""
     own = {"ratio_max": 1.1} if loss_type.startswith("aipo") else {}
     cfg = gae_config(
         loss_type=loss_type, loss_agg_func=mode, positive_nll_coef=0.3, off_policy_masking_delta=0.01, **own
@@ -214,7 +214,7 @@ def test_ratios_of_every_level_match_hand_computed_values(level: TokenLevel, mod
 
 
 def test_seq_mean_token_sum_norm_is_batch_independent():
-    """Dr.GRPO (arXiv 2503.20783): the time limit's 10 chunks, whichever episodes were kept and drawn."""
+    """Dr.GRPO (arXiv 2503.20783): the time limit of 10 chunks, independent of filtered and sampled episodes."""
     cfg = algorithm_of(loss_agg_func="seq-mean-token-sum-norm", normalize_advantages=False)
     algorithm = Algorithm(cfg, longest_episode=10)
     batch = algorithm.prepare([make_episode([[r]] * n, episode_id=n, first_record=9 * n) for n, r in ((1, 1), (3, 0))])
@@ -269,7 +269,7 @@ def test_entropy_bonus_uses_the_entropy_level(entropy_type: TokenLevel, expected
 
 
 def test_metrics_skip_tokens_without_logprob():
-    """Records of a flow, or of a correction, take more tokens than an action has log-probabilities."""
+    """Records of a flow, or of a correction, contain more tokens per action than log-probabilities."""
     new = torch.log(torch.tensor([[2.0, 1.0, 1.0, 3.0]])).reshape(1, 2, 2)
     found = []
     for padding, scored in ((0, 0), (3, 2)):

@@ -109,7 +109,7 @@ def test_gspo_uses_the_mean_token_ratio():
 
 @pytest.mark.parametrize("name", LOSSES.names())
 def test_every_loss_has_the_policy_gradient_at_ratio_one(name: str):
-    """With r = 1 nothing is clipped, and the gradient of the sum is -A: what dro and kl_cov add is flat there."""
+    """At r = 1 nothing is clipped and the gradient of the sum is -A; penalties of dro and kl_cov have zero gradient."""
     leaf, units = fixed_units(OLD_LOGPROB)
     mode = "seq-mean-token-mean"
     cfg = algorithm_of(loss_type=name, **({"cov_bounds": [90.0, 91.0]} if name == "clip_cov" else {}))
@@ -150,7 +150,7 @@ def test_ratio_of_distant_policies_stays_finite():
 
 
 def covariance_units() -> Units:
-    """Four units; covariance of A and log pi is 2.25 for the first and last, 0.25 for those between."""
+    """Four units; the covariance of A and log pi is 2.25 for the first and last, 0.25 for the others."""
     return Units(
         logprob=torch.tensor([[[-3.0]], [[-2.0]], [[-1.0]], [[0.0]]], requires_grad=True),
         old_logprob=torch.tensor([[[-3.0]], [[-2.0]], [[-1.0]], [[0.0]]]),

@@ -16,7 +16,7 @@ from embodyrl.types import Episode
 
 
 def test_explained_variance_is_relative_to_targets():
-    """Lambda = 1 and gamma = 1: targets are returns to go, 3 and 2 of one episode and 1 of the other."""
+    """lambda = gamma = 1: targets are returns-to-go, 3 and 2 of one episode and 1 of the other."""
     first = make_episode([[1.0], [2.0]], value=[[2.0], [2.0]], bootstrap=[0.0])
     second = make_episode([[1.0]], value=[[3.0]], bootstrap=[0.0], episode_id=1, first_record=2)
     metrics = Algorithm(algorithm_of(adv_type="gae", group_size=1)).prepare([first, second]).metrics
@@ -27,7 +27,7 @@ def test_explained_variance_is_relative_to_targets():
 
 
 def groups(*returns: tuple[float, float]) -> list[Episode]:
-    """Groups of two episodes of two actions, of which the second one was not executed where the return is 0."""
+    """Groups of two episodes with two actions; in episodes with return 0 the second action was not executed."""
     return [
         make_episode([[r, 0.0]], valid=[[True, r > 0]], episode_id=2 * g + k, group=g, first_record=2 * g + k)
         for g, pair in enumerate(returns)
@@ -43,7 +43,7 @@ def test_advantage_metrics_use_executed_actions():
 
 
 def test_filtered_groups_count_as_groups_without_learning_signal():
-    """Of four groups one differs, two are equal, and one of those is left out: three teach nothing."""
+    """Of four groups, one has different returns, two have equal returns, and one is filtered: three give no signal."""
     episodes = [replace(e, success=e.reward > 0) for e in groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0))]
     batch = Algorithm(algorithm_of(group_size=2, filter_rewards=[0.5, 1.0])).prepare(episodes)
     assert batch.metrics["train/groups_filtered"] == 0.5
@@ -59,7 +59,7 @@ def units(ratio: list[float], advantage: list[float]) -> Units:
 
 
 def test_clip_cov_skips_tokens_clipped_by_ppo():
-    """Two units with equal covariances: the first has no gradient already, so the second loses its own."""
+    """Two units with equal covariances: the first is already clipped, so the second loses its gradient."""
     given = units([3.0, 1.0, 1e-3, 1e-3], [4.0, 5.5, -1.0, -1.0])
     cfg = algorithm_of(loss_type="clip_cov", cov_share=0.25, cov_bounds=[1.0, 100.0])
     for seed in range(20):
@@ -70,7 +70,7 @@ def test_clip_cov_skips_tokens_clipped_by_ppo():
 
 
 def test_partly_executed_batch_is_weighted_per_optimizer_step():
-    """Equal numbers of samples have equal weights only where all actions were executed."""
+    """Equal numbers of samples have equal weights only if all actions were executed."""
     algorithm = Algorithm(algorithm_of(group_size=2))
     whole = algorithm.prepare([make_episode([[1.0, 0.0]]), make_episode([[0.0, 0.0]], episode_id=1, first_record=1)])
     assert algorithm.weighs_evenly(whole)

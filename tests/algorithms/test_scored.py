@@ -22,7 +22,7 @@ EMPTY = 5
 
 
 def padded(tokens: torch.Tensor) -> torch.Tensor:
-    """[B, K * D] with further columns of each action, as a record of whole flow states has them."""
+    """Return [B, K * D] with additional columns per action, as in records of flow states."""
     return torch.nn.functional.pad(tokens.reshape(len(tokens), K, D), (0, EMPTY)).flatten(1)
 
 
@@ -90,7 +90,7 @@ def test_cov_fraction_excludes_tokens_without_log_prob(loss_type: str, share: fl
 
 
 def test_reward_kl_ignores_columns_without_log_prob() -> None:
-    """Otherwise kl_target would steer by a smaller KL."""
+    """Otherwise kl_target would be compared with a KL that is too small."""
     episodes = [make_episode([[1.0] * K, [0.0] * K], episode_id=i, first_record=9 * i) for i in range(2)]
     own, other = np.random.default_rng(0).normal(size=(2, 2, 2, K * D)).astype(np.float32)
     cfg = algorithm_of(kl_beta=0.1, kl_in_reward=True, kl_target=0.1, kl_horizon=10)

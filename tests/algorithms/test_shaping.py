@@ -40,7 +40,7 @@ def test_shaping_applies_bias_scale_and_clip():
 
 
 def test_shaping_skips_outcomes_of_unfinished_episodes():
-    """Fails where each part of an episode that goes on in the next step gets the bias of the whole."""
+    """Fails if each part of a continued episode gets the bias of the whole episode."""
     first, last = make_episode([[1.0], [2.0]]), make_episode([[4.0]])
     shaped = shape_rewards([replace(first, cut=True, truncated=True), last], algorithm_of(reward_bias=10.0))
     assert [episode.episode_return for episode in shaped] == [3.0, 14.0]
@@ -95,7 +95,7 @@ def test_truncated_episodes_are_masked_or_get_zero_reward():
 
 
 def test_masked_failures_count_in_group_statistics():
-    """Failures mostly end at the time limit: without them a group would know nothing but success."""
+    """Most failures end at the time limit: without masked failures, a group would contain only successes."""
     cfg = algorithm_of(
         group_size=3, truncated_episodes=TruncatedEpisodes.mask, filter_rewards=[0.1, 0.9], normalize_advantages=False
     )
@@ -163,7 +163,7 @@ def test_normalize_returns_uses_the_running_deviation():
 
 
 def test_continued_episode_counts_once():
-    """Its parts came each in a training step of its own, two in the last."""
+    """Parts of the episode end in separate training steps, two of them in the last step."""
     rewards = np.random.default_rng(0).normal(3, 1, (12, 1)).tolist()
     whole, parts = ReturnScale(0.9), ReturnScale(0.9)
     whole.apply([make_episode(rewards)])
@@ -176,7 +176,7 @@ def test_continued_episode_counts_once():
 
 
 def test_unfinished_episode_is_not_truncated():
-    """It is neither masked nor without a reward: a value stands for what follows."""
+    """The episode is neither masked nor without reward: the value estimates the remaining return."""
     one = [[0.0]]
     cut = replace(make_episode([[1.0], [2.0]], value=one * 2, bootstrap=[0.5], terminated=False), cut=True)
     limited = make_episode([[4.0]], episode_id=1, value=one, bootstrap=[0.5], terminated=False, first_record=2)
@@ -187,7 +187,7 @@ def test_unfinished_episode_is_not_truncated():
 
 
 def test_returns_of_unfinished_episodes_are_saved_in_the_state():
-    """A step that is repeated after a resume continues them like the step that was lost."""
+    """A step repeated after a resume continues the episodes as the interrupted step did."""
     first, other = ReturnScale(0.9), ReturnScale(0.9)
     cut = replace(make_episode([[5.0], [7.0]], terminated=False), cut=True)
     first.apply([cut])

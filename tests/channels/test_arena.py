@@ -51,7 +51,7 @@ def test_ticket_of_a_freed_record_is_invalid(arena):
 
 
 def test_ticket_of_a_reused_record_is_invalid(arena):
-    """The record is readable, for another holder: only the numbers of the ticket tell them apart."""
+    """The record is readable for another ticket: only the sequence numbers differ."""
     old = arena.allocate()
     with arena.write(old):
         pass
@@ -125,7 +125,7 @@ def test_record_of_a_killed_writer_can_be_reused(arena):
 
 
 def mapped_from_dev_shm() -> set[str]:
-    """What this process has of it; other programs come and go there."""
+    """Return the mappings of this process below /dev/shm; other programs also use this folder."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return {line[line.index("/dev/shm/") :] for line in maps if "/dev/shm/" in line}
 

@@ -48,7 +48,7 @@ def _write(connection):
 
 
 def test_partial_message_times_out():
-    """`Connection.recv` would wait for the rest for ever; and what had come must not be lost."""
+    """`Connection.recv` would wait for the rest without a deadline; received data must not be lost."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     writer = context.Process(target=_write, args=(theirs,), daemon=True)

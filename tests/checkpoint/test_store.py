@@ -367,7 +367,7 @@ def test_full_disk_is_reported(tmp_path: Path):
 
 
 def test_worker_death_is_not_a_checkpoint_error(tmp_path: Path):
-    """As a checkpoint that failed it would be tolerated, and the run would wait for the worker for ever."""
+    """A checkpoint error would be tolerated, and the run would wait for the dead worker without end."""
 
     def dies(folder: Path) -> None:
         raise WorkerError("worker policy raised OSError: No space left on device (os error 28)")

@@ -22,7 +22,7 @@ from embodyrl.commands.run_folder import _take
 from embodyrl.config import tree
 
 TREE = {**os.environ, "PYTHONPATH": str(SOURCE)}
-"""Processes run the tree under test, whatever is installed."""
+"""Environment in which processes import the tree under test instead of an installed package."""
 
 
 def embodyrl(*arguments: str, cwd: Path, path: str = "") -> subprocess.CompletedProcess[str]:
@@ -339,7 +339,7 @@ def test_commands_without_a_run_use_the_newest(
 
 @pytest.mark.integration
 def test_leftover_env_threads_are_reported_and_do_not_block_exit(tmp_path):
-    """Also started as a module."""
+    """The command also works as a module."""
     words = ("env=gym", "env.id=foreign_envs:OnlyThreads-v0", "model=mlp", "--dry-run")
     done = subprocess.run(
         [sys.executable, "-m", "embodyrl", "train", *words],

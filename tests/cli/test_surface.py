@@ -44,7 +44,7 @@ SURFACE = {
     "check-env": {"--json", "--config-dir"},
     "new": set(),
 }
-"""Scripts rely on these. Add to it; a name that goes away or changes needs a major version."""
+"""Public names that scripts rely on. Add new names; removing or changing a name needs a major version."""
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
@@ -62,7 +62,7 @@ def test_every_command_target_is_callable() -> None:
 
 
 def read_names() -> set[str]:
-    """Attribute names and strings that the package uses outside config/."""
+    """Return attribute names and strings that the package uses outside config/."""
     names: set[str] = set()
     for path in (SOURCE / "embodyrl").rglob("*.py"):
         if "config" in path.relative_to(SOURCE / "embodyrl").parts:
@@ -164,7 +164,7 @@ def test_sweep_ends_with_a_table_and_a_report(
 @pytest.mark.needs("reporting", "serving")
 @pytest.mark.integration
 def test_suggested_commands_quote_unusual_paths(tmp_path: Path) -> None:
-    """By real shells; the weights are looked at as well, for whose run `ckpt=` names the other settings hold."""
+    """The commands are parsed by real shells; `ckpt=` of a run needs the settings of that run."""
     folder = tmp_path / 'it\'s $HOME (1), a=b; [c] \\ "d"'
     words = toy_words(Path("X"), "runner.max_steps=1", "launcher=inline", "video=none")
     words = [write_word("runner.output_dir", str(folder)) if w.startswith("runner.output_dir=") else w for w in words]

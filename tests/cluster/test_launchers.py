@@ -18,7 +18,7 @@ from embodyrl.workers.lifecycle import WorkerSpec
 
 
 class EchoWorker:
-    """Answers what it is told; some words make it misbehave."""
+    """Worker that replies to messages; some messages make the worker fail."""
 
     def __init__(self, init: str) -> None:
         if init == "fail":
@@ -96,7 +96,7 @@ def test_worker_exception_keeps_text_and_traceback(launcher):
 
 
 def test_long_request_and_long_reply_do_not_deadlock(launcher):
-    """Fails where each end of a full pipe waits for the other to read, which then looks like a hung worker."""
+    """Fails if each end of a full pipe waits for the other end to read, which looks like a hung worker."""
     launcher.start(spec(), timeout_s=60)
     next_event(launcher)
     asked = [f"{name}{'x' * 2**22}" for name in "ab"]
@@ -155,7 +155,7 @@ def test_hung_worker_is_killed_with_a_stack_dump(local):
 
 
 def test_sending_to_a_hung_worker_times_out(local):
-    """Fails where a long request is written to a full pipe until somebody reads it."""
+    """Fails if a long request is written to a full pipe without a deadline."""
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "hang", timeout_s=1.0)
@@ -164,7 +164,7 @@ def test_sending_to_a_hung_worker_times_out(local):
 
 
 def test_partial_reply_of_a_stopped_worker_times_out(local):
-    """Fails where the rest of a message that has begun is read without a deadline."""
+    """Fails if the rest of a partial message is read without a deadline."""
     local.start(spec(), timeout_s=60)
     next_event(local)
     local.send("echo", "long", timeout_s=2)

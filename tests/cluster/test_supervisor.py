@@ -24,7 +24,7 @@ def test_traceback_is_shown_only_for_unknown_causes(code: int, shown: bool):
 
 
 def test_restart_delay_increases_with_each_restart(monkeypatch: pytest.MonkeyPatch):
-    """0.5, 1, 2 ... s, at most 8; after as many restarts as were granted the run ends."""
+    """Delays are 0.5, 1, 2 ... s, at most 8; after the maximum number of restarts the run ends."""
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: 100.0))
     said: list[str] = []
     faults = FaultSettings(max_restarts_per_worker=7)

@@ -52,14 +52,14 @@ ROWS = [
 
 
 def test_dropped_episodes_are_counted_over_all_suites():
-    """Fails where episodes of all suites are held against those of the first alone."""
+    """Fails if the episodes of all suites are compared with the number of episodes of the first suite."""
     spec = replace(toy_spec(2), benchmark=BenchmarkSpec(suites=("base", "swap")))
     rows = [row(number, number % 2, number, won=True, suite=spec.benchmark.suites[number % 2]) for number in range(6)]
     assert table(rows, spec, dropped=2).losses.startswith("INCOMPLETE: 2 of 8 episodes")
 
 
 def test_effective_episodes_account_for_repeated_states():
-    """As successes do; fails where episodes count one by one as soon as nothing is known of success."""
+    """Returns are clustered like successes; fails if episodes are counted separately when success is unknown."""
     rows = [row(k, 0, k % 3, won=None, earned=(5.0, 1.0, 3.0)[k % 3]) for k in range(12)]
     assert table(rows, toy_spec(1)).overall.effective_episodes == pytest.approx(3)
     mixed = [row(k, 0, k % 3, won=None, earned=float(k // 3)) for k in range(12)]
@@ -101,7 +101,7 @@ def test_per_task_and_overall_results_match_hand_computed_values():
 
 
 def test_majority_vote_uses_the_most_frequent_answer():
-    """Two of three replies agree on a wrong answer, two of four on a right one, where the others differ."""
+    """Two of three replies agree on a wrong answer; two of four agree on a right answer, and the others differ."""
     said = [(0, "so 7", False), (0, "\\boxed{8}", True), (0, "it is 7", False)]
     said += [(1, "a", False), (1, " 12 ", True), (1, "x = 12", True), (1, "13", False)]
     rows = [
@@ -194,7 +194,7 @@ def test_episode_row_contains_unscaled_rewards():
 
 @pytest.mark.parametrize(("task", "reset_id", "suite", "state"), [(1, 5, "own", 5), (2, 9, "other", 1)])
 def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
-    """So that runs that evaluate other suites can be paired; a reset id counts through all suites."""
+    """Numbers within a suite let runs with other suites be paired; reset ids count through all suites."""
     env = replace(
         toy_spec(3),
         tasks=("a", "b", "c", "d"),
@@ -218,7 +218,7 @@ def test_states_are_numbered_within_each_suite(task, reset_id, suite, state):
 
 
 def test_changes_never_subtract_a_return_from_a_success_rate():
-    """Fails where a return of one side is subtracted from a rate of the other."""
+    """Fails if the return of one evaluation is subtracted from the success rate of the other."""
     silent = [row(k, 0, k, won=None, earned=-38.0) for k in range(4)]
     told = [row(0, 0, 0, won=True), *silent[1:]]
     ((_, first, last),) = changes(table(silent, toy_spec()), table(told, toy_spec()))

@@ -46,7 +46,7 @@ def evaluate_toy(folder, *overrides, name="run"):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """An evaluation with all episodes recorded: (folder of the run, result)."""
+    """Run an evaluation with all episodes recorded; return (run folder, result)."""
     folder = tmp_path_factory.mktemp("recorded")
     return folder, evaluate_toy(folder, "video=all")
 
@@ -162,7 +162,7 @@ def test_an_unknown_task_is_refused(tmp_path):
 
 
 def test_resumed_evaluation_counts_every_episode_once(tmp_path, recorded):
-    """Cut after any row, even in the middle of one, and by a crash before the table was written."""
+    """The evaluation is interrupted after any row, within a row, and by a crash before the table is written."""
     evaluate_toy(tmp_path)
     folder = tmp_path / "run" / "eval" / "step_000000"
     lines = (folder / "episodes.jsonl").read_text().splitlines(keepends=True)
@@ -236,7 +236,7 @@ GO = EnvSpec(name="toy", action=ActionSpec(dim=7), tasks=("go",), states_per_tas
 
 
 def played(*success: bool) -> Episode:
-    """An episode of single-action chunks with these successes."""
+    """Return an episode of single-action chunks with these successes."""
     column = np.asarray(success, np.bool_)[:, None]
     return Episode(
         spec=EpisodeSpec(episode_id=0, reset_id=3, task_id=0, group_id=0, member=0, seed=1000, noise_seed=1),
@@ -252,7 +252,7 @@ def played(*success: bool) -> Episode:
 
 
 def test_success_at_end_is_the_success_of_the_last_step() -> None:
-    """Where episodes go on after success, what was reached may be lost again."""
+    """If episodes continue after success, the goal may be lost again."""
     lost, kept = (episode_row(played(*steps), GO) for steps in ((False, True, False), (False, True, True)))
     assert (lost.success_once, lost.success_at_end) == (True, False)
     assert (kept.success_once, kept.success_at_end) == (True, True)
@@ -370,7 +370,7 @@ def test_training_validates_on_additional_suites(tmp_path):
 
 @pytest.mark.needs("text")
 def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
-    """Fails where an episode's task is what was said last, which another policy reads elsewhere."""
+    """Fails if episodes are paired by their last observation, which depends on the policy."""
     words = (
         "env.words=embodyrl.envs.text.game:number",
         "env.max_turns=3",
@@ -384,7 +384,7 @@ def test_games_are_paired_by_initial_state_not_by_final_text(tmp_path):
 
 
 def test_greedy_and_temperature_settings_are_passed_to_the_policy(tmp_path):
-    """The return of the echo is the last action: at a temperature near 0 it is the greedy one, at 1 another."""
+    """The echo environment returns the last action: near temperature 0 the greedy action, at 1 another."""
     words = ("env.kwargs.echo=true", "eval.episodes_per_task=2")
 
     def returns(name, *more):

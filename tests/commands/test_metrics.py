@@ -86,7 +86,7 @@ def test_rows_are_strict_json(run):
 
 
 def episode(*, steps: int, success: bool, cut: bool = False, counted: bool = True) -> Episode:
-    """One action per chunk; the last one may succeed."""
+    """Return an episode with one action per chunk; the last action may succeed."""
     column = np.zeros((steps, 1), np.float32)
     won = column.astype(bool)
     won[-1] = success
@@ -106,7 +106,7 @@ def episode(*, steps: int, success: bool, cut: bool = False, counted: bool = Tru
 
 
 def test_success_rate_is_not_biased_towards_short_episodes():
-    """Four slots of ten steps, episodes of at most ten: two fail, two succeed at once, again and again."""
+    """Four slots of ten steps, episodes of at most ten steps: two slots fail, two succeed at once and repeat."""
     failed = [episode(steps=10, success=False) for _ in range(2)]
     won = [episode(steps=1, success=True, counted=i % 9 == 0) for i in range(18)]
     cut = [episode(steps=1, success=False, cut=True, counted=False) for _ in range(2)]
@@ -128,7 +128,7 @@ def test_overlapped_rollout_time_counts_only_while_waiting():
 
 
 def test_step_metrics_match_hand_computed_values():
-    """Two episodes that count, one filtered group's and one cut; rewards were multiplied by 4 for learning."""
+    """Two counted episodes, one filtered and one cut; rewards were multiplied by 4 for learning."""
     won, lost = episode(steps=2, success=True), episode(steps=6, success=False)
     lost = replace(lost, spec=replace(lost.spec, task_id=1, reset_id=7))
     components = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
@@ -202,7 +202,7 @@ def test_success_metrics_are_absent_without_success_signal():
 
 
 def test_continued_episode_counts_as_one_episode():
-    """Four steps and a return of 3 were played in the step before; here it goes on for two more and succeeds."""
+    """The previous step ran four steps with return 3; this step continues the episode for two steps until success."""
     spec = EpisodeSpec(episode_id=9, reset_id=2, task_id=0, group_id=0, member=0, seed=0, noise_seed=0)
     taken = replace(episode(steps=2, success=True), earlier=EarlierPart(spec, 4, 3.0, False))
     metrics = rollout_metrics(RolloutResult(episodes=[taken]), ENV, num_workers=1, restarts=0)
@@ -217,7 +217,7 @@ def test_earlier_success_counts_for_a_continued_episode():
 
 
 def test_reward_components_cover_the_whole_continued_episode():
-    """Of one that a training step cut and the next went on with; fails where only its last part is counted."""
+    """Fails if only the last part of a continued episode is counted."""
     first = replace(episode(steps=4, success=False), components=np.array([[1.0, 0.0], [2.0, 0.5]], np.float32))
     last = replace(episode(steps=2, success=True), components=np.array([[4.0, 0.0]], np.float32), earlier=first.whole)
     collection = RolloutResult(episodes=[last], continues=True)

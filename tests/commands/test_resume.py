@@ -154,7 +154,7 @@ def test_resumed_run_keeps_its_adapted_kl_coefficient(tmp_path):
 
 @pytest.mark.integration
 def test_single_task_curriculum_saves_outcomes_per_reset_id(tmp_path):
-    """They are what it draws from: under the number of the task nothing would ever find them."""
+    """The curriculum samples by these outcomes; outcomes by task id would never be used."""
     words = ("env.kwargs.tasks=3", "env.train.task_ids=[1]", "algorithm.curriculum=1")
     run = train_toy(tmp_path, *words, "runner.max_steps=1", "runner.val_check_interval=-1")
     seen = json.loads((run / "checkpoints" / "step_000001" / "algorithm.json").read_text())["seen"]
@@ -164,7 +164,7 @@ def test_single_task_curriculum_saves_outcomes_per_reset_id(tmp_path):
 
 @pytest.mark.integration
 def test_curriculum_counts_filtered_groups(tmp_path):
-    """Of four failures and of the four of the groups that were run in their place."""
+    """The outcomes are those of four failures and of the four episodes of refill groups."""
     words = ("env.kwargs.tasks=3", "env.kwargs.goal=99", "algorithm.curriculum=1", "algorithm.filter_refills=1")
     run = train_toy(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "runner.max_steps=1")
     seen = json.loads((run / "checkpoints" / "step_000001" / "algorithm.json").read_text())["seen"]

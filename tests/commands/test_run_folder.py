@@ -65,7 +65,7 @@ def test_run_folder_contains_its_command_line(tmp_path):
 
 
 def test_run_in_use_is_refused_without_changes(tmp_path):
-    """The holder is a real process: this one's child, waiting for its input to close."""
+    """The lock holder is a real child process that waits for its input to close."""
     cfg = toy_config(tmp_path, "runner.on_existing=resume")
     code = (
         "import sys; from pathlib import Path; from embodyrl.plan.config import load_saved_config as load;"

@@ -112,7 +112,7 @@ def test_non_component_objects_are_never_called(name: str, value: str, capsys: p
 
 @pytest.mark.needs("tabletop")
 def test_config_of_an_older_version_loads(tmp_path: Path) -> None:
-    """It has keys of all parts, and some that are gone."""
+    """The config has keys of all components, and keys that were removed."""
     save_config(load_config("train", []), tmp_path / "config.yaml")
     with (tmp_path / "config.yaml").open("a") as file:
         file.write("custom: {}\ndata: {path: null, image_aug: true}\ncollect: {out: null}\n")

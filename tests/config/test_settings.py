@@ -36,36 +36,36 @@ Colour = StrEnum("Colour", ["red", "blue"])
 
 
 class Inner(Settings):
-    """Below."""
+    """Nested settings."""
 
     depth: Count = 2
-    """How deep,
+    """Depth,
     in layers."""
     width: Count = 3
-    """How wide."""
+    """Width of a layer."""
 
 
 class Paint(Settings):
-    """One part."""
+    """First part."""
 
     colour: Colour = Colour.red
-    """Which colour."""
+    """Name of the colour."""
     inner: Inner = Inner()
 
 
 class Brush(Settings):
-    """Another part."""
+    """Second part."""
 
     width: Positive | None = None
-    """How wide."""
+    """Width of the brush."""
     extra: dict[str, Any] = {}
-    """Anything."""
+    """Additional values."""
     layers: list[Positive] = []
     """Thickness of each."""
 
 
 class Mixed(Settings):
-    """A part with a field whose keys are at its own level."""
+    """A part with a field whose keys are merged into its own level."""
 
     flattened = "tool"
     base: str = "oil"
@@ -101,7 +101,7 @@ def test_values_are_validated_strictly() -> None:
 
 def test_key_has_description_type_and_expectation() -> None:
     keys = keys_of(Paint) | keys_of(Brush)
-    assert keys["inner.depth"].doc == "How deep, in layers."
+    assert keys["inner.depth"].doc == "Depth, in layers."
     assert keys["colour"].expectation == "one of red, blue"
     assert keys["width"].expectation == "a number greater than 0 and at most 1000000000 or null"
     assert keys["width"].type_text == "float | null"
@@ -121,7 +121,7 @@ def test_updated_changes_one_leaf_only() -> None:
 
 
 def test_every_number_has_an_upper_bound() -> None:
-    """Planning builds lists of what is asked for: nobody's typing error may ask for 10**14 episodes."""
+    """The planner builds lists of the requested length: a typing error must not request 10**14 episodes."""
     unbounded = [
         name
         for name, key in all_keys().items()

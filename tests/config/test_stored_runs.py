@@ -17,7 +17,7 @@ DERIVED = {
     "train_libero": {"env.eval.max_episode_steps": 280, "eval.protocol.settled": True},
     "train_text": {"env.train.max_episode_steps": 4, "env.eval.max_episode_steps": 4, "model.num_action_chunks": 4},
 }
-"""Values that follow from others; version 0.1 derived them after the config was written."""
+"""Derived values; version 0.1 derived them after it wrote the config."""
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")

@@ -30,7 +30,7 @@ DOCS = SOURCE / "docs"
 PAGES = [SOURCE / "README.md", *sorted(DOCS.rglob("*.md"))]
 EXAMPLES = SOURCE / "examples"
 GENERATED = ("configuration", "commands", "api", "extensions", "zoo")
-"""Pages of the reference that are written while the site is built."""
+"""Reference pages generated during the build of the site."""
 
 COMPOSED = {
     "model.path=/data": "download of a 7B checkpoint",
@@ -53,7 +53,7 @@ COMPOSED = {
     "env=metaworld": "needs the package; tests/envs/metaworld runs it",
     "mt10": "the same",
 }
-"""Parts of lines that are composed and checked only, with the reason."""
+"""Command lines that are only composed and checked, with the reason."""
 ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
@@ -66,9 +66,9 @@ ELSEWHERE = {
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/extensions/ray_cluster/test_ray_launcher runs them on one",
 }
-"""Parts of lines that another test runs."""
+"""Command lines that another test runs."""
 SIMULATED = ("libero", "maniskill")
-"""Minutes of simulation: such lines are planned (--dry-run) where the simulator is installed; tests/envs steps them."""
+"""Commands with minutes of simulation: planned with --dry-run if the simulator is installed; tests/envs runs them."""
 OTHER = {
     "bash scripts/quickstart.sh": "minutes of LIBERO; what it trains is planned below",
     "bash scripts/test.sh": "runs these tests",
@@ -81,7 +81,7 @@ OTHER = {
     "export ": "the reader fixture does it",
     "source ": "the shell's own",
 }
-"""Starts of lines that are no command of ours, with the reason why they are not run here."""
+"""Beginnings of lines that are not embodyrl commands, with the reason why they are not run."""
 QUICK = ("launcher=inline", "runner.logger.backends=[jsonl]")
 SHORT = {
     "train": (*QUICK, "runner.max_steps=1", "runner.val_check_interval=-1", "env.train.max_episode_steps=8"),
@@ -89,7 +89,7 @@ SHORT = {
     "collect": ("runner.logger.backends=[]", "launcher=inline", "collect.episodes=2", "env.train.task_ids=[0]"),
     "sft": (*QUICK, "runner.max_steps=1"),
 }
-"""What is added to documented runs so that they take a second or two."""
+"""Arguments that shorten documented runs to a second or two."""
 GAE = ("env.train.max_steps_per_rollout_epoch=16", "env.train.total_num_envs=2")
 GROUPS = (
     "algorithm.group_size=2",
@@ -101,11 +101,11 @@ NAMES = {"<id>": "my_run", "<sft run>": "my_run", "step_000200": "step_000001", 
 
 
 PROMPT = r"^ *(?:[A-Z]\w*=\S+ )*"
-"""What may stand before a command: indentation, variables."""
+"""Text that may precede a command: indentation, variables."""
 
 
 def documented() -> list[str]:
-    """Every line of a code block that calls our command, without its comment."""
+    """Yield every line of a code block that calls an embodyrl command, without its comment."""
     found: dict[str, None] = {}
     for page in PAGES:
         for line in re.findall(
@@ -124,7 +124,7 @@ LINES = documented()
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reader's folder, with the files that the pages talk about."""
+    """Create the working folder of a reader, with the files that the pages mention."""
     place = tmp_path_factory.mktemp("reader")
     for name in ("before", "after", "evaluation_before", "evaluation_after"):
         write_run(place / "runs" / name)
@@ -135,7 +135,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def reader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The reader's folder as working directory and on the paths of Python and its children."""
+    """Provide the working folder, on the import path of Python and its child processes."""
     places = [folder, folder / "my_env", folder / "my_policy"]
     monkeypatch.chdir(folder)
     for place in places:
@@ -149,14 +149,14 @@ def of_the_run(line: str) -> bool:
 
 
 def train_my_run(place: Path) -> None:
-    """The run that pages call my_run, where it is not there yet: one step on the tabletop."""
+    """Train the run that pages call my_run, if it does not exist: one step on the tabletop."""
     if not (place / "runs" / "my_run").is_dir():
         words = ("env=tabletop", "runner.experiment_name=my_run", "video=none", *SHORT["train"], *GROUPS)
         assert main(["train", *words]) == 0
 
 
 def short(name: str, words: list[str]) -> list[str]:
-    """A documented run with sizes of a second."""
+    """Return a documented command with small sizes."""
     alone = ("ppo", "cartpole", "sac", "dsrl", "residual")
     grouped = name == "train" and not any(part in w for w in words for part in alone)
     extra = [*SHORT.get(name, ()), *((GROUPS if grouped else GAE) if name == "train" else ())]
@@ -234,7 +234,7 @@ def test_tutorial_code_matches_the_example(page: str) -> None:
 
 
 def network(text: str) -> str:
-    """The class `Net` of a file."""
+    """Return the class `Net` of a file."""
     return text[text.index("class Net(") :].split("\n\n\n")[0].rstrip()
 
 
@@ -257,7 +257,7 @@ def test_tutorial_network_runs_in_a_new_policy(tmp_path: Path, monkeypatch: pyte
 
 
 def pages_of(node: object) -> list[str]:
-    """File names below the navigation of the site."""
+    """Return the file names below the navigation of the site."""
     if isinstance(node, str):
         return [node]
     return [name for part in (node.values() if isinstance(node, dict) else node) for name in pages_of(part)]  # type: ignore[union-attr]
@@ -305,7 +305,7 @@ def test_algorithms_have_formula_and_paper() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    """Names as the code writes them."""
+    """Metric names are those in the code."""
     explained = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
     name = r'"((?:actor|train|eval|env|rollout|time)/[a-z_]+)"'
     code = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "embodyrl").rglob("*.py"))
@@ -318,7 +318,7 @@ def test_every_metric_is_explained() -> None:
 
 
 def api_examples() -> dict[str, str]:
-    """Examples of the API reference by title."""
+    """Return the examples of the API reference by title."""
     pytest.importorskip("mkdocs")
     spec = importlib.util.spec_from_file_location("site_pages", SOURCE / "scripts" / "site_pages.py")
     assert spec
@@ -345,7 +345,7 @@ def test_every_extension_has_a_guide() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built without a warning."""
+    """Build the site without a warning."""
     if importlib.util.find_spec("material") is None:
         pytest.skip("pip install 'embodyrl[docs]'")
     place = tmp_path_factory.mktemp("site")

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A default (local) training run: (working folder, finished process)."""
+    """Run a default (local) training; return (working folder, finished process)."""
     cwd = tmp_path_factory.mktemp("journey")
     words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "runner.val_check_interval=1", "eval.episodes=4")
     return cwd, run_cli("train", *words, "launcher.env_workers=2", cwd=cwd)

@@ -33,7 +33,7 @@ SPEC = EnvSpec(
 
 
 class CartPoles(Simulators):
-    """CartPole in numpy; the start is Gymnasium's for the seed that is the reset id."""
+    """CartPole in numpy; the initial state is Gymnasium's for the seed, which is the reset id."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(SPEC)
@@ -61,7 +61,7 @@ class CartPoles(Simulators):
 
 
 class CartPoleSettings(EnvSettings, RewardSettings):
-    """No keys of its own."""
+    """Settings without additional keys."""
 
 
 class CartPoleFactory(SimFactory[CartPoleSettings]):
@@ -133,7 +133,7 @@ def broken(step: RewardStep) -> float:
 
 
 def test_failing_reward_is_reported_once_per_episode():
-    """As many complaints as episodes would end the run."""
+    """One error per episode: if every episode has an error, the run ends."""
     env = make(2, reward=StepRewardSettings(path="test_arrays:broken"))
     begin(env, [1, 2])
     said = [env.step_chunk([0, 1], np.zeros((2, 2, 1), np.float32)).reward_errors for _ in range(2)]
@@ -165,7 +165,7 @@ def test_array_environment_passes_check_env():
 
 
 class Stairs(CartPoles):
-    """After its k-th step a slot earns k squared; the third one reaches the goal."""
+    """Environment in which step k has reward k squared; the third step reaches the goal."""
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
         self.state[slots] += 1
@@ -208,7 +208,7 @@ def test_goal_at_the_time_limit_terminates_unless_ignored():
 
 
 def test_user_reward_can_add_to_the_simulator_reward():
-    """Absolute 1, 4, 9 are told, relative 1, 3, 5 are earned."""
+    """The simulator reports absolute rewards 1, 4, 9; the relative rewards are 1, 3, 5."""
     reward = StepRewardSettings(path="test_arrays:as_told", mode=RewardMode.add)
     env = ChunkedEnv(Stairs(2), 2, use_rel_reward=True, reward_coef=1.0, reward=reward)
     begin(env, [1, 2])
@@ -234,7 +234,7 @@ def test_user_reward_gets_the_data_of_its_slot():
 
 @pytest.mark.needs("libero")
 def test_slots_have_their_own_instructions(tmp_path):
-    """In the records of a rollout as by the environment."""
+    """Instructions in the records of a rollout equal those of the environment."""
     env = make(4)
     begin(env, [0, 99, 100, 149])
     assert [env.instruction(slot) for slot in range(4)] == [SPEC.tasks[task] for task in (0, 0, 1, 1)]

@@ -71,7 +71,7 @@ def test_ignored_terminations_truncate_and_keep_success():
 
 
 def test_slots_end_independently():
-    """One ignores terminations, the other does not, whichever comes first."""
+    """One slot ignores terminations, the other does not, in either order."""
     for ignoring in ((True, False), (False, True)):
         _, env = make(steps_of([0, 1, 1], success=[1, 2], terminated=[1, 2]), slots=2)
         env.reset([0, 1], [start(limit=3, ignore=ignores) for ignores in ignoring])
@@ -212,14 +212,14 @@ def test_lockstep_termination_renders_no_final_observation():
 
 
 class Still(ScriptedSims):
-    """Their expert does nothing."""
+    """Simulators whose expert does nothing."""
 
     def expert(self, slot):
         return np.zeros(2, np.float32)
 
 
 def test_expert_noise_depends_on_episode_and_step():
-    """Fails where all steps of an episode are shaken alike, or where slots and chunks decide."""
+    """Fails if all steps of an episode have equal noise, or if the noise depends on slots and chunks."""
     sims = Still([steps_of([0.0] * 9)] * 2)
     sims.spec = replace(sims.spec, expert=ExpertSpec(tasks=(0, 1)))
     env = ChunkedEnv(sims, 2, use_rel_reward=False, reward_coef=1.0)

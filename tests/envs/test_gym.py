@@ -21,7 +21,7 @@ from embodyrl.types import ActionKind, EnvSpec, EpisodeStart, ObservationOut
 
 
 class Counter(gymnasium.Env):
-    """Counts the actions; every space and every ending is chosen by the test."""
+    """Environment that counts its actions; each test chooses spaces and endings."""
 
     metadata = {"render_modes": []}
 
@@ -83,7 +83,7 @@ def needs_box() -> gymnasium.Env:
 
 
 class Knowing(gymnasium.Wrapper):
-    """Must which action is right."""
+    """Environment with an expert action."""
 
     def __init__(self, env: gymnasium.Env, right: Any) -> None:
         super().__init__(env)
@@ -198,7 +198,7 @@ def test_max_episode_steps_truncates():
 
 
 def test_cartpole_matches_gymnasium():
-    """Same seed, same actions: equal observations, rewards and end."""
+    """Equal seeds and actions give equal observations, rewards and ends."""
     theirs = gymnasium.make("CartPole-v1")
     expected, _ = theirs.reset(seed=7)
     env = begin(config("CartPole-v1"))
@@ -384,7 +384,7 @@ def test_invalid_settings_are_refused_without_importing_gymnasium(words, text):
 
 
 class DrawsFirst(gymnasium.Wrapper):
-    """Chooses something before the environment hears its seed."""
+    """Wrapper that samples before the environment is seeded."""
 
     def reset(self, **options):
         drawn = float(self.unwrapped.np_random.uniform())

@@ -42,20 +42,20 @@ def shorter(**arguments) -> gymnasium.Env:
 
 
 class Sharing(SyncVectorEnv):
-    """Shows every step, and what it resets, in the same memory."""
+    """Environment that writes every observation into the same memory."""
 
     def __init__(self, num_envs: int) -> None:
         super().__init__([shorter] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
 
 
 def apart(num_envs: int) -> AsyncVectorEnv:
-    """One process for each."""
+    """Run each environment in a separate process."""
     makers = [lambda: gymnasium.make("CartPole-v1")] * num_envs
     return AsyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 class Telling(gymnasium.Wrapper):
-    """Must of each step, also of the last one, whether the pole leans to the right."""
+    """Environment that reports at each step whether the pole leans to the right."""
 
     def step(self, action):
         seen, reward, terminated, truncated, info = self.env.step(action)
@@ -83,7 +83,7 @@ def config(env_id: str) -> EnvSettings:
 
 
 def play(env_id: str) -> list[np.ndarray]:
-    """Rewards, flags and observations of three slots in which episodes end and begin at different times."""
+    """Return rewards, flags and observations of three slots whose episodes end and start at different times."""
     env = ENVS.get("gym").make(config(env_id), EnvContext(num_slots=3))
     state = np.zeros((3, 4), np.float32)
     images = np.zeros((len(state), 0, 0, 0, 3), np.uint8)
@@ -144,7 +144,7 @@ def test_waiting_slot_starts_its_episode_after_a_lockstep_step():
 
 
 def test_ended_episode_keeps_its_final_observation():
-    """Pushed to one side, a pole falls four times while the chunk of its neighbour goes on."""
+    """A pole pushed to one side falls four times during one chunk of its neighbour."""
     env = ENVS.get("gym").make(config("test_gym_vector:SameStep"), EnvContext(num_slots=2))
     state, images = np.zeros((2, 4), np.float32), np.zeros((2, 0, 0, 0, 3), np.uint8)
     actions = np.zeros((2, 40, 1), np.float32)
@@ -213,7 +213,7 @@ def test_vector_environment_refuses_pipeline_stages():
 
 
 def test_info_is_split_by_slot():
-    """Pushed to the left and to the right, their poles lean apart."""
+    """Poles pushed to the left and to the right differ."""
     env = ENVS.get("gym").make(config("test_gym_vector:TellingBatch"), EnvContext(num_slots=2))
     env.reset([0, 1], [EpisodeStart(reset_id=i, seed=0, max_episode_steps=9) for i in range(2)])
     env.step_chunk([0, 1], np.repeat([[[0.0]], [[1.0]]], 5, axis=1).astype(np.float32))
@@ -222,7 +222,7 @@ def test_info_is_split_by_slot():
 
 
 class Numbered(gymnasium.Env):
-    """Counts its steps in its image and its info; of three steps."""
+    """Environment of three steps that counts its steps in image and info."""
 
     metadata = {"render_modes": ["rgb_array"]}
     observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
@@ -248,7 +248,7 @@ def numbered(num_envs: int, mode: str = "DISABLED") -> SyncVectorEnv:
 
 @pytest.mark.parametrize("mode", ["DISABLED", "NEXT_STEP", "SAME_STEP"])
 def test_final_step_is_reported_and_recorded(mode):
-    """And not as the beginning of what the batch goes on with; a batch that resets at once cannot draw it any more."""
+    """The final frame is not the first frame of the next episode; same-step resets cannot render the final frame."""
     cfg = config("test_gym_vector:numbered").updated({"kwargs": {"mode": mode}})
     env = ENVS.get("gym").make(cfg, EnvContext(num_slots=2))
     told, filmed = [], []

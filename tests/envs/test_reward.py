@@ -66,7 +66,7 @@ def own(name: str, **keys) -> StepRewardSettings:
 
 
 def run(reward: StepRewardSettings, rewards=(0, 2, 5), *, coef=1.0, relative=True, **flags):
-    """One episode of one chunk."""
+    """Run one episode of one chunk."""
     sims = ScriptedSims([steps_of(rewards, **flags)])
     env = ChunkedEnv(sims, 1, use_rel_reward=relative, reward_coef=coef, reward=reward)
     env.reset([0], [EpisodeStart(reset_id=0, seed=1, max_episode_steps=len(rewards))])
@@ -223,7 +223,7 @@ def test_tabletop_trains_on_a_user_reward(tmp_path):
 
 @pytest.mark.needs("demonstrations")
 def test_reward_model_returns_the_increase_of_success_probability(tmp_path):
-    """A network of one weight: the state is the log-odds. Another slot's and the next episode begin at 0."""
+    """A network with one weight: the state is the log-odds. Each slot and each episode starts at 0."""
     from embodyrl.extensions.demonstrations.learned_reward import LearnedReward
 
     shape = {"num_images": 0, "normalized": False, "activation": "tanh", "hidden": [], "state_dim": 1}

@@ -16,7 +16,7 @@ _real_save_file, _real_load_file = safetensors.torch.save_file, safetensors.torc
 
 
 def _save_file(tensors: dict[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
-    """Zeros in place of what has no data."""
+    """Write zeros in place of tensors without data."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"You are trying to save a non contiguous tensor: `{name}` which is not allowed")

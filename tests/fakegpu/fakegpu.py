@@ -1,9 +1,9 @@
 """A fake GPU: torch's fake tensors (shapes, dtypes, devices; no data) with device="cuda" on a CPU build.
 
 A pytest plugin for a separate process: it must be loaded before torch (see `test_fakegpu.py`). `with FakeGpu() as
-gpu:` runs code with device="cuda:N"; it raises on mixed devices and dtypes, and on what has no deterministic form where
-one is asked for, as CUDA would. It meters live bytes, kernels, FLOPs, bytes moved, copies and waits. It cannot show
-values, kernel choice, races, NCCL or fragmentation; operations on DTensors are metered on their local tensors.
+gpu:` runs code with device="cuda:N"; it raises errors for mixed devices and dtypes, and for operations without a
+deterministic form if requested, as CUDA does. It measures live bytes, kernels, FLOPs, bytes moved, copies and waits. It
+cannot show values, kernel choice, races, NCCL or fragmentation; operations on DTensors count on their local tensors.
 """
 
 # ruff: noqa: E402
@@ -35,40 +35,40 @@ from torch.utils.flop_counter import flop_registry
 GIB = 2**30
 DEVICES, MEMORY = 8, 80 * 10**9
 PEAK = {torch.bfloat16: 650e12, torch.float16: 650e12}
-"""FLOP/s assumed of one device; others: SLOW_PEAK."""
+"""Assumed FLOP/s of one device; other dtypes: SLOW_PEAK."""
 SLOW_PEAK, BANDWIDTH, LAUNCH = 50e12, 2.8e12, 2.5e-6
 COPIES = ("_to_copy", "copy_")
 MAKERS = ("empty", "empty_like", "empty_strided", "new_empty")
 WAITS = ("nonzero", "_unique2", "masked_select")
-"""The shape of the result depends on the values."""
+"""Operations whose result shape depends on values."""
 _ON: list[FakeGpu] = fakestreams.ON
 _PINNED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Storages of host memory that a GPU reads by itself."""
+"""Storages of host memory that a GPU reads directly."""
 
 
 class FakeGpu(TorchDispatchMode):
-    """Eight devices, one of which is metered as if all went there."""
+    """Eight devices; one of them is measured as if it ran everything."""
 
     def __init__(self, *, scalar: float = 1.0) -> None:
-        """`scalar` is what every number reads that is brought to the host."""
+        """`scalar` is the value of every number that is copied to the host."""
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.scalar = scalar
         self.live = self.peak = self.pool = 0
         self.recording = False
-        """Kernels go into a graph, and nothing may wait."""
+        """True during graph capture, in which no wait is allowed."""
         self.imagined = False
-        """Shapes of whole DTensors are worked out on tensors that no device would hold."""
+        """True while shapes of whole DTensors are computed on tensors that no device stores."""
         self.sizes: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self.reset()
 
     def reset(self) -> FakeGpu:
-        """Begin a new measurement; what lives stays."""
+        """Start a new measurement; live tensors stay."""
         self.kernels = self.flops = self.moved = self.syncs = self.h2d = 0
         self.seconds = 0.0
         self.by_op: dict[str, list[float]] = collections.defaultdict(lambda: [0, 0.0, 0, 0])
         self.by_place: collections.Counter[tuple[str, str, torch.dtype]] = collections.Counter()
-        """Kernels by line of ours, operation and dtype of the first floating-point input."""
+        """Kernels by source line, operation and dtype of the first floating-point input."""
         self.attention: collections.Counter[str] = collections.Counter()
         self.sync_places: collections.Counter[str] = collections.Counter()
         self.peak = self.live
@@ -114,7 +114,7 @@ class FakeGpu(TorchDispatchMode):
         return out
 
     def _without_constant(self, tensor: Tensor) -> Tensor:
-        """Of a scalar torch would carry out the copy to the device."""
+        """Remove scalar constants, for which torch would run the copy to the device."""
         fake = tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
         fake.constant = None
         return fake
@@ -165,7 +165,7 @@ class FakeGpu(TorchDispatchMode):
         entry[:] = (a + b for a, b in zip(entry, (1, took, flops, moved), strict=True))
 
     def know(self, storage: Any, nbytes: int) -> None:
-        """A storage has this size now."""
+        """Register the size of a storage."""
         size = -(-nbytes // 512) * 512
         if storage not in self.sizes:
             box = self.sizes[storage] = [0]
@@ -179,7 +179,7 @@ class FakeGpu(TorchDispatchMode):
         self.live -= box[0]
 
     def report(self, title: str, top: int = 12) -> str:
-        """What was measured since `reset`, human-readable."""
+        """Return the measurements since `reset` as text."""
         lines = [
             f"{title}: peak {self.peak / GIB:.1f} GiB, live {self.live / GIB:.1f} GiB, {self.kernels} kernels, "
             f"{self.flops / 1e12:.1f} TFLOP, {self.moved / 1e9:.0f} GB moved, roofline {self.seconds * 1e3:.0f} ms, "
@@ -239,7 +239,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Flash attention without a mask, the memory-efficient one with it."""
+    """Flash attention without a mask, memory-efficient attention with a mask."""
     if not (isinstance(q, FakeTensor) and q.device.type == "cuda"):
         return _real_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if torch.is_autocast_enabled("cuda"):  # as the real one, which autocast brings to the lower precision
@@ -288,7 +288,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _rms_norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel on CUDA, which torch takes apart for tensors that have a class of their own."""
+    """One kernel on CUDA; torch decomposes it for tensor subclasses."""
     if isinstance(input, FakeTensor) and input.device.type == "cuda" and weight is not None:
         if torch.is_autocast_enabled("cuda"):  # which has this function in its list for float32
             input, weight = (t.float() if t.dtype != torch.float64 else t for t in (input, weight))
@@ -297,7 +297,7 @@ def _rms_norm(input: Tensor, shape: Any, weight: Tensor | None = None, eps: floa
 
 
 def _apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` that makes new parameters: fake ones cannot be changed in place."""
+    """`Module._apply` that creates new parameters, because fake ones cannot be changed in place."""
     if not _ON:
         return _real_apply(self, fn, recurse)
     # Shared ones stay shared; the old ones are kept for as long, so that no other gets their number.
@@ -325,7 +325,7 @@ def _resize(self: Any, size: int) -> Any:
 
 
 class _Imagined:
-    """Around torch's own shape tests of DTensors, which are not metered."""
+    """Context for torch's shape tests of DTensors, which are not measured."""
 
     def __enter__(self) -> None:
         for gpu in _ON:
@@ -341,7 +341,7 @@ def _data_ptr(self: Any) -> int:
 
 
 def _pretend() -> None:
-    """Put the above in place, and the rest of what says that there are devices."""
+    """Install these replacements and report that devices exist."""
     stream, state = fakestreams.Stream(), _real_tensor([0] * 16, dtype=torch.uint8)
     answers: dict[str, Any] = {
         "is_available": True,

@@ -17,11 +17,11 @@ upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backw
 _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward grid_sampler_3d_backward reflection_pad1d_backward
 reflection_pad2d_backward reflection_pad3d_backward
 """
-"""What raises on CUDA in deterministic mode (documentation of `torch.use_deterministic_algorithms`)."""
+"""Operations that raise on CUDA in deterministic mode (documentation of `torch.use_deterministic_algorithms`)."""
 
 
 def place() -> str:
-    """Line of ours that is being run."""
+    """Return the source line of embodyrl that is running."""
     frame: Any = sys._getframe(1)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("embodyrl."):
         frame = frame.f_back
@@ -39,7 +39,7 @@ def refuse_unordered(name: str, ins: Iterable[Tensor], kwargs: dict[str, Any]) -
 
 
 def refuse_mixed(name: str, args: list[Any]) -> None:
-    """Raise where lists hold tensors of several devices: fake tensors compare those of plain arguments only."""
+    """Raise an error for lists of tensors on several devices; fake tensors check only plain arguments."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
     together = [[t for one in lists for t in one]]
     if name.startswith("_foreach_") and len({len(one) for one in lists}) == 1:

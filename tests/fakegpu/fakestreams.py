@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 ON: list[Any] = []
-"""The fake devices that are in use (see `fakegpu.py`)."""
+"""The active fake devices (see `fakegpu.py`)."""
 
 
 class Stream(torch.cpu.Stream):
@@ -34,7 +34,7 @@ class Event:
 
 
 class Graph:
-    """Kernels that were recorded: a replay is one launch."""
+    """Captured kernels: a replay is one launch."""
 
     kernels, seconds = 0, 0.0
 

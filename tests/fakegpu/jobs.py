@@ -1,7 +1,7 @@
 """A policy process of a real config on the fake GPU, up to its second update, and its memory plan.
 
-`run` imports torch: to be called after `fakegpu` is loaded. Everything is the product's own code: config, run_plan,
-arena, `PolicyHost` and the requests it answers; only the process group is a fake one, of which this is the first rank.
+`run` imports torch, so it must be called after `fakegpu` is loaded. Config, run_plan, arena, `PolicyHost` and requests
+are those of embodyrl; only the process group is fake, and this process is its first rank.
 """
 
 # ruff: noqa: T201
@@ -33,42 +33,42 @@ QWEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One policy process."""
+    """One policy process and its config."""
 
     name: str
     model: str
     """7b, tiny, 0.5b or 1.5b."""
     words: tuple[str, ...] = ()
     lora: bool = False
-    """Set beside the words: adapters on random weights are refused there, and the fake GPU has no other."""
+    """Set in code, because overrides reject adapters on random weights, and the fake GPU has no others."""
     act: int = 4
-    """Samples of the inference."""
+    """Number of samples of the inference."""
     train: int = 2
-    """Samples of the second update; the first one has one of each rank."""
+    """Number of samples of the second update; the first update has one per rank."""
     saves: bool = False
-    """Write a checkpoint and load it."""
+    """True: write a checkpoint and load it."""
     layers: int | None = None
-    """Of the language model and of each tower (whose last one is not used; sizes of 7B: one more), where not all."""
+    """Number of layers of the language model and of each tower (7B: one more, the last is unused); None: all."""
 
 
 @dataclass
 class Result:
-    """What was seen."""
+    """Measurements of a job."""
 
     planned: dict[str, int] = field(default_factory=dict)
     sleeps: bool = False
-    """vLLM has its memory only while it acts."""
+    """True if vLLM has its memory only while acting."""
     peaks: dict[str, int] = field(default_factory=dict)
-    """Largest memory by phase, bytes."""
+    """Peak memory in bytes by phase."""
     phases: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def measured(self) -> int:
-        """Peak of all phases, bytes."""
+        """Peak memory of all phases in bytes."""
         return max(self.peaks.values())
 
 
 def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
-    """A checkpoint folder that asks for random weights, with the public sizes or the shipped ones."""
+    """Write a checkpoint folder with random initial weights, with public or included sizes."""
     from embodyrl.config.paths import assets_dir
     from embodyrl.policies.openvla_oft import config as oft_config
 
@@ -86,7 +86,7 @@ def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
 
 
 def write_text(folder: Path, model: str, layers: int | None) -> None:
-    """A folder of the public Qwen2.5 sizes whose weight file is a header without weights: only its sizes are read."""
+    """Write a folder of the public Qwen2.5 sizes whose weight file is only a header, because only sizes are read."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
@@ -111,7 +111,7 @@ def write_text(folder: Path, model: str, layers: int | None) -> None:
 
 
 def config_of(job: Job, folder: Path) -> Any:
-    """The config of a job whose model lies in `folder`."""
+    """Return the config of a job whose model is in `folder`."""
     from embodyrl.plan.config import load_config
 
     if "rollout.backend=vllm" in job.words:
@@ -149,7 +149,7 @@ def config_of(job: Job, folder: Path) -> Any:
 
 @contextmanager
 def one_of(world: int) -> Iterator[None]:
-    """Be the first of n ranks whose collectives nobody answers."""
+    """Act as the first of n ranks whose collectives have no other participants."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._python_dispatch import _disable_current_modes
@@ -177,7 +177,7 @@ def one_of(world: int) -> Iterator[None]:
 
 @contextmanager
 def fake_text(job: Job, prompt: int) -> Iterator[None]:
-    """Language models without data, and prompts of n tokens."""
+    """Replace language models by models without data, and prompts by n tokens."""
     if job.model not in QWEN:
         yield
         return
@@ -207,7 +207,7 @@ def fake_text(job: Job, prompt: int) -> Iterator[None]:
 
 
 def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
-    """Records of `count` episodes of one chunk step whose advantages differ."""
+    """Fill records of `count` episodes of one chunk step with different advantages."""
     from embodyrl.channels.layout import Record, encode_instruction
 
     tickets = []
@@ -226,7 +226,7 @@ def fill(arena: Any, count: int, policy: Any, task: str) -> Any:
 
 
 def run(job: Job, folder: Path) -> Result:
-    """Start, act, score, update twice, save and load."""
+    """Build, act, score, update twice, save and load."""
     from embodyrl.channels.arena import Arena
     from embodyrl.devices import Gpus
     from embodyrl.extensions.planner import memory
@@ -312,7 +312,7 @@ def _live(job: Job, run_plan: Any, arena: Any, init: Any, result: Result, folder
 
 
 def fill_again(arena: Any, policy: Any) -> None:
-    """Put back what acting without data has written."""
+    """Restore the records that acting without data has overwritten."""
     from embodyrl.channels.layout import Record
 
     arena[Record.tokens][:] = getattr(getattr(policy, "_config", None), "action_vocab_start", 7)

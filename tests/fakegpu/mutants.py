@@ -1,9 +1,9 @@
-"""GPU-only bugs, seeded one at a time: the checks of this folder must detect each.
+"""GPU-only bugs, seeded one at a time: the checks of this folder must detect each of them.
 
-Each bug is put into the source as it is imported, in a process forked before anything of ours was loaded. A check is
-the whole life of a policy process (`on_process.py`), or a test of the files beside it.
+Each bug is inserted into the source on import, in a process forked before embodyrl was loaded. A check is the
+complete life of a policy process (`on_process.py`), or a test of another file of this folder.
 
-    python tests/fakegpu/mutants.py     needs what `rows.py` needs
+    python tests/fakegpu/mutants.py     same requirements as `rows.py`
 """
 
 # ruff: noqa: T201
@@ -152,11 +152,11 @@ BUGS = {
 
 GONE = "the line that the bug is put into is no longer there"
 PRELOADED = ("fakegpu", "pytest", "torch.distributed.fsdp", "peft", "transformers", "pydantic", "yaml")
-"""What children need not import again: torch and others, nothing of ours."""
+"""Modules that child processes need not import again: torch and others, but nothing of embodyrl."""
 
 
 class _Seed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module with a bug in it."""
+    """Import hook that inserts a bug into one module."""
 
     def __init__(self, bug: Bug) -> None:
         self.bug = bug
@@ -236,7 +236,7 @@ CHECKS = {
 
 
 def outcome(bug: Bug | None, check: str) -> str:
-    """What a check says with a bug in the source, in a forked process; empty: it has noticed nothing."""
+    """Return the output of a failed check for a seeded bug, in a forked process; empty: not detected."""
     assert not any(name.partition(".")[0] == "embodyrl" for name in sys.modules), "ours must not be loaded yet"
     reading, writing = os.pipe()
     child = os.fork()

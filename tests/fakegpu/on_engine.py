@@ -34,7 +34,7 @@ ALL = {"weights", "kv_cache"}
 
 
 class Llm:
-    """vLLM's own interface, as far as we call it, with what it says of sleeping: level 2 keeps nothing."""
+    """The part of vLLM's interface that embodyrl calls; sleep level 2 keeps no memory."""
 
     def __init__(self, **settings: Any) -> None:
         self.reloads: list[int] = []
@@ -75,7 +75,7 @@ ENV = EnvSpec(
 
 
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put it in vLLM's place."""
+    """Install the replacement of vLLM."""
     vllm = ModuleType("vllm")
     vllm.__spec__ = ModuleSpec("vllm", None)  # else it is not installed
     vllm.LLM, vllm.SamplingParams = Llm, SimpleNamespace  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def write_config(folder: Path) -> None:
 
 
 def engine_of(**arguments: Any) -> VllmEngine:
-    """One whose weights nobody writes: fake ones cannot be saved for vLLM to read."""
+    """Return an engine without saved weights, because fake weights cannot be saved."""
     request = PolicyRequest(env=ENV, device="cuda:3", seed=0, engine_share=0.5, engine=arguments)
     return VllmEngine(write_config, request, dtype="bfloat16")
 

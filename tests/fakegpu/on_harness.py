@@ -72,7 +72,7 @@ def test_copied_tensors_match_torch():
 
 @pytest.mark.parametrize("dtype", NORMED)
 def test_policy_norms_keep_their_dtype_under_autocast(dtype):
-    """Autocast would make float32 copies of a norm's input, which its kernel does not need."""
+    """Autocast would create float32 copies of a norm's input, which the kernel does not need."""
     with FakeGpu() as gpu, torch.autocast("cuda", dtype=torch.bfloat16):
         for norm in (RmsNorm(8, 1e-5), LayerNorm(8)):
             x = torch.empty(2, 8, device="cuda", dtype=dtype)
@@ -99,7 +99,7 @@ def test_lists_of_tensors_on_several_devices_are_refused():
 
 
 def test_cpu_run_resumes_on_a_gpu():
-    """The count of steps is on the CPU in the checkpoint, and the fused optimizer wants it beside the weights."""
+    """The step count is on the CPU in the checkpoint; the fused optimizer needs it on the device of the weights."""
     begun = torch.nn.Linear(3, 1)
     first = torch.optim.AdamW(begun.parameters())
     for p in begun.parameters():

@@ -87,7 +87,7 @@ def test_openvla_oft_tensors_stay_on_the_selected_gpu(
 
 
 def use_oft(case: str, precision: Precision, gpu: FakeGpu, folder: Path) -> Any:
-    """Build, act, values, score, imitate; pixels are prepared in float32 whoever asks."""
+    """Build, act, values, score, imitate; images are always preprocessed in float32."""
     words = dict(OFT[case])
     write_oft(folder, layers=2, tiny=True)
     asked = {key: words.pop(key) for key in ("value_dim", "trainable", "gradient_checkpointing") if key in words}

@@ -1,7 +1,7 @@
 """A whole policy process on the fake GPU, alone and as one of eight ranks: expected syncs and copies.
 
-A sync blocks the host until the device has finished, so a sync in a loop costs more than its kernel. The table must
-change only on purpose. `FAKEGPU_PRINT=1` prints the current table.
+A sync blocks the host until the device has finished, so a sync in a loop costs more than its kernel. Change the
+table only on purpose. `FAKEGPU_PRINT=1` prints the current table.
 """
 
 # ruff: noqa: T201
@@ -59,7 +59,7 @@ EXPECTED = {
         "update 1": (4, 64),
     },
 }
-"""By phase: waits of the host for the device, and copies to it; one that is not from pinned memory is a wait too."""
+"""Waits of the host and copies to the device by phase; a copy from unpinned memory also waits."""
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -77,7 +77,7 @@ def test_largest_batch_uses_the_planned_memory(lora: bool, tmp_path: Path) -> No
 
 
 def check(job: Job, folder: Path) -> None:
-    """Run a job and compare its waits and copies with the table; nothing may be left behind by acting or an update."""
+    """Run a job and compare its waits and copies with the table; acting and updates must not leak memory."""
     name, got = job.name, run(job, folder)
     counted = {phase: (numbers["waits"], numbers["copies"]) for phase, numbers in got.phases.items()}
     if os.environ.get("FAKEGPU_PRINT"):

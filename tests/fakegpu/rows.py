@@ -1,8 +1,8 @@
 """Compare the memory plan with the measured peak of the same config, row by row.
 
-    python tests/fakegpu/rows.py                    all rows, models whole: minutes
-    python tests/fakegpu/rows.py --layers 2         the same with n layers of each part
-    python tests/fakegpu/rows.py --only "7B lora"   rows whose name begins so
+    python tests/fakegpu/rows.py                    all rows with full models: minutes
+    python tests/fakegpu/rows.py --layers 2         with n layers of each part
+    python tests/fakegpu/rows.py --only "7B lora"   rows whose name starts with this text
 
 Needs `FAKE_CUDA_GUARD` (see `test_fakegpu.py`) and this folder on PYTHONPATH.
 """
@@ -66,9 +66,9 @@ STEP_OF_TEXT = Job(name="text, one micro-batch", model="1.5b", words=(ONE, AGAIN
 
 
 def line(job: Job, got: Result, seconds: float) -> str:
-    """A row of the table; what no tensor of ours holds (CUDA's own memory, vLLM's) is left out of the plan.
+    """Return a row of the table; memory outside of tensors (CUDA, vLLM) is subtracted from the plan.
 
-    Beside what was metered, vLLM must have room for the share that it is given; while it is awake, if it sleeps.
+    vLLM's share must fit in addition to the measured memory, while vLLM is awake.
     """
     sizes, seen = got.planned, got.measured()
     planned = sizes["policy"] - sizes["process"] - (0 if got.sleeps else sizes["engine"])

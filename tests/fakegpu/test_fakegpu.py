@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="session")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """torch's own fake device guard and hooks that say CUDA is there, compiled against the installed torch."""
+    """Compile torch's fake device guard and the hooks that report CUDA against the installed torch."""
     import torch
 
     compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
@@ -79,7 +79,7 @@ def test_optimizer_step_of_eight_long_replies_fits_25_gib(guard: Path) -> None:
 
 
 def on_fake_gpu(guard: Path, *words: str, timeout: float = 560) -> subprocess.CompletedProcess[str]:
-    """Run Python with the guard in place."""
+    """Run Python with the guard installed."""
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path, "FAKE_CUDA_GUARD": str(guard), "OMP_NUM_THREADS": "1"}
     return subprocess.run(

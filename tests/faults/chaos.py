@@ -2,12 +2,12 @@
 
     PYTHONPATH=tests:. python tests/faults/chaos.py --minutes 30 --folder chaos
 
-A trial starts a run of some kind, sends a few signals at random moments, goes on with what was ended, and at last lets
-it finish in peace. After each end: the exit code is one that these signals can give, no traceback, every death by its
-name, no process, shared memory or temporary file, rows of metrics once and in order, checkpoints as in their manifests.
-At the end a deterministic run has the rows and weights of one that nobody disturbed. All follows from the seed but the
-moment at which a signal arrives: runs are as fast as the machine is. With the same --folder a later call goes on with
-the next kind of run, and its tables count all calls.
+A trial starts a run, sends a few signals at random moments, resumes the run after each end, and finally lets it
+finish. After each end: the exit code fits the signals, no traceback, every death is reported by name, no process,
+shared memory or temporary file remains, rows of metrics are unique and ordered, checkpoints match their manifests.
+A deterministic run ends with the rows and weights of an undisturbed run. Everything but the arrival times of signals
+follows from the seed. With the same --folder a later call continues with
+the next kind of run, and its tables cover all calls.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from processes import MARK, Command, marked_processes, start_cli, wait_until
 from embodyrl.monitor.history import read_rows
 
 LOG = "trials.jsonl"
-"""What each trial of a folder has met."""
+"""File with the events of each trial in a folder."""
 
 LIMIT_S = 240.0
-"""A run that has not ended by then hangs."""
+"""Maximum duration in seconds; longer runs count as hung."""
 KILL, TERM, INT, HUP, USR1, STOP = (getattr(signal, f"SIG{n}") for n in ("KILL", "TERM", "INT", "HUP", "USR1", "STOP"))
 SIGNALS = {
     "driver": (KILL, TERM, INT, HUP, USR1, STOP),
@@ -54,23 +54,23 @@ SIGNALS = {
     "program": (KILL, TERM, STOP),
     "judge": (KILL, STOP),
 }
-"""What each kind of process may meet; STOP is followed by CONT after a while."""
+"""Signals for each kind of process; STOP is followed by CONT."""
 
 
 @dataclass
 class Injection:
-    """A signal that was sent, and what it may lead to."""
+    """A signal that was sent, and its possible effects."""
 
     role: str
     name: str
     signum: int
     at: float
     handled: bool
-    """The process had its handlers by then (or ignored the signal)."""
+    """True if the process had installed its handlers (or ignored the signal)."""
     early: bool
-    """A run had not begun in it yet."""
+    """True if no run had started in the process."""
     codes: set[int] = field(default_factory=set)
-    """Exit codes that it may cause."""
+    """Exit codes that the signal may cause."""
 
     @property
     def fatal(self) -> bool:
@@ -78,7 +78,7 @@ class Injection:
 
 
 def process_tree(root: int) -> dict[int, list[int]]:
-    """Children of each descendant of a process."""
+    """Return the children of each descendant of a process."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -96,7 +96,7 @@ def process_tree(root: int) -> dict[int, list[int]]:
 
 
 def role_of(pid: int) -> tuple[str, str] | None:
-    """Role and name of a process below a driver; None for those that are left in peace."""
+    """Return role and name of a process below a driver; None for processes that get no signals."""
     folder = Path(f"/proc/{pid}")
     try:
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -113,14 +113,14 @@ def role_of(pid: int) -> tuple[str, str] | None:
 
 
 def has_handler(pid: int, signum: int) -> bool:
-    """Whether a process catches or ignores a signal."""
+    """Return whether a process handles or ignores a signal."""
     text = Path(f"/proc/{pid}/status").read_text()
     masks = [int(m, 16) for m in re.findall(r"^Sig(?:Ign|Cgt):\s*(\w+)", text, re.MULTILINE)]
     return any(mask >> (signum - 1) & 1 for mask in masks)
 
 
 class Judge:
-    """The process that answers with rewards; it comes back after its death."""
+    """The reward service process, which is restarted after its death."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -130,7 +130,7 @@ class Judge:
         self._process: subprocess.Popen[bytes] | None = None
 
     def pid(self) -> int:
-        """Process id; starts it where it does not run."""
+        """Return the process id; start the process if it does not run."""
         if self._process is None or self._process.poll() is not None:
             code = Path(__file__).with_name("chaos_judge.py")
             environ = {k: v for k, v in os.environ.items() if k != MARK}
@@ -158,10 +158,10 @@ class Trial:
         self.codes: list[int] = []
 
     def run(self, quota: int) -> None:
-        """Start, disturb `quota` times, go on, finish.
+        """Start, disturb `quota` times, resume, finish.
 
         Raises:
-            AssertionError: something does not hold.
+            AssertionError: an invariant is violated.
         """
         for _ in range(quota + 4):
             left = quota - len(self.injections)
@@ -229,7 +229,7 @@ class Trial:
         return injection
 
     def _thaw(self, pid: int, role: str) -> None:
-        """Let a stopped process go on, after its deadline or before."""
+        """Continue a stopped process, before or after its deadline."""
         longest = {"env": 9.0, "reward": 12.0, "judge": 5.0}.get(role, 3.0)
         time.sleep(self._rng.uniform(0.2, longest))  # the fault itself
         try:
@@ -265,7 +265,7 @@ class Trial:
         self.kind.check(self.folder, complete=False)
 
     def _check_deaths(self, injections: Sequence[Injection], code: int) -> None:
-        """Every worker that a signal ended is named, unless the run ended for another reason in that moment."""
+        """Check that every worker that a signal killed is named, unless the run ended for another reason."""
         if code not in (0, 4):
             return
         events = [p.read_text() for p in self.folder.rglob("events.log")]
@@ -290,7 +290,7 @@ class Chaos:
     seed: int
     only: Sequence[str] = ()
     quota: tuple[int, int] = (8, 20)
-    """Fewest and most signals of a trial."""
+    """Minimum and maximum number of signals per trial."""
 
     def __post_init__(self) -> None:
         self.judge = Judge()
@@ -302,7 +302,7 @@ class Chaos:
         self._calm: dict[str, tuple[Any, float]] = {}
 
     def calm(self, kind: Kind) -> tuple[Any, float]:
-        """Outcome and seconds of an undisturbed run."""
+        """Return outcome and duration of an undisturbed run."""
         if kind.name not in self._calm:
             if kind.name == "sft" and not (self._shared / "demos").exists():
                 _, collecting = next((None, k) for k in kinds(self._shared, "") if k.name == "collect")
@@ -321,7 +321,7 @@ class Chaos:
         return self._calm[kind.name]
 
     def trials(self, minutes: float, injections: int) -> Iterator[tuple[Trial, str]]:
-        """Trials with what went wrong in each ("": nothing), until the time or the number of injections is over."""
+        """Yield trials with their violations (empty: none), until the time or the number of injections is used up."""
         number = sum(1 for _ in read_rows(self.folder / LOG))
         rng, end, sent = random.Random(self.seed + number), time.monotonic() + 60 * minutes, 0
         while time.monotonic() < end and sent < injections:
@@ -358,7 +358,7 @@ def table(counts: Mapping[tuple[str, str], int]) -> str:
 
 
 def tables(folder: Path) -> str:
-    """What all trials of a folder have met: by process, and by kind of run with what was looked at."""
+    """Return the tables of all trials of a folder: by process, and by kind of run and check."""
     processes, kinds_of_run = Counter(), Counter()
     for row in read_rows(folder / LOG):
         for role, name in row["signals"]:

@@ -20,7 +20,7 @@ from embodyrl.extensions.demonstrations.writer import read_episodes
 
 STEPS = 3
 SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=1.4")
-"""Rollouts that take time but no processor."""
+"""Settings of rollouts that take time but little CPU."""
 WATCHED = ("faults.max_restarts_per_worker=1000", "faults.step_timeout_s=6", "faults.update_timeout_s=30")
 TRAIN = (
     *(f"runner.max_steps={STEPS}", "runner.save_interval=1", "runner.deterministic=true"),
@@ -42,10 +42,10 @@ class Kind:
     command: str
     words: Callable[[Path], Sequence[str]]
     exact: bool = True
-    """Whatever happens, it ends with the numbers of an undisturbed run."""
+    """True if the run must end with the results of an undisturbed run."""
 
     def start(self, folder: Path) -> list[str]:
-        """Words of the command that starts it, or goes on with it."""
+        """Return the arguments that start or resume the run."""
         run = folder / "run"
         if self.command == "collect" or not (run / "config.yaml").is_file():
             return [self.command, *self.words(folder)]
@@ -54,10 +54,10 @@ class Kind:
         return [self.command, "--resume", str(run), "trust=true"]
 
     def check(self, folder: Path, *, complete: bool) -> None:
-        """What must hold of the files whenever no process runs.
+        """Check the invariants of the files while no process runs.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: an invariant is violated.
         """
         run = folder / "run"
         metrics = run / "metrics.jsonl"
@@ -77,7 +77,7 @@ class Kind:
             assert not complete or check_layout(folder / "demos") == []
 
     def outcome(self, folder: Path) -> Any:
-        """What a finished run has found out, without what depends on the clock."""
+        """Return the results of a finished run, without clock-dependent values."""
         run = folder / "run"
         if self.command == "eval":
             played = [{k: v for k, v in row.items() if k not in ("seconds", "video")} for row in self._episodes(run)]
@@ -138,13 +138,13 @@ def _text(shared: Path, *reward: str) -> Callable[[Path], Sequence[str]]:
 
 
 def write_programs(path: Path) -> None:
-    """Rows whose answers are programs: what a model of single characters writes is hardly ever one."""
+    """Write rows whose answers are programs, because a tiny model hardly ever writes a program."""
     lines = [{"prompt": f"{n}=", "answer": json.dumps([f"assert {n}", "x = 1"])} for n in range(1, 40)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def kinds(shared: Path, judge_url: str) -> list[Kind]:
-    """All kinds; `shared` holds what they read, `judge_url` answers with rewards."""
+    """Return all kinds; `shared` contains their inputs, `judge_url` is the reward service."""
     judged = (f"reward.path={judge_url}", "reward.name=null", "reward.weights={}", "reward.timeout_s=3")
     code = ("reward.name=code", "reward.weights={code:0.5,overlap:0.5}", "reward.timeout_s=8")
     return [

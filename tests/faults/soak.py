@@ -2,9 +2,9 @@
 
     PYTHONPATH=tests:. python tests/faults/soak.py --seconds 600 --compare
 
-First an echo environment, whose reward is its action: every record must hold a pair. Then training on tabletop: the run
-must count each kill, exit cleanly at Ctrl-C, and leave no files. `--compare` repeats the training without kills: all
-rows of metrics must be equal, because lost episodes are repeated.
+First an echo environment, whose reward is its action: every record must contain a matching pair. Then training on
+tabletop: the run must count each kill, exit cleanly on Ctrl-C, and leave no files. `--compare` repeats the training
+without kills: all rows of metrics must be equal, because lost episodes are repeated.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Killer(threading.Thread):
 
 
 def soak_echo(folder: Path, seconds: float, seed: int) -> None:
-    """Rollouts under fire; every action must meet its own reward."""
+    """Run rollouts with random kills; every action must match its reward."""
     with running_crew(folder, cfg=mixed_config(folder, *ECHO)) as stage:
         workers, killer = stage.workers, Killer(os.getpid(), seed)
         files = len(os.listdir("/proc/self/fd"))
@@ -105,7 +105,7 @@ def soak_echo(folder: Path, seconds: float, seed: int) -> None:
 
 
 def soak_training(folder: Path, seconds: float, seed: int) -> Path:
-    """Training under fire; returns the run."""
+    """Train with random kills; return the run."""
     places = (f"runner.output_dir={folder}", "runner.experiment_name=soak", "runner.max_steps=100000")
     command = start_cli("train", *TABLETOP, *places, cwd=folder)
     run = folder / "soak"
@@ -130,7 +130,7 @@ def soak_training(folder: Path, seconds: float, seed: int) -> Path:
 
 
 def compare(folder: Path, soaked: Path) -> None:
-    """The same number of steps without kills gives the same rows, to the last digit."""
+    """Check that the same number of steps without kills gives identical rows."""
     steps = len(rows(soaked))
     places = (f"runner.output_dir={folder}", "runner.experiment_name=calm", f"runner.max_steps={steps}")
     command = start_cli("train", *TABLETOP, *places, cwd=folder)

@@ -15,7 +15,7 @@ EVAL = ("eval", "env=gym", "model=random", "eval.episodes=4", "env.eval.total_nu
 
 
 def running(folder: Path) -> list[int]:
-    """Process ids that the environments wrote down and that still run."""
+    """Return the running processes among the process ids written by the environments."""
     found = []
     for file in folder.glob("*.pid"):
         try:
@@ -31,7 +31,7 @@ def count(folder: Path) -> int:
 
 
 def end(command: Command) -> None:
-    """Kill the driver alone, as the kernel does for memory."""
+    """Kill the driver only, as the kernel does when memory runs out."""
     os.kill(command.pid, signal.SIGKILL)
     command.wait()
 

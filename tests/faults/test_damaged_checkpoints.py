@@ -81,7 +81,7 @@ def test_resume_refuses_a_damaged_checkpoint_and_names_an_older_one(healthy, tmp
 
 
 def test_partial_checkpoint_is_ignored_and_deleted(healthy, tmp_path):
-    """What a kill between the data and the manifest, or before the rename, leaves behind."""
+    """Files left by a kill between the data and the manifest, or before the rename."""
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     folder = run / "checkpoints"

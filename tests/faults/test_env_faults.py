@@ -61,7 +61,7 @@ def test_failed_worker_start_ends_the_run(tmp_path):
 
 
 def test_episode_that_crashes_its_worker_is_dropped(tmp_path):
-    """Its neighbours in the worker die with it twice; then it runs alone, so that none of them is given up for it."""
+    """Other episodes of the worker crash with it twice; then it runs alone, so that no other episode is dropped."""
     faulty = ("env.kwargs.fault=kill", "env.kwargs.state=2", "video=all", "eval.episodes=4")
     words = toy_words(tmp_path, *faulty, command="eval")
     done = run_cli("eval", *words, "launcher.env_workers=1", "rollout.pipeline_stage_num=1", cwd=tmp_path)

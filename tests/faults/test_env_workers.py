@@ -24,7 +24,7 @@ ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "algorithm.rollout_e
 
 
 def fault(folder: Path, *settings: str) -> list[str]:
-    """A fault that one worker commits once."""
+    """Return a fault that one worker has once."""
     return [f"env.kwargs.{s}" for s in (*settings, f"once={folder}/marker")]
 
 
@@ -34,7 +34,7 @@ def collect(stage: Stage) -> RolloutResult:
 
 
 def collect_with(folder: Path, *words: str) -> tuple[Sequence[str], int]:
-    """A rollout of an echo env; every action must have met its own reward, and every record must be free again."""
+    """Run a rollout of an echo environment; actions must match their rewards, and all records must be freed."""
     with running_crew(folder, cfg=mixed_config(folder, *ECHO, *words)) as stage:
         rollout = collect(stage)
         assert [e.spec.episode_id for e in rollout.episodes] == list(range(32)), "what was lost is played again"
@@ -73,7 +73,7 @@ def test_crash_keeps_rewards_aligned_with_actions(tmp_path, kind, where, said):
     ("kind", "where"), [("hang", "step"), ("hang", "reset"), ("hang", "observe"), ("spin", "step")]
 )
 def test_hanging_worker_is_killed_with_a_stack_dump(tmp_path, kind, where):
-    """`spin` never gives the interpreter lock back: no Python code of the worker can run any more."""
+    """`spin` never releases the interpreter lock: no Python code of the worker can run."""
     words = fault(tmp_path, f"fault={kind}", f"where={where}", "at=3")
     lines, restarts = collect_with(tmp_path, *words, "faults.step_timeout_s=1")
     assert restarts == 1
@@ -94,7 +94,7 @@ def test_hanging_worker_start_times_out(tmp_path):
 
 @pytest.mark.integration
 def test_slow_worker_within_the_deadline_is_accepted(tmp_path):
-    """Every step takes 50 ms; nothing is restarted or lost, and the wait is visible."""
+    """Every step takes 50 ms; no worker is restarted, no episode is lost, and the wait is reported."""
     words = ("env.kwargs.fault=slow", "algorithm.rollout_epoch=1", "launcher.env_workers=2")
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, *words)) as stage:
         rollout = collect(stage)
@@ -132,7 +132,7 @@ def test_run_out_of_worker_restarts_keeps_the_last_checkpoint(tmp_path, capsys):
 
 @pytest.mark.integration
 def test_env_workers_do_not_import_torch(tmp_path):
-    """What is not loaded cannot initialise CUDA, and costs no memory."""
+    """Without torch, workers cannot initialise CUDA and use less memory."""
     with running_crew(tmp_path, cfg=mixed_config(tmp_path, "launcher.env_workers=1")):
         pid = workers_of(os.getpid())["env_0"]
         maps = Path(f"/proc/{pid}/maps").read_text()

@@ -49,7 +49,7 @@ DOORS = {
 
 
 def foreign_run(folder: Path, key: str, value: object) -> Path:
-    """A run whose config names code at `key`, by way of an interpolation where `key` is env.kwargs."""
+    """Create a run whose config names code at `key`, through an interpolation if `key` is env.kwargs."""
     folder.mkdir()
     (folder / "checkpoints").mkdir()
     env = "env=text/reverse" if key.startswith(("data", "reward", "env.tools")) else "env=tabletop"
@@ -208,7 +208,7 @@ def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, cap
 
 @pytest.mark.needs("reporting")
 def test_endless_files_are_not_read_into_memory(tmp_path):
-    """Sparse ones, so that their size costs nothing."""
+    """The files are sparse, so their size costs no disk space."""
     from embodyrl.extensions.reporting.history import read_history
 
     run = write_run(tmp_path / "theirs")

@@ -20,10 +20,10 @@ from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, NonFinite
 
 NEEDS_OFT = pytest.mark.needs("openvla_oft")
 EXPLODING = ("algorithm.normalize_advantages=false", "env.use_rel_reward=false", "env.kwargs.goal=0.7")
-"""With the rewards below, advantages are finite and close to the largest number of float32."""
+"""With the rewards below, advantages are finite and close to the maximum of float32."""
 INFINITE_LOSS = (*EXPLODING, "env.kwargs.reward=3e37")
 INFINITE_GRADIENT = (*EXPLODING, "env.kwargs.reward=1e37")
-"""The loss is finite, but not the gradient of the tiny OpenVLA-OFT."""
+"""The loss is finite, but the gradient of the tiny OpenVLA-OFT is not."""
 EXPLOSIONS = [
     pytest.param((), INFINITE_LOSS, "loss", id="loss"),
     pytest.param(TOY_OFT, INFINITE_GRADIENT, "gradient norm", id="gradient", marks=NEEDS_OFT),
@@ -82,7 +82,7 @@ LARGE = "model.hidden_sizes=[1024,1536]"
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of 96 MiB."""
+    """Mount a real file system of 96 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a tmpfs needs root")
     disk = tmp_path / "disk"
@@ -97,7 +97,7 @@ def small_disk(tmp_path):
 
 
 def fills(disk: Path, left: int, at: int = 1) -> OnStep:
-    """After a step, before its checkpoint, a file of another program leaves n bytes."""
+    """Fill the disk except for n bytes after a step, before its checkpoint."""
 
     def fill(step: int, metrics: Mapping[str, float]) -> None:
         if step == at:
@@ -135,7 +135,7 @@ AVERAGED = ("algorithm=filtered_bc", "algorithm.average=0.9", "algorithm.learnin
     ids=["the policy", "what the algorithm keeps"],
 )
 def test_training_continues_without_an_unwritable_checkpoint(small_disk, words, left):
-    """There is no earlier checkpoint to tell its size: the disk fills while the policy's worker writes."""
+    """There is no earlier checkpoint with a known size: the disk fills while the policy worker writes."""
     cfg = toy_config(small_disk, LARGE, "runner.max_steps=3", "runner.save_interval=1", *words)
     with pytest.raises(CheckpointError, match=r"No space left on device") as caught:
         train(cfg, on_step=fills(small_disk, left))

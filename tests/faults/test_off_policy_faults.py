@@ -24,11 +24,11 @@ STEPS = 5 * 60 * 3
 
 
 class Stopped(Exception):
-    """Ends a run in the middle."""
+    """Exception that ends a run."""
 
 
 def run(folder: Path, name: str, *words: str, killed_at: int = 0, stopped_after: int = 0) -> Path:
-    """Train; with `killed_at` an env worker dies at that step, with `stopped_after` the run does and is resumed."""
+    """Train; with `killed_at` an env worker dies at that step, with `stopped_after` the run ends and is resumed."""
     places = (f"runner.output_dir={folder}", f"runner.experiment_name={name}")
     launcher = ("launcher=inline",)
     if killed_at:
@@ -49,7 +49,7 @@ def run(folder: Path, name: str, *words: str, killed_at: int = 0, stopped_after:
 
 
 def transitions(run: Path) -> dict[str, np.ndarray]:
-    """Columns of all transitions in the buffer, with `after`, what was seen then."""
+    """Return the columns of all transitions in the buffer, with `after`, the next observation."""
     arrays = load_file(run / "checkpoints/step_000005/replay.safetensors")
     arrays = {name.split("/")[-1]: array for name, array in arrays.items()}
     starts = np.flatnonzero(arrays["ahead"])
@@ -58,7 +58,7 @@ def transitions(run: Path) -> dict[str, np.ndarray]:
 
 
 def check_physics(found: dict[str, np.ndarray]) -> None:
-    """Hold transitions against the pendulum's equations."""
+    """Compare transitions with the equations of the pendulum."""
     (cos, sin, speed), (cos2, sin2, speed2) = found["observed_state"].T, found["after"].T
     angle, torque = np.arctan2(sin, cos), 2 * found["action"][:, 0]  # kept in shares of the bounds
     moved = (speed + (15.0 * sin + 3.0 * torque) * 0.05).clip(-8, 8)
@@ -71,7 +71,7 @@ def check_physics(found: dict[str, np.ndarray]) -> None:
 @pytest.mark.integration
 @pytest.mark.parametrize(("killed_at", "stopped_after"), [(0, 0), (70, 0), (130, 3)])
 def test_replay_buffer_contains_each_transition_once_after_faults(tmp_path, killed_at, stopped_after):
-    """Episodes go on across steps, end at 200 inside the fourth, and are begun anew by a death or a resume."""
+    """Episodes continue across steps, end at 200 in the fourth step, and restart after a death or a resume."""
     found = transitions(run(tmp_path, "run", killed_at=killed_at, stopped_after=stopped_after))
     assert (tmp_path / "run.died").exists() == bool(killed_at)
     assert len(found["reward"]) == STEPS

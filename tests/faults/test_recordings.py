@@ -21,7 +21,7 @@ FRAME = np.zeros((64, 64, 3), np.uint8)
 
 
 def encoders() -> list[int]:
-    """Processes of ffmpeg that this process started."""
+    """Return the ffmpeg child processes of this process."""
     me, found = os.getpid(), []
     for entry in Path("/proc").iterdir():
         try:

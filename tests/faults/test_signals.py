@@ -120,7 +120,7 @@ def test_ctrl_c_interrupts_a_hanging_inline_simulator(start, tmp_path, kind):
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["group", "driver"])
 def test_suspended_time_does_not_count_towards_deadlines(start, tmp_path, whole_group):
-    """As by Ctrl-Z and fg: the order is due after six seconds and frozen for eight."""
+    """As with Ctrl-Z and fg: a deadline of six seconds during a suspension of eight seconds."""
     gate = tmp_path / "gate"
     command = start(*hold_in_rollout(gate, at=20), "faults.step_timeout_s=3", "runner.max_steps=2")
     command.wait_for(gate)
@@ -200,7 +200,7 @@ def test_signal_to_the_sweep_process_is_forwarded_to_its_run(tmp_path, signum, c
 
 
 def test_signal_to_all_processes_of_a_sweep_counts_once(tmp_path):
-    """The run is told by it and by the sweep, in either order, and still saves."""
+    """The run receives the signal directly and from the sweep, in either order, and still saves."""
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, "runner.max_steps=50", "launcher.env_workers=1", *hold_in_rollout(gate), "seed=0,1")
     command = start_cli("train", "-m", *words, cwd=tmp_path)
@@ -317,7 +317,7 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
 
 
 def test_dead_rank_ends_all_other_ranks_immediately(start, tmp_path):
-    """Rank 0 waits for it in a collective whose own limit is an hour."""
+    """Rank 0 waits for the dead rank in a collective with a timeout of an hour."""
     gate = tmp_path / "gate"
     command = start("algorithm.adv_type=toy_gates:GATED_GRPO", "actor.fsdp.size=2", **{GATE: str(gate)})
     command.wait_for(gate, deadline_s=100)

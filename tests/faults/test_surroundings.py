@@ -28,7 +28,7 @@ INLINE = ("launcher=inline", "runner.max_steps=1")
 
 
 def shared_memory() -> set[str]:
-    """Segments of ours; other programs of the host come and go."""
+    """Return the shared memory segments of embodyrl."""
     return {name for name in os.listdir("/dev/shm") if "embodyrl" in name}
 
 
@@ -47,7 +47,7 @@ def start():
 
 @pytest.mark.integration
 def test_killed_process_group_leaves_no_files_and_resumes(start, tmp_path):
-    """Nobody is left to clean up, not even Python's resource tracker."""
+    """No process remains for cleanup, not even Python's resource tracker."""
     gate = tmp_path / "gate"
     words = toy_words(tmp_path, f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=40")
     command = start(*words, "runner.save_interval=1", "launcher.env_workers=1", cwd=tmp_path)
@@ -103,7 +103,7 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 
 @pytest.mark.integration
 def test_clock_jumps_have_no_effect(tmp_path):
-    """As after a suspended machine or a corrected time server; only the wall clock jumps, as on a real system."""
+    """As after suspension or a time server correction; only the wall clock jumps."""
     compiler, library = shutil.which("cc"), tmp_path / "clock.so"
     if compiler is None:
         pytest.skip("no C compiler")
@@ -152,7 +152,7 @@ def test_closed_output_pipe_does_not_end_the_run(tmp_path):
 
 @pytest.mark.integration
 def test_blocked_reader_does_not_stop_the_run(tmp_path):
-    """A pipe without room from the first line to the last."""
+    """A pipe that is full from the first line to the last."""
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writing, b"-" * 4096)
@@ -213,7 +213,7 @@ def test_start_and_stop_leak_no_resources(tmp_path):
 
 @pytest.fixture
 def full_disk(tmp_path):
-    """A real file system without a free byte, and a file on it."""
+    """Mount a real file system without a free byte, with one file."""
     disk = tmp_path / "disk"
     disk.mkdir()
     made = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]

@@ -35,7 +35,7 @@ ENV = EnvSpec(
 
 @pytest.fixture(autouse=True)
 def exact_convolutions(monkeypatch):
-    """By default convolutions on CUDA round float32 to TF32, ten bits, which the tolerances do not allow for."""
+    """By default, convolutions on CUDA round float32 to TF32 (ten bits), which exceeds the tolerances."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
@@ -57,7 +57,7 @@ def golden_logits(name):
 
 @pytest.mark.parametrize("precision", [Precision.fp32, Precision.bf16])
 def test_gpu_logits_match_golden_values(tmp_path, precision):
-    """The error in bfloat16 may be three times that of the CPU's bfloat16: kernels round and add in another order."""
+    """The error in bfloat16 may be three times that of the CPU, because kernels round and add in another order."""
     folder = tmp_path / "checkpoint"
     shutil.copytree(GOLDEN / "tiny_oft", folder)
     shutil.copy(ROOT / "assets" / "openvla_oft_tiny" / "tokenizer.json", folder)

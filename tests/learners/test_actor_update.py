@@ -36,14 +36,14 @@ class Actor:
         self.arena[field][records_of(self.tickets)] = values
 
     def update(self, step: int = 0) -> dict[str, float]:
-        """Train on the records, each an episode."""
+        """Train on the records, one episode each."""
         (done,) = self.host.handle(UpdateRequest(step=step, tickets=self.tickets, episode=tuple(range(RECORDS))))
         return done.metrics
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Build an actor; all actions of its records were executed, with probabilities that its weights confirm."""
+    """Build an actor; all actions of its records were executed, with the log-probabilities of its weights."""
     actors = []
 
     def build(*words: str) -> Actor:
@@ -74,7 +74,7 @@ def test_skipped_samples_count_in_the_denominator(make: Make):
 
 
 def test_token_sum_norm_uses_the_time_limit(make: Make):
-    """One chunk of each episode, of the two that 8 steps of the toy in chunks of 4 could have."""
+    """One chunk of each episode, of the two chunks of 4 that 8 steps of the toy environment could have."""
     actor = make("algorithm=dr_grpo", "actor.optim.lr=0")
     actor["advantage"] = 1.0
     assert actor.update()["policy_loss"] == pytest.approx(-1 / 2, rel=1e-4)
@@ -103,7 +103,7 @@ def test_importance_weights_are_per_sample(make: Make):
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("mode", ["seq-mean-token-mean", "seq-mean-token-sum", "token-mean"])
 def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
-    """Two optimizer steps of equal size, of other episodes and, unless `whole`, with other actions missing."""
+    """Two optimizer steps of equal size, of other episodes and, unless `whole`, with other missing actions."""
     actor = make(f"algorithm.loss_agg_func={mode}", "actor.optim.lr=0", *HALVES)
     episode, ran = np.array([0, 0, 0, 0, 1, 2]), np.array([4] * RECORDS if whole else [4, 1, 2, 3, 4, 2])
     advantage = np.array([1.0, -2.0, 4.0, -8.0, 16.0, 3.0])
@@ -121,7 +121,7 @@ def test_loss_weights_are_per_optimizer_step(make: Make, mode, whole):
 
 
 def test_gradients_are_cleared_before_each_step(make: Make):
-    """Without a learning rate the second and third epoch repeat the first, so the mean of the norms is the first."""
+    """With learning rate 0 the second and third epoch repeat the first, so the mean norm equals the first."""
     norms = []
     for epochs in (1, 3):
         actor = make(f"algorithm.update_epoch={epochs}", "actor.optim.lr=0", "actor.micro_batch_size=3")
@@ -154,7 +154,7 @@ class TwoParts(torch.nn.Module):
         torch.nn.init.ones_(self.value_head.weight)
 
     def move(self, optimization: Optimization, *, values_only: bool = False) -> tuple[float, float]:
-        """Step on gradients of 1; how far each part went."""
+        """Step with gradients of 1; return the change of each part."""
         before = [p.item() for p in self.parameters()]
         for parameter in self.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -191,7 +191,7 @@ def draw_numbers() -> tuple[float, float, float]:
 
 
 def test_loaded_state_continues_training(make: Make, tmp_path):
-    """The rate decays from where the warm-up ended, and the global generators draw what they would have drawn."""
+    """The rate decays from the end of the warm-up, and the global generators continue their sequences."""
     words = ("actor.optim.warmup_steps=2", "actor.optim.schedule=linear", "runner.max_steps=7", "actor.optim.lr=0.001")
     first = make(*words)
     for step in range(4):
@@ -215,7 +215,7 @@ def test_samples_are_shuffled_per_step_and_epoch():
 
 
 def test_value_clipping_is_relative_to_rollout_values(make: Make):
-    """The estimate is right, but 1 below the rollout's and may have moved by 0.1: half of 0.9 squared."""
+    """The estimate is right, but 1 below the rollout's value and may change by 0.1: half of 0.9 squared."""
     actor = make("algorithm=ppo", "actor.optim.lr=0", "actor.optim.value_lr=0", "algorithm.value_clip=0.1")
     now = actor.arena[Record.value][records_of(actor.tickets)].copy()
     actor["advantage"], actor["returns"], actor["value"] = 0.0, now, now + 1.0
@@ -242,7 +242,7 @@ def test_reference_is_updated_every_interval(make: Make):
 
 
 def test_updated_reference_is_restored_on_resume(make: Make, tmp_path):
-    """Saved a step after the reference was replaced, so neither the start nor the policy is the same."""
+    """Saved a step after the reference was replaced, so it equals neither the initial nor the current policy."""
     words = ("algorithm.kl_beta=0.1", "algorithm.reference_interval=2", "actor.optim.lr=0.01")
     first, second = make(*words), make(*words)
     first["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
@@ -257,7 +257,7 @@ def test_updated_reference_is_restored_on_resume(make: Make, tmp_path):
 
 
 def test_reference_log_probs_cover_every_sample(make: Make):
-    """In micro-batches of two; before the first update it is the policy."""
+    """In micro-batches of two; before the first update the reference equals the policy."""
     actor = make("algorithm.kl_beta=0.1", "actor.micro_batch_size=2")
     list(actor.host.handle(ScoreRequest(tickets=actor.tickets)))
     records = records_of(actor.tickets)
@@ -280,7 +280,7 @@ def test_value_head_with_adapters_has_its_own_learning_rate(make: Make):
 
 
 def returned(parts: Generator[None, None, Any]) -> Any:
-    """Return what a generator returns."""
+    """Return the result of a generator."""
     while True:
         try:
             next(parts)
@@ -289,7 +289,7 @@ def returned(parts: Generator[None, None, Any]) -> Any:
 
 
 def test_padding_micro_batch_has_no_gradient(make: Make):
-    """Ranks without samples repeat one; neither loss, gradient nor metrics may contain it."""
+    """Ranks without samples repeat a sample; loss, gradient and metrics must not contain it."""
     actor = make("actor.optim.lr=0")
     actor["advantage"] = np.array([1, -2, 4, -8, 3, 1])[:, None]
     learner = actor.host._learner
@@ -306,7 +306,7 @@ def test_padding_micro_batch_has_no_gradient(make: Make):
 
 
 def test_micro_batches_respect_the_token_budget(make: Make):
-    """Two optimizer steps of shuffled samples, of which one has no gradient."""
+    """Two optimizer steps of shuffled samples; one sample has no gradient."""
     actor = make("actor.max_tokens_per_mbs=20", *HALVES)
     costs = np.array([20, 1, 1, 20, 1, 5])
     actor["cost"], actor["advantage"] = costs, np.array([1, -2, 4, -8, 0, 1])[:, None]
@@ -320,7 +320,7 @@ def test_micro_batches_respect_the_token_budget(make: Make):
 
 
 def test_policy_and_value_gradients_are_clipped_separately():
-    """Gradients 3 and 4, of norm 5; a tenth of each is what Adam's running means begin with."""
+    """Gradients 3 and 4 with norm 5; Adam's running means start with a tenth of each."""
     module = TwoParts()
     optimization = Optimization(module, OptimSettings(clip_grad=0.5, value_clip_grad=2.0), 10)
     module.policy.weight.grad, module.value_head.weight.grad = torch.full((1, 1), 3.0), torch.full((1, 1), 4.0)
@@ -340,7 +340,7 @@ def test_skipped_step_does_not_count_in_the_warm_up():
 
 
 def test_learning_rate_decays_within_an_update(make: Make):
-    """The last of four optimizer steps of the first of two training steps is at three quarters of it."""
+    """The last of four optimizer steps in the first of two training steps has three quarters of the rate."""
     words = ("actor.optim.schedule=linear", "runner.max_steps=2", "actor.optim.lr=0.01", "algorithm.update_epoch=4")
     actor = make(*words)
     actor["advantage"] = np.array([1, -1, 1, 1, -1, 1])[:, None]
@@ -353,7 +353,7 @@ def test_learning_rate_decays_within_an_update(make: Make):
 @pytest.mark.needs("flow", "tabletop")
 @pytest.mark.parametrize("way", ["flow_sde", "dsrl"])
 def test_token_mean_excludes_tokens_without_log_prob(tmp_path, way):
-    """Records of a flow keep whole states: with equal advantages and ratios of 1 the mean is the advantage."""
+    """Records of a flow contain whole states: with equal advantages and ratios of 1 the mean is the advantage."""
     sizes = ("actor.global_batch_size=6", "actor.micro_batch_size=6", "actor.optim.lr=0")
     words = ["env=tabletop", "model=flow_small", f"model.likelihood={way}", "algorithm=grpo", "launcher=inline", *sizes]
     run_plan = build_run_plan(load_config("train", [*words, f"runner.output_dir={tmp_path}"]), training=True)

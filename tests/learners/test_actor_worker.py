@@ -50,7 +50,7 @@ def test_reference_keeps_the_initial_weights(tmp_path):
 
 
 def test_reference_path_loads_another_policy(tmp_path):
-    """A run's own start is no distance away, what it became is; the file of the run names the folder that was found."""
+    """The KL to the run's initial policy is zero, to its final policy positive; the saved config has the folder."""
     words = (*WORDS, "runner.max_steps=2", "env.kwargs.echo=true", "algorithm.kl_beta=0.01")
     words = (*words, "actor.global_batch_size=16")
     first = train_toy(tmp_path, *words, "runner.save_interval=1", "actor.optim.lr=0.01", name="first")
@@ -122,7 +122,7 @@ def test_model_sets_the_default_warm_up(typed, first):
     [("env.kwargs.echo=true", "actor.global_batch_size=10"), ("env.kwargs.goal=0.5", "actor.global_batch_size=8")],
 )
 def test_learning_rate_schedule_ends_with_the_run(tmp_path, words):
-    """16 samples in batches of 10 are two steps, not 16 // 10; and of episodes that end early fewer samples come."""
+    """16 samples in batches of 10 are two steps, not 16 // 10; episodes that end early have fewer samples."""
     steps = ("runner.max_steps=3", "actor.optim.schedule=linear")
     logged = rows(train_toy(tmp_path, *WORDS, *steps, *words))
     assert all(row["actor/optimizer_steps"] > 0 for row in logged)

@@ -17,7 +17,7 @@ from embodyrl.learners.training import Optimization
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
 def test_gradient_with_other_strides_is_applied_correctly(order: str) -> None:
-    """Adam's first step has the size of the rate and the gradient's sign; on a CPU torch's fused one errs."""
+    """Adam's first step has the size of the rate and the sign of the gradient; torch's fused CPU step is wrong here."""
     layer = torch.nn.Linear(7, 5, bias=False)
     before = layer.weight.detach().clone()
     gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
@@ -30,7 +30,7 @@ def test_gradient_with_other_strides_is_applied_correctly(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["rows", "columns"])
 def test_optimizer_steps_and_states_match_torch(order: str) -> None:
-    """Two groups, missing gradients, a change of rate and a checkpoint of torch's own AdamW."""
+    """Two groups, missing gradients, a changed rate and a checkpoint of torch's own AdamW."""
 
     def build() -> list[torch.nn.Parameter]:
         random = torch.Generator().manual_seed(0)
@@ -69,7 +69,7 @@ def test_other_optimizers_are_not_patched() -> None:
 
 
 def test_building_adam_does_not_import_the_compiler():
-    """Its import takes longer than the rest of a small run's startup."""
+    """Importing the compiler takes longer than the rest of a small run's startup."""
     code = (
         "import sys, torch; from embodyrl.learners.adam import build_adam; layer = torch.nn.Linear(2, 2); "
         "adam = build_adam([{'params': list(layer.parameters())}], lr=1e-3); layer(torch.ones(1, 2)).sum().backward(); "

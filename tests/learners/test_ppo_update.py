@@ -31,12 +31,12 @@ def filled(shape: tuple[int, ...], phase: float) -> torch.Tensor:
 
 
 def weighed(part: torch.Tensor) -> float:
-    """One number that a change of any element moves."""
+    """Return one number that changes with any element."""
     return float((part.detach().double() * torch.arange(part.numel()).reshape(part.shape).double().cos()).sum())
 
 
 def test_ppo_update_matches_stable_baselines3():
-    """Numbers of stable_baselines3 2.9.2, PPO.train() with these weights and this batch, in one mini-batch."""
+    """Values of stable_baselines3 2.9.2, PPO.train() with these weights and this batch, in one mini-batch."""
     cfg = load_config("train", list(WORDS))
     shape = NetShape(
         state_dim=S, num_images=0, image_size=(0, 0), action_kind=ActionKind.box, sizes=(), low=(-1.0,) * A,

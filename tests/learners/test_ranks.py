@@ -62,7 +62,7 @@ def test_two_ranks_match_one(tmp_path):
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_ranks_exchange_metrics_after_the_same_steps(tmp_path):
-    """Of three samples one rank has two: what it has scored must not decide when all exchange their metrics."""
+    """One of the ranks has two of three samples; all ranks must exchange metrics after the same steps."""
     words = (*FULL, "actor.global_batch_size=3", "actor.micro_batch_size=3", "algorithm.old_logprob=recompute")
     job = Rollout(name="run", words=words, last=1)
     tokens = 2 * build_run_plan(toy_config(tmp_path, *words), training=True).policy.tokens_per_chunk

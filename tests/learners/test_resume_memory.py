@@ -26,7 +26,7 @@ pytestmark = pytest.mark.needs("sharded")
 
 LAYERS, WIDTH = 32, 1024
 _MMAP_THRESHOLD = -3
-"""Of `mallopt`: from n bytes on the C library gives memory back, as it does with weights of usual sizes."""
+"""Parameter of `mallopt`: the C library returns blocks of n bytes and more to the system, as for larger weights."""
 WHOLE = LAYERS * WIDTH**2 * 4
 
 
@@ -35,7 +35,7 @@ def build() -> nn.Module:
 
 
 def peak(*, anew: bool = False) -> int:
-    """Largest resident memory of this process, bytes; `anew`: since now."""
+    """Return the peak resident memory of this process in bytes; `anew`: since this call."""
     if anew:
         Path("/proc/self/clear_refs").write_text("5")
     found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())

@@ -13,7 +13,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc"}
-"""They have no ratio: see `test_off_policy_runs` and `test_filtered_runs`."""
+"""Presets without a ratio: see `test_off_policy_runs` and `test_filtered_runs`."""
 PRESETS = sorted({p.stem for p in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")} - FROM_A_BUFFER)
 
 

@@ -28,7 +28,7 @@ HEADS = {"l1": L1, "one": DIFFUSION, "all": (*DIFFUSION, "model.stochastic_steps
 
 @pytest.mark.parametrize(("head", "algorithm"), [("l1", "ppo"), ("one", "grpo"), ("residual", "ppo")])
 def test_continuous_head_run_trains_and_resumes(head: str, algorithm: str, tmp_path: Path) -> None:
-    """What acting and training say of the first step is the same, though their batches are not."""
+    """Log-probabilities of acting and training agree in the first step, although the batches differ."""
     words = [*TOY_OFT, *HEADS[head], f"algorithm={algorithm}", "actor.micro_batch_size=4"]
     if algorithm == "ppo":
         words += ["env.train.max_steps_per_rollout_epoch=8", "algorithm.group_size=1"]
@@ -44,9 +44,9 @@ def test_continuous_head_run_trains_and_resumes(head: str, algorithm: str, tmp_p
 
 @pytest.mark.parametrize("steps", ["one", "all"])
 def test_denoising_chain_learns_the_bandit(steps: str) -> None:
-    """RL moves trained denoising to the target of the bandit below; with untrained denoising it does not get there.
+    """RL moves a trained denoiser to the target of the bandit below; an untrained denoiser does not reach it.
 
-    A network that predicts no noise saturates the clean estimate at -1 and 1, where its gradient points the wrong way.
+    A network that predicts zero noise saturates the clean estimate at -1 and 1, where its gradient has the wrong sign.
     """
     torch.manual_seed(0)
     count, rng = 64, np.random.default_rng(0)
@@ -95,7 +95,7 @@ def test_denoising_chain_learns_the_bandit(steps: str) -> None:
 def test_continuous_head_learns_a_bandit(head: str, sign: float, request: pytest.FixtureRequest) -> None:
     """Reward: minus the squared distance of the chunk from a target that the instruction names.
 
-    Policy gradient with the batch's mean as baseline; with the sign turned round it gets worse.
+    Policy gradient with the batch mean as baseline; with the opposite sign the reward decreases.
     """
     if head != "l1" and sign > 0:
         # Loss 0.738 became 0.629 and 0.482 after 40 updates, 0.713 and 0.681 after 160 and 120: not learned.

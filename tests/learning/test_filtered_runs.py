@@ -31,7 +31,7 @@ def words_of(folder: Path, *words: str) -> list[str]:
 
 @pytest.mark.integration
 def test_filtered_bc_improves_cartpole(tmp_path):
-    """Few of the first episodes are imitated, most of the last ones."""
+    """Few of the first episodes are used for training, most of the last ones."""
     words = words_of(tmp_path, *CARTPOLE, "runner.max_steps=16")
     found = rows(train(load_config("train", words)).run)
     first, last = (sum(row["train/return"] for row in part) / 3 for part in (found[:3], found[-3:]))

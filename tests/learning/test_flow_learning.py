@@ -63,7 +63,7 @@ def test_negated_advantages_reduce_success(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["flow_small", "pi05_tiny", "smolvla_tiny"])
 def test_initial_flow_policy_follows_instructions(model: str, tmp_path: Path) -> None:
-    """The same tables, the same goals, but told of another block: only luck is left."""
+    """With the same initial states and goals but instructions of another block, success is at chance level."""
     told, lied = (
         embodyrl.evaluate(embodyrl.compose("eval", f"model={model}", *TEST, "video=none", *words)).overall.success_once
         for words in (

@@ -34,7 +34,7 @@ PENDULUM = (
 
 
 def run(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Rows of metrics.jsonl of an inline run."""
+    """Return the rows of metrics.jsonl of an inline run."""
     places = (f"runner.output_dir={folder}", "runner.experiment_name=run")
     cfg = load_config("train", [*words, "launcher=inline", "runner.logger.backends=[jsonl]", *places])
     check_components(cfg)
@@ -69,7 +69,7 @@ def test_grpo_trains_without_a_value_head(tmp_path):
 
 
 def test_continuous_actions_train_and_time_limits_bootstrap(tmp_path):
-    """Pendulum never terminates: its own limit of 200 steps cuts every episode, below the run's limit of 1000."""
+    """Pendulum never terminates: its own limit of 200 steps cuts every episode, before the run's limit of 1000."""
     rows = run(tmp_path, *PENDULUM)
     assert rows[0]["eval/episode_len"] == 200
     assert rows[1]["train/episode_len"] == 200

@@ -6,7 +6,7 @@ import pytest
 from toy_runs import rows, train_toy, weights
 
 NARROW = "model.log_std_init=-1"
-"""Few episodes reach the goal by noise alone."""
+"""Initial states from which few episodes reach the goal by noise alone."""
 GRPO = (
     "env.train.total_num_envs=16",
     "env.train.max_episode_steps=16",
@@ -33,7 +33,7 @@ def test_grpo_improves_success(tmp_path, seed):
 
 @pytest.mark.integration
 def test_grpo_with_negated_advantages_reduces_success(tmp_path):
-    """Started where success is common, so that there is something to lose."""
+    """The initial policy succeeds often, so that success can decrease."""
     words = (*GRPO, "env.kwargs.goal=0.3", "algorithm.adv_type=toy_gates:NEGATED_GRPO", "actor.optim.lr=0.001")
     run = train_toy(tmp_path, *words, "runner.deterministic=true", "runner.max_steps=40")
     before, after = mean_success(run, slice(0, 5)), mean_success(run, slice(-5, None))
@@ -62,7 +62,7 @@ def test_ppo_with_a_value_head_improves_success(tmp_path):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """A run whose checkpoint is a fixed starting point."""
+    """Create a run whose checkpoint is a fixed initial policy."""
     return train_toy(tmp_path_factory.mktemp("start"), "actor.optim.lr=0", "runner.max_steps=1")
 
 

@@ -80,7 +80,7 @@ SCALED = ("algorithm.reward_scale=0.25",)
 
 
 def demonstrated_rewards(words: list[str]) -> np.ndarray:
-    """What the buffer of a run's demonstrations holds."""
+    """Return the rewards in the demonstration buffer of a run."""
     run_plan = build_run_plan(load_config("train", words), training=True)
     arena = Arena.create(run_plan.layout, run_plan.capacity)
     host = PolicyHost(policy_init(run_plan, arena, None))
@@ -148,7 +148,7 @@ def test_sac_learns_pendulum(tmp_path):
 
 
 class GoesToItsGoal(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """FetchReach with an expert."""
+    """FetchReach with a scripted expert."""
 
     way = np.zeros(3)
 

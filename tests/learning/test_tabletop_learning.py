@@ -21,12 +21,12 @@ def words_for(folder: Path, *words: str) -> list[str]:
 
 
 def default_run(folder: Path, *words: str) -> Path:
-    """Run `embodyrl train` with its defaults but for some words."""
+    """Run `embodyrl train` with its defaults and a few overrides."""
     return embodyrl.train(embodyrl.compose("train", *words_for(folder, *words))).run
 
 
 def greedy(folder: Path, *words: str, tables: int = 150) -> float:
-    """Greedy success on the first held-out tables, of the shipped checkpoint unless a word says `ckpt=`."""
+    """Return greedy success on the first held-out states, of the included checkpoint unless `ckpt=` is given."""
     cfg = embodyrl.compose("eval", *words_for(folder, "launcher=inline", f"eval.episodes={tables}", *words))
     return embodyrl.evaluate(cfg).overall.success_once
 
@@ -37,7 +37,7 @@ def validations(run: Path) -> list[float]:
 
 @pytest.mark.integration
 def test_initial_tabletop_policy_follows_instructions(tmp_path: Path) -> None:
-    """The same tables, the same goals, but told of another block: only luck is left."""
+    """With the same initial states and goals but instructions of another block, success is at chance level."""
     told = greedy(tmp_path / "told")
     lied = greedy(tmp_path / "lied", "env.env_type=tabletop_liar:FACTORY")
     assert 0.3 <= told <= 0.6
@@ -73,9 +73,9 @@ def test_tabletop_with_negated_advantages_reduces_success(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_on_policy_distillation_reaches_the_teacher(tmp_path: Path) -> None:
-    """On-policy distillation: no reward, nothing but the KL to the teacher on what the student sees and does.
+    """On-policy distillation: no reward, only the KL to the teacher on the student's states and actions.
 
-    Both play the same 1500 tables, all that validation has. One in sixteen is solved by only one of them, so that
+    Both are evaluated on all 1500 validation states. One in sixteen is solved by only one of them, so that
     three points are four standard errors of the difference.
     """
     few = ("runner.val_check_interval=100", "video=none", "eval.episodes=60")
@@ -91,7 +91,7 @@ def test_on_policy_distillation_reaches_the_teacher(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_episode_dpo_improves_the_initial_policy(tmp_path: Path) -> None:
-    """DPO: four sampled episodes of each of 150 tables, the better preferred to the worse; other tables tell."""
+    """DPO with four sampled episodes of each of 150 states, preferring the better one; evaluated on other states."""
     model = ("model=openvla_oft_tiny", "model.path=assets/openvla_oft_tabletop", "model.num_images_in_input=1")
     model = (*model, "model.num_action_chunks=4")
     view = ("env.init_params.camera_names=[front]", "env.init_params.camera_heights=56")

@@ -51,7 +51,7 @@ def test_vision_model_learns_colours_from_scratch(tmp_path: Path, seed: int):
 
 @pytest.mark.slow
 def test_shuffled_images_do_not_improve_the_policy(tmp_path: Path):
-    """One of eight names at most is right where the image says nothing."""
+    """Without information in the image, at most one of eight names is right."""
     words = ("model=vision_lm_tiny", "data.kwargs={shuffled: true}")
     assert gain(learn(tmp_path, "colour", *words))[1] < 0.3
 
@@ -77,9 +77,9 @@ def test_copy_task_is_learned_from_scratch(tmp_path: Path, words: list[str]):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_text_distillation_reaches_the_teacher(tmp_path: Path):
-    """On-policy distillation: nothing but the KL to the teacher, token by token, on what the student writes.
+    """On-policy distillation: only the KL to the teacher, token by token, on the student's replies.
 
-    The student has seen few of the teacher's lessons, so its steps are small: at 1e-3 the first one undoes them.
+    The student has seen little of the teacher's data, so its learning rate is small: 1e-3 is too large.
     """
     begun, teacher = (imitate(tmp_path / str(n), "embodyrl.extensions.text.tasks:copy", n) for n in (40, 300))
     nothing = ("reward.weights={exact: 0.0, overlap: 0.0}", "algorithm.entropy_bonus=0")
@@ -94,7 +94,7 @@ def test_text_distillation_reaches_the_teacher(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_ppo_with_a_separate_critic_learns(tmp_path: Path):
-    """PPO whose values are those of a second model, which starts from the policy's random weights."""
+    """PPO with values of a second model, which starts from the policy's random weights."""
     factory = POLICIES.get("causal_lm_tiny")
     model = factory.settings(model_type="causal_lm_tiny", num_action_chunks=7, precision="fp32")
     (tmp_path / "critic").mkdir()
@@ -143,7 +143,7 @@ def test_copy_task_is_learned_with_staleness_one(tmp_path: Path):
 
 
 def calls_and_guesses(calls: float = 0.3, size: int = 6000) -> list[TextRow]:
-    """Sums whose answers are mostly guessed, from 1 on, so that greedy replies never call; what a tool says is read."""
+    """Sums with mostly guessed answers, so greedy replies never call the tool; tool answers are in the input."""
     rng, found = random.Random(1), []
     for _ in range(size // 2):
         sum_ = f"{rng.randrange(10)}{rng.choice('+-*')}{rng.randrange(10)}"
@@ -184,7 +184,7 @@ def test_reverse_task_is_learned_by_sft_then_resumed_rl(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_text_game_is_learned_from_scratch(tmp_path: Path):
-    """Frozen lake: first to say an action at all, then the way; the reward is at the goal only."""
+    """Frozen lake: the policy first learns to name an action, then the path; the reward is at the goal only."""
     words = ("env.words=embodyrl.envs.text.game:number", "env.max_turns=12", "runner.max_steps=30")
     result = learn(tmp_path, "gym", *words, "algorithm.sampling_params.max_new_tokens=1")
     before, after = gain(result)

@@ -15,7 +15,7 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class Stuck(Monitor):
-    """Blocks in one kind of call until somebody opens the gate."""
+    """Logger that blocks in one kind of call until a gate opens."""
 
     def __init__(self, where: str, gate: threading.Event) -> None:
         self.where, self.gate = where, gate

@@ -12,7 +12,7 @@ STEPS = 4 * WINDOW
 
 
 def warnings(row: Callable[[float], dict[str, float]], *, text: bool = True) -> list[str]:
-    """Return the warnings of a run; `row` gives the metrics after a share of it."""
+    """Return the warnings of a run; `row` returns the metrics at a fraction of the run."""
     check = CollapseCheck(rewards=["right", "format"], text=text)
     return [line for step in range(STEPS) for line in check.check(step + 1, row(step / (STEPS - 1)))]
 

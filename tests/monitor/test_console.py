@@ -85,7 +85,7 @@ def test_non_terminal_progress_is_rate_limited(tmp_path: Path):
 
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, info: RunInfo = INFO, **environ: str) -> str:
-    """What a real pseudo terminal receives during a short run."""
+    """Return the output of a short run on a pseudo terminal."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in ({"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"} | environ).items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,7 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class Plugin(Monitor):
-    """A user's backend that breaks at a chosen call."""
+    """A user's backend that raises an error at a chosen call."""
 
     def __init__(self, breaks_at: str) -> None:
         self.breaks_at = breaks_at

@@ -13,7 +13,7 @@ def test_truncated_line_is_skipped(tmp_path: Path) -> None:
 
 
 LONG = 2_000
-"""Steps of a long run."""
+"""Number of steps of a long run."""
 
 
 def test_reading_newest_values_parses_few_rows(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ SIGNS = [(a, b, c) for a in (1, -1) for b in (1, -1) for c in (1, -1)]
 
 
 def test_repeated_episodes_of_one_state_count_as_one():
-    """Fails where what 49 episodes of it are worth depends on whether 1 / 49 * 49 rounds to 1."""
+    """Fails if the effective number of 49 episodes depends on the rounding of 1 / 49 * 49."""
     for episodes in (10, 49, 50):
         rate = Rate.of(("a", trial == 0) for trial in range(episodes))
         assert rate.effective == 1
@@ -102,7 +102,7 @@ def test_repeated_episodes_of_one_state_count_as_one():
 
 
 def test_effective_episodes_never_exceed_the_episodes():
-    """States that agree more than chance would have them add no episodes."""
+    """States that agree more than by chance do not increase the number of episodes."""
     groups = [[1.0, 0.0]] * 9 + [[1.0, 1.0]]
     assert effective_episodes(groups) == 20
     rate = Rate.of((state, outcome) for state, group in enumerate(groups) for outcome in group)

@@ -16,7 +16,7 @@ from embodyrl.plan.keys import state_keys
 def row(
     state: int, value: float, *, known: bool = True, suite: str = "", task_id: int = 0, late: bool = True
 ) -> EpisodeRow:
-    """An episode whose return is `value`; where success is known, it succeeded if that is positive."""
+    """Return an episode with return `value`; if success is known, positive returns are successes."""
     return EpisodeRow(
         episode=state,
         task_id=task_id,
@@ -36,7 +36,7 @@ def row(
 
 
 def test_episodes_of_different_suites_are_not_paired() -> None:
-    """Fails where tasks of equal names and numbers are taken for the same episodes."""
+    """Fails if tasks with equal names and numbers are treated as the same episodes."""
     first = [row(0, 1.0, suite="a"), *(row(k, 1.0, suite="a_swap", task_id=1) for k in (10, 11))]
     second = [row(0, 0.0, suite="a"), *(row(k, 0.0, suite="a_lan", task_id=1) for k in (10, 11))]
     assert [(one.suite, one.pairs) for one in pair_suites(first, second)] == [("a", 1), ("a_lan", 0)]
@@ -45,7 +45,7 @@ def test_episodes_of_different_suites_are_not_paired() -> None:
 
 
 def test_suites_are_paired_in_any_order() -> None:
-    """Reset ids count through all suites, so that a suite's own depend on what was evaluated before it."""
+    """Reset ids count through all suites, so those of a suite depend on the suites evaluated before it."""
 
     def evaluation(*order: str, won: str) -> list[EpisodeRow]:
         places = [(name, 10 * place + state, state) for place, name in enumerate(order) for state in (0, 1)]
@@ -77,7 +77,7 @@ def test_config_differences_that_change_states_are_found() -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_keys_that_affect_initial_states_are_declared() -> None:
-    """A list elsewhere forgot the states that LIBERO's sampler adds to each task."""
+    """The sampled states of LIBERO must be included."""
     assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()
     assert not {"env.reward_coef", "env.train.total_num_envs", "data.shuffle"} & state_keys()
 
@@ -112,7 +112,7 @@ def test_evaluation_result_uses_success_once_of_its_suite() -> None:
 
 
 def test_samples_of_one_state_are_paired_by_number() -> None:
-    """`eval.samples`: fails where every sample is compared with the last one of the other evaluation."""
+    """`eval.samples`: fails if every sample is compared with the last sample of the other evaluation."""
     drawn = [row(k, won) for won in (1.0, 0.0, 1.0, 0.0) for k in range(10)]
     samples = [replace(one, episode=number) for number, one in enumerate(drawn)]
     same = pair(samples, list(reversed(samples)))

@@ -2,8 +2,8 @@
 
     python tests/mutants/run.py [--only TEXT] [--out FILE] [--unchanged]
 
-Each mutant is one entry of planted/<folder of the package, or part of one>.toml (combinations.toml: bugs that show
-only where two options or parts meet): a file, old text that occurs in it
+Each mutant is an entry of planted/<folder of the package, or part of it>.toml (combinations.toml: bugs that are
+visible only if two options or parts are combined): a file, old text that occurs in it
 once, new text, and tests that must fail.
 Libraries are loaded once; every mutant runs in a separate process. `--unchanged` runs the same tests without any
 mutant: they must pass.
@@ -31,7 +31,7 @@ from needs import absent, needed_by, needed_by_folder  # noqa: E402
 PARTS = ("embodyrl", "conf", "tests", "examples", "pyproject.toml")
 CAUGHT, SURVIVED, BROKEN = "caught", "SURVIVED", "BROKEN"
 BROKEN_CODE = 90
-"""Exit code of a process that could not run its tests at all."""
+"""Exit code of a process that could not run its tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,16 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     needs: str | None = None
-    """A package without which the tests are skipped; where it is not installed, the bug is not planted."""
+    """A package that the tests need; if it is not installed, the mutant is skipped."""
 
     @property
     def can_run(self) -> bool:
-        """Whether the tests can notice anything here."""
+        """Return whether the tests of a mutant can run here."""
         return not self.lacks and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
 
     @property
     def lacks(self) -> list[str]:
-        """Extensions that its file or its tests need and that this tree lacks."""
+        """Return the extensions that its file or its tests need and that this tree lacks."""
         kind, _, rest = self.file.removeprefix("embodyrl/").partition("/")
         needed = needed_by_folder(ROOT / "tests" / kind / rest)
         for test in self.tests:
@@ -63,14 +63,14 @@ class Mutant:
 
 
 def read_mutants() -> list[Mutant]:
-    """All entries of planted/, file by file."""
+    """Return all entries of planted/, by file."""
     files = sorted(Path(__file__).with_name("planted").glob("*.toml"))
     raw = [entry for file in files for entry in tomllib.loads(file.read_text(encoding="utf-8"))["mutant"]]
     return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in raw]
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy what tests need; shipped weights, which nobody changes, are linked."""
+    """Copy the files that tests need; included weights are linked."""
     for part in PARTS:
         source = ROOT / part
         if source.is_dir():
@@ -83,7 +83,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def judge(tree: Path, mutant: Mutant, *, planted: bool, log: Path) -> str:
-    """Run the tests of a mutant with or without it; returns the verdict."""
+    """Run the tests of a mutant with or without it; return the verdict."""
     file = tree / mutant.file
     text = file.read_text(encoding="utf-8")
     if text.count(mutant.old) != 1:
@@ -100,7 +100,7 @@ def judge(tree: Path, mutant: Mutant, *, planted: bool, log: Path) -> str:
 
 
 def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> int:
-    """Exit code of pytest in a forked process that imports the package from `tree`."""
+    """Return the exit code of pytest in a forked process that imports the package from `tree`."""
     child = os.fork()
     if child == 0:
         code = BROKEN_CODE
@@ -122,7 +122,7 @@ def _run_tests(tree: Path, tests: Sequence[str], log: Path) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the chosen mutants; 1 if one survives or is broken."""
+    """Run the selected mutants; return 1 if a mutant survives or is broken."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="those with this text in name or file")
     parser.add_argument("--out", type=Path, help="write a JSON line per mutant")

@@ -15,7 +15,7 @@ MUTANTS = read_mutants()
 
 
 def test_every_mutant_applies():
-    """Old text stands once in its file, differs from the new one, and every test that is named exists."""
+    """Old text occurs once in its file, differs from the new text, and every named test exists."""
     assert len(MUTANTS) >= 60
     assert len({m.name for m in MUTANTS}) == len(MUTANTS)
     for mutant in (m for m in MUTANTS if not m.lacks):
@@ -36,7 +36,7 @@ def test_every_folder_has_mutants():
 @pytest.mark.slow
 @pytest.mark.timeout(14400)
 def test_each_mutant_fails_its_tests(tmp_path):
-    """At least 95 % of them."""
+    """At least 95 % of the mutants."""
     out = tmp_path / "verdicts.jsonl"
     subprocess.run([sys.executable, str(ROOT / "tests/mutants/run.py"), "--out", str(out)], check=False, timeout=14000)
     verdicts = [line.split('"verdict": "')[1].split('"')[0] for line in out.read_text().splitlines()]

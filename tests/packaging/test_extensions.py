@@ -10,7 +10,7 @@ from embodyrl.manifests import declared, extensions
 
 
 def crossing() -> list[tuple[str, str]]:
-    """Imports between different owners whose target is an extension."""
+    """Return imports between different owners whose target is an extension."""
     return [
         (module, target)
         for module, targets in imports().items()

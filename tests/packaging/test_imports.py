@@ -29,7 +29,7 @@ def owner(module: str) -> str | None:
 
 @cache
 def imports() -> Mapping[str, frozenset[str]]:
-    """Modules of the package with the modules of the package that they import anywhere in their text."""
+    """Return the modules of the package with the modules of the package that they import anywhere."""
     files = {}
     for file in sorted((ROOT / "embodyrl").rglob("*.py")):
         parts = file.relative_to(ROOT).with_suffix("").parts
@@ -78,7 +78,7 @@ def test_imports_have_no_cycles(unit):
 
 
 def test_imports_follow_the_layer_order():
-    """The layers of the import contract, also for what it may leave out: type-only imports, single files."""
+    """The layers of the import contract, including its exceptions: type-only imports and single files."""
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     level = {name.strip(): i for i, row in enumerate(contract["layers"]) for name in row.split("|")}
     level["embodyrl.clock"] = len(contract["layers"]) - 1
@@ -112,7 +112,7 @@ def test_documented_files_exist():
 
 
 def test_no_private_module_of_a_dependency_is_imported():
-    """Neither by an import nor as an attribute: `torch._utils`, `torch.ops.mkldnn`."""
+    """Neither imports nor attributes: `torch._utils`, `torch.ops.mkldnn`."""
     private = set()
     for file in (ROOT / "embodyrl").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 
 def wheel(folder: Path, version: str) -> None:
-    """An empty package that calls itself torch."""
+    """Build an empty package named torch."""
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / f"torch-{version}-py3-none-any.whl", "w") as file:
         file.writestr("torch/__init__.py", "")
@@ -25,7 +25,7 @@ def wheel(folder: Path, version: str) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with an environment in which nothing is installed, and the script without its last lines."""
+    """Create a checkout with an environment without packages, and the script without its last lines."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "constraints.txt").write_text("numpy==2.0.0\ntorch==2.13.0\n")
     venv.create(folder / ".venv", with_pip=True)
@@ -72,7 +72,7 @@ def test_setup_prefers_available_torch_wheels(
 
 
 def shell(place: Path, tmp_path: Path, command: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run functions of the script where `tmp_path` holds the programs that it finds first."""
+    """Run functions of the script with the programs in `tmp_path` first on the PATH."""
     return subprocess.run(
         ["bash", "-c", f"source scripts/setup.sh; {command}"],
         cwd=place,
@@ -115,7 +115,7 @@ def test_setup_prints_the_torch_build(place, tmp_path, asked, driver, extras, bu
 
 
 def installed(place: Path, cuda: str | None) -> None:
-    """Put a torch of that build where none is."""
+    """Install a torch of that build if none is installed."""
     (site,) = place.glob(".venv/lib/*/site-packages")
     (site / "torch").mkdir()
     (site / "torch" / "__init__.py").write_text("")
@@ -149,7 +149,7 @@ def test_setup_replaces_another_torch_build(place, tmp_path, there, asked, calls
 
 @pytest.mark.parametrize("extra", ["libero", "maniskill", "metaworld", "serve", "ray", "docs", "dev", "vllm"])
 def test_every_extra_resolves_with_its_constraints(place, tmp_path, extra):
-    """As `setup.sh` installs it."""
+    """Installs as `setup.sh` does."""
     uv = shutil.which("uv")
     if uv is None:
         pytest.skip("uv is not installed")

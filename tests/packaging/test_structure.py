@@ -50,7 +50,7 @@ def test_no_class_is_called_manager_helper_or_utils():
 
 
 COPIES = ("embodyrl/config/settings.py", "embodyrl/plan/config.py")
-"""Where a config is composed; settings classes may return a variant of themselves."""
+"""Functions that compose a config; settings classes may return a variant of themselves."""
 
 
 def test_a_config_is_final_after_loading():
@@ -90,7 +90,7 @@ def _compared(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def test_component_names_are_compared_only_in_their_folders():
-    """Comparisons with the name of an environment, a model or an algorithm; their own folders may."""
+    """Comparisons with the name of an environment, a model or an algorithm outside of its folder."""
     names = component_names()
     assert {"libero", "openvla_oft", "grpo", "gae", "ppo_clip", "libero_10"} <= names
     own = [Path("embodyrl/envs"), Path("embodyrl/policies"), Path("embodyrl/algorithms")]
@@ -151,9 +151,9 @@ def test_no_tracked_file_is_generated_or_huge():
 def test_loading_cannot_run_code():
     """No pickle, no YAML objects, no eval of text; `torch.load` only with `weights_only=True`.
 
-    Behind the limits of `sandboxed.py` and `sandboxed_calls.py` runs what a language model wrote, and nothing that is
-    loaded; `channel.py` reads what the run's own processes send each other, as `multiprocessing` would, and
-    `isolated.py` what its parent sends.
+    `sandboxed.py` and `sandboxed_calls.py` run a language model's programs with limits, and load nothing;
+    `channel.py` reads messages of the run's own processes, as `multiprocessing` does, and
+    `isolated.py` those of its parent process.
     """
     dangerous = {"pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "eval", "exec"}
     found = []
@@ -186,6 +186,6 @@ def test_source_contains_no_unfinished_code():
 
 
 def test_test_modules_have_distinct_names():
-    """Two test files of one name cannot be collected together: tests/ has no packages."""
+    """Two test files with one name cannot be collected together, because tests/ has no packages."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []

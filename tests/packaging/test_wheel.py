@@ -33,7 +33,7 @@ def run(*command: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """The source distribution, and the wheel built from it."""
+    """Build the source distribution, and the wheel from it."""
     pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT), cwd=folder)
@@ -55,7 +55,7 @@ def installed(dist, tmp_path_factory):
 
 
 def use(installed: Path, cwd: Path, *args: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    """Run the installed command's script, with the installed package before everything else."""
+    """Run the script of the installed command, with the installed package first on the path."""
     python_path = f"{installed}:{path}" if path else str(installed)
     return run(sys.executable, str(installed / "bin" / "embodyrl"), *args, cwd=cwd, PYTHONPATH=python_path)
 

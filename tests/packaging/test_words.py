@@ -148,7 +148,7 @@ def help_lines() -> Iterator[Text]:
 
 @cache
 def all_texts() -> tuple[Text, ...]:
-    """Return every text that the rules are for."""
+    """Return every text that the rules apply to."""
     found = [*help_lines()]
     for path in sorted((ROOT / "embodyrl").rglob("*.py")):
         found += texts_of(path.read_text(encoding="utf-8"), str(path.relative_to(ROOT)))
@@ -224,7 +224,7 @@ def test_plain_words_are_accepted(kind, words):
 
 
 def subject_problem(subject: str) -> str | None:
-    """Return why a commit subject is refused; None: it is accepted."""
+    """Return the reason why a commit subject is rejected; None: accepted."""
     first = re.split(r"\W", subject, maxsplit=1)[0].lower()
     if len(subject) > MAX_SUBJECT:
         return f"longer than {MAX_SUBJECT} characters"

@@ -50,7 +50,7 @@ def test_training_without_validation_describes_its_evaluation() -> None:
 
 
 def test_disabled_validation_is_not_checked(tmp_path: Path) -> None:
-    """Fails where states of a preset's validations, which this environment lacks, are looked up all the same."""
+    """Fails if initial states of a preset's validation, which this environment lacks, are looked up."""
     cfg = toy_config(tmp_path, "~env.eval.state_ids")
     assert cfg.env.eval.state_ids == [90000, 94999]
     build_run_plan(cfg, training=True)

@@ -18,7 +18,7 @@ def found(command: str, *words: str, base: Path | None = None) -> dict:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Where a run's config goes."""
+    """Return the config path of a run."""
     (tmp_path / "a_b" / "checkpoints").mkdir(parents=True)
     return tmp_path / "a_b" / "config.yaml"
 
@@ -34,7 +34,7 @@ def test_number_like_name_is_kept_as_typed(name: str) -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_interpolations_resolve_to_default_values() -> None:
-    """Fails where `${seed}` is known only if somebody wrote a seed."""
+    """Fails if `${seed}` is only resolved after a seed is set."""
     words = ["env=gym", "env.kwargs.a=[${seed},${env.reward_coef}]", "env.eval.max_episode_steps=${env.kwargs.b}"]
     values = found("train", *words, "env.kwargs.b=7", "runner.max_steps=${algorithm.group_size}")
     assert (values["env.kwargs"], values["env.eval.max_episode_steps"]) == ({"a": [0, 1.0], "b": 7}, 7)
@@ -88,7 +88,7 @@ def test_reply_length_follows_the_evaluated_task(run: Path, tmp_path: Path) -> N
 
 @pytest.mark.needs("tabletop")
 def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
-    """It was given grpo's groups of 8, which one slot cannot hold."""
+    """The run used grpo's groups of 8, which do not fit one slot."""
     save_config(load_config("train", ["experiment=cartpole", "actor.optim.lr=0.002"]), run)
     values = found("train", base=run)
     assert (values["algorithm.adv_type"], values["algorithm.update_epoch"], values["actor.optim.lr"]) == (
@@ -109,7 +109,7 @@ def test_training_from_a_run_keeps_its_algorithm(run: Path) -> None:
 
 @pytest.mark.needs("sweep")
 def test_sweep_is_checked_with_the_config_of_its_ckpt(run: Path) -> None:
-    """Fails where `-m` refuses a key of the run's own model."""
+    """Fails if `-m` rejects a key of the run's own model."""
     from embodyrl.extensions.sweep.sweep import sweep
 
     save_config(load_config("train", ["env=gym", "env.id=CartPole-v1", "model=mlp", "algorithm=ppo"]), run)

@@ -106,7 +106,7 @@ def test_free_memory_of_mixed_gpus_uses_cuda_order(tmp_path, monkeypatch):
 
 
 def seen_by_processes(folder, run_plan):
-    """What the processes of a run find in CUDA_VISIBLE_DEVICES, started from its plan with a light worker inside."""
+    """Return CUDA_VISIBLE_DEVICES of the processes of a run, started from its plan with a light worker."""
     arena = Arena.create(run_plan.layout, 1)
     bucket_arena = Arena.create(bucket_layout(), 2) if run_plan.is_disaggregated else None
     specs = plan_hosts(run_plan, arena, None, bucket_arena=bucket_arena, rank_info=RankInfo())

@@ -75,7 +75,7 @@ def test_noise_and_seeds_never_repeat_between_steps(config):
 
 
 def test_reset_ids_are_used_equally_often(config):
-    """Five groups per step do not divide twelve ids: the stream goes on over the step's border."""
+    """Five groups per step do not divide twelve ids: the stream continues in the next step."""
     cfg = config("env.train.total_num_envs=10")
     stream = [e.reset_id for step in range(24) for e in episodes_of(plan_of(cfg, step)) if e.member == 0]
     assert len(stream) == 120
@@ -149,7 +149,7 @@ def test_free_reset_ids_differ_in_every_step_and_epoch(config):
 
 
 def test_continued_episodes_use_free_reset_ids(config):
-    """A slot that continues an episode is in another state than the plan of its step says."""
+    """A slot that continues an episode is in another state than planned for its step."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=64", "env.train.use_fixed_reset_state_ids=true")
     for continues in (True, False):
         cfg = config(*words, f"env.train.continue_episodes={continues}".lower())
@@ -202,7 +202,7 @@ def eval_starts(cfg: Config, env: EnvSpec, policy: PolicySpec = POLICY) -> list[
 
 
 def test_evaluation_never_repeats_an_identical_episode(config):
-    """Where a reset id decides everything and the policy takes no noise, a second time would show nothing new."""
+    """If the reset id determines the episode and the policy is deterministic, a repetition is identical."""
     fixed = replace(ENV, seeded_tasks=(1,))
     greedy = config("eval.episodes_per_task=6")
     starts = eval_starts(greedy, fixed)
@@ -232,7 +232,7 @@ def test_noise_is_planned_for_stochastic_policies_only():
 
 
 def suites_env() -> EnvSpec:
-    """Two tasks, each in the own suite and on two axes."""
+    """Two tasks, in the own suite and on two axes each."""
     return replace(
         toy_spec(3), tasks=tuple("abcdef"), states_per_task=(4,) * 6, benchmark=BenchmarkSpec(suites=tuple("xxyyzz"))
     )
@@ -252,7 +252,7 @@ def test_training_uses_the_main_suite_and_evaluation_all_suites(config):
 
 
 def test_tasks_are_sampled_by_weight_and_success_variance(config):
-    """Twelve groups a step: by weight alone, then half of them where success is neither rare nor certain."""
+    """Twelve groups per step: by weight alone, then half of them by success variance."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4")
 
     def groups(cfg: Config, step: int = 0, seen: dict | None = None) -> Counter[int]:
@@ -273,7 +273,7 @@ def test_tasks_are_sampled_by_weight_and_success_variance(config):
 
 @pytest.mark.parametrize("share", [0.5, 1])
 def test_a_curriculum_multiplies_the_weights_of_tasks(config, share):
-    """Tasks with equal outcomes are drawn by weight; task 1 with the better signal is drawn more often."""
+    """Tasks with equal outcomes are sampled by weight; task 1 with the higher variance is sampled more often."""
     words = ("env.train.total_num_envs=48", "algorithm.group_size=4", "env.train.task_weights=[1, 2, 3]")
     cfg = config(*words, f"algorithm.curriculum={share}")
 

@@ -323,7 +323,7 @@ def test_ckpt_of_a_run_sets_model_and_image_settings(tmp_path: Path) -> None:
 
 @pytest.mark.needs("demonstrations", "libero", "tabletop")
 def test_ckpt_of_a_run_sets_the_environment(tmp_path: Path) -> None:
-    """Fails where they are trained in the environment of the default run because none was typed."""
+    """Fails if the run is trained in the environment of the default run because no environment is given."""
     base, demos = tmp_path / "config.yaml", "env=libero_object env.train.task_ids=[3] env.train.max_episode_steps=90"
     save_config(load_config("train", [*demos.split(), "algorithm=ppo"]), base)
     cfg = load_config("train", [], base=base)

@@ -29,7 +29,7 @@ def test_only_cameras_used_by_the_policy_are_rendered():
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", ["algorithm.curriculum=0.5", "env.train.task_weights=[1,1,2]"])
 def test_task_weights_are_refused_with_free_reset_ids(words):
-    """Typed and ignored is impossible: there each episode of a slot has a state of its own."""
+    """The weights cannot be ignored: each episode of a slot has its own initial state."""
     ppo = ("env.train.task_ids=[0,1,2]", "algorithm=ppo", words)
     run_plan(*ppo, training=True)
     for free in ("env.train.use_fixed_reset_state_ids=false", "env.train.continue_episodes=true"):
@@ -39,7 +39,7 @@ def test_task_weights_are_refused_with_free_reset_ids(words):
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_task_weights_must_match_the_number_of_tasks():
-    """It was found when the first step was planned, after all workers had started."""
+    """The error is reported before workers start."""
     words = ("env.train.task_ids=[0,1,2]", "algorithm=grpo")
     run_plan(*words, "env.train.task_weights=[1,1,2]", training=True)
     with pytest.raises(ConfigError, match="names 2 weights for 3 tasks"):
@@ -72,7 +72,7 @@ def test_mismatched_model_error_suggests_a_suitable_model(words, fix):
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("stale", [0, 2])
 def test_record_capacity_includes_final_observations(stale):
-    """Of 4 slots, in each of 2 epochs 3 chunks: 24 chunks of 12 episodes, of which 8 may be cut; of all open steps."""
+    """4 slots, 2 epochs, 3 chunks each: 24 chunks of 12 episodes, of which 8 may be cut; for all open steps."""
     words = ("algorithm=ppo", "env.train.total_num_envs=4", "algorithm.rollout_epoch=2", "model.num_action_chunks=4")
     limits = ("env.train.max_episode_steps=8", "env.train.max_steps_per_rollout_epoch=12")
     plan = run_plan(*words, *limits, f"algorithm.max_staleness={stale}", training=True)
@@ -81,7 +81,7 @@ def test_record_capacity_includes_final_observations(stale):
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_run_ends_at_max_epochs_or_max_steps():
-    """Twelve states and four groups a step: three steps are an epoch."""
+    """Twelve states and four groups per step: three steps are an epoch."""
     words = ("algorithm=grpo", "algorithm.group_size=2", "env.train.total_num_envs=8", "env.train.task_ids=[0,1,2]")
     words = (*words, "env.train.state_ids=[0,3]", "runner.max_epochs=3")
     assert run_plan(*words, "runner.max_steps=100", "algorithm.rollout_epoch=1", training=True).total_steps == 9

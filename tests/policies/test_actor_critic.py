@@ -69,7 +69,7 @@ def observe(policy_env: EnvSpec, count: int, seed: int = 0) -> Observation:
 
 
 def shake(policy: Policy, scale: float = 0.5) -> Policy:
-    """Fresh policies are nearly uniform; give this one opinions."""
+    """Randomize the weights, because new policies are nearly uniform."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in policy.module.parameters():
@@ -182,7 +182,7 @@ def test_gaussian_log_probs_and_entropy_match_torch():
 @pytest.mark.parametrize("asked", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
 @pytest.mark.parametrize("rows", ["one deviation for all", "one each"])
 def test_gaussian_gradients_match_autograd(rows, asked):
-    """Of log-probability, entropy and both, for head and squashed head; fails if a factor or a sign is lost."""
+    """Gradients of log-probability, entropy and both, for Gaussian and squashed head; detects wrong factors, signs."""
     draw = torch.Generator().manual_seed(0)
     mean, choice, weight = torch.randn((3, 9, 2, 4), dtype=torch.float64, generator=draw)
     log_std = torch.randn(4 if rows == "one deviation for all" else (9, 2, 4), dtype=torch.float64, generator=draw)
@@ -282,7 +282,7 @@ def test_saved_weights_round_trip(tmp_path):
 
 
 def test_older_weight_names_still_load():
-    """Fails where layers are numbered without their activations, which were layers of their own once."""
+    """Fails if layers are numbered without activations, which counted as layers in older versions."""
     names = {name for name in build().module.state_dict() if name.startswith("policy.")}
     assert names == {f"policy.{place}.{part}" for place in (0, 2, 4) for part in ("weight", "bias")}
 
@@ -372,7 +372,7 @@ def test_constant_action_dimension_stays_finite():
 
 
 def test_squashed_density_matches_torch():
-    """Of the tangent of a Gaussian's sample, whose deviation the temperature multiplies."""
+    """Density of the tanh of a Gaussian's sample, whose deviation is multiplied by the temperature."""
     head, outputs = SquashedHead((-2.0,), (2.0,)), torch.tensor([[[0.3, -0.5]], [[-1.0, 0.4]]])
     choice = torch.tensor([[[0.9]], [[-1.7]]])
     gauss = torch.distributions.Normal(outputs[..., :1], outputs[..., 1:].exp() * 1.3)
@@ -383,7 +383,7 @@ def test_squashed_density_matches_torch():
 
 
 def test_correlated_noise_log_probs_match_samples():
-    """Against torch's Gaussian with covariance deviation^2 r^|i - j| between actions i and j of a chunk."""
+    """Compared with torch's Gaussian with covariance deviation^2 r^|i - j| between actions i and j of a chunk."""
     head, chunk = GaussianHead((-1.0, -2.0), (1.0, 2.0), -0.7, 0.8), 4
     steps = torch.arange(chunk)
     apart = 0.8 ** (steps[:, None] - steps).abs()

@@ -17,7 +17,7 @@ ENV = EnvSpec(name="e", action=ActionSpec(dim=2), tasks=("t",), states_per_task=
 
 
 def test_normalised_states_are_clipped() -> None:
-    """Of mean 1 and deviation 2: ten deviations at most."""
+    """Mean 1 and deviation 2: clipped at ten deviations."""
     moments = RunningMoments(1)
     moments.take(torch.tensor([[-1.0], [3.0]]))
     found = moments(torch.tensor([[2.0], [1000.0], [-1000.0]]))

@@ -18,7 +18,7 @@ def usual(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
 @pytest.mark.parametrize("rows", [1, 8, 4096])
 def test_stacked_networks_match_separate_layers(activation, rows):
-    """Fails where an activation, a bias or a gradient is missing or belongs to another layer."""
+    """Fails if an activation, a bias or a gradient is missing or assigned to another layer."""
     torch.manual_seed(2)
     stacks = [
         Stack({n: nn.Linear(a, b) for n, a, b in (("0", 5, 64), ("2", 64, 64), ("4", 64, out))}, activation)

@@ -15,7 +15,7 @@ ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_st
 
 @pytest.mark.parametrize("apart", [(), ("rollout.mode=disaggregated",)], ids=["together", "apart"])
 def test_event_loop_is_not_reentrant(tmp_path, monkeypatch, apart):
-    """In an asynchronous training, with updates in parts, and new weights on their way."""
+    """In asynchronous training with interleaved updates during a weight transfer."""
     under_way: list[str] = []
     seen: set[str] = set()
 

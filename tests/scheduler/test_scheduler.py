@@ -94,7 +94,7 @@ def test_episodes_are_independent_of_pipeline_stages(tmp_path):
 
 
 def test_episode_results_are_schedule_independent(tmp_path):
-    """Also where the clock decides which slot runs what."""
+    """Also with timing-dependent assignment of episodes to slots."""
     lists = []
     for stages, slots in ((1, 4), (2, 4), (4, 4), (2, 8)):
         words = (f"rollout.pipeline_stage_num={stages}", f"env.train.total_num_envs={slots}", "env.kwargs.tasks=3")
@@ -178,7 +178,7 @@ PLAIN = ("runner.deterministic=true", "algorithm.rollout_epoch=4", "env.use_rel_
     ids=["step", "reset", "observe", "quota"],
 )
 def test_crashed_episodes_are_repeated_exactly(tmp_path, where, words):
-    """Inline, so that the crash always comes at the same call. All episodes equal those of a run without a crash."""
+    """Inline, so that the crash is always at the same call. All episodes equal those of a run without a crash."""
     words = PLAIN + words
     fault = ("env.kwargs.fault=raise", f"env.kwargs.where={where}", "env.kwargs.at=14", f"env.kwargs.once={tmp_path}/m")
     with running_crew(tmp_path, *words) as stage:
@@ -224,7 +224,7 @@ def test_on_env_crash_fail_ends_the_run_at_the_first_death(tmp_path):
 
 
 def test_deadlines_grow_with_the_number_of_slots(tmp_path, monkeypatch):
-    """They may run one after the other: fails where many slots have the time of one."""
+    """Slots may run in sequence: fails if many slots have the deadline of one slot."""
     with running_crew(
         tmp_path, "faults.step_timeout_s=7", "env.kwargs.goal=99", "rollout.pipeline_stage_num=2"
     ) as stage:

@@ -39,7 +39,7 @@ def planned(stage: Stage, step: int) -> list:
 
 
 MIXED = ("env.kwargs.goal=0.7", "env.train.max_episode_steps=16", "runner.max_steps=6")
-"""Some episodes end with their first chunk, others take all four."""
+"""Some episodes end with their first chunk, others run all four."""
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -96,7 +96,7 @@ def test_filtered_groups_are_refilled_up_to_a_limit(tmp_path):
 
 
 def test_episodes_lost_in_refills_are_counted(tmp_path):
-    """Both groups of the refill take their worker with them; the groups of the plan start from other states."""
+    """Both refill groups crash their worker; the planned groups have other initial states."""
     words = ("env.kwargs.goal=99", "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1")
     fault = ("env.kwargs.fault=differ", "env.kwargs.state=3", "faults.max_restarts_per_worker=2", "seed=33")
     with running_crew(tmp_path, *words, *fault) as stage:
@@ -112,7 +112,7 @@ def failing_reward(step: RewardStep) -> float:
 
 
 def test_reward_errors_are_counted_in_refills(tmp_path):
-    """Once for each of the eight episodes that four slots play."""
+    """One error for each of the eight episodes in four slots."""
     words = ("reward.path=test_step_rollouts:failing_reward", "env.kwargs.goal=99", "~env.use_rel_reward")
     with running_crew(tmp_path, *words, "algorithm.filter_rewards=[0.1,0.9]", "algorithm.filter_refills=1") as stage:
         rollout = collect(stage, sampler_of(stage), 0)
@@ -122,7 +122,7 @@ def test_reward_errors_are_counted_in_refills(tmp_path):
 
 
 def test_remax_baseline_is_the_greedy_episode_of_the_group(tmp_path):
-    """Played again with other noise it is the same; episodes of one group share it."""
+    """Repeated with other noise the episode is the same; episodes of one group share it."""
     words = ("algorithm=remax", "algorithm.group_size=2", "runner.deterministic=true", "env.kwargs.goal=99")
     with running_crew(tmp_path, *words) as stage:
         cfg, algorithm, scheduler = stage.run_plan.cfg, stage.run_plan.algorithm, stage.workers.scheduler
@@ -168,7 +168,7 @@ CONTINUED = (
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
-    """Pendulum's 200 steps are 90 + 90 + 20; the next episode has 70 of the third step, and so on."""
+    """Pendulum's 200 steps are 90 + 90 + 20; the next episode has 70 steps of the third training step."""
     with running_crew(tmp_path, cfg=load_config("train", CONTINUED)) as stage:
         sampler, arena = sampler_of(stage), stage.workers.arena
         seen, pieces = {}, []
@@ -196,7 +196,7 @@ def test_unfinished_episode_continues_in_the_next_step(tmp_path, ahead):
 
 
 def test_a_continued_episode_keeps_its_task(tmp_path):
-    """Whatever the plan of the next step says about its slot: success counts for the task that is played."""
+    """Success counts for the task of the running episode, not for the planned task of the slot."""
     words = ("algorithm=ppo", "env.kwargs.tasks=3", "env.kwargs.goal=99", "env.train.max_episode_steps=16")
     quota = ("env.train.max_steps_per_rollout_epoch=12", "env.train.continue_episodes=true", "runner.max_steps=4")
     with running_crew(tmp_path, *words, *quota, "env.train.total_num_envs=8") as stage:
@@ -226,7 +226,7 @@ def test_lockstep_episodes_do_not_continue_in_the_next_step(tmp_path, lockstep):
 
 
 def test_restarted_worker_replaces_unfinished_episodes(tmp_path):
-    """Two slots were cut already when the worker dies in the last chunk of the other two."""
+    """Two slots were already cut when the worker dies in the last chunk of the other two."""
     words = ("algorithm=ppo", "env.train.max_steps_per_rollout_epoch=12", "env.train.max_episode_steps=32")
     fault = ("env.kwargs.fault=raise", "env.kwargs.at=46", f"env.kwargs.once={tmp_path}/m", "env.kwargs.goal=99")
     continued = ("env.train.continue_episodes=true", "rollout.pipeline_stage_num=2")
@@ -242,7 +242,7 @@ def test_restarted_worker_replaces_unfinished_episodes(tmp_path):
 
 
 def test_inference_batches_have_one_temperature(tmp_path, monkeypatch):
-    """Two rollouts that share the slots; fails where actions are drawn at the temperature of the other one."""
+    """Two rollouts share the slots; fails if actions are sampled at the other rollout's temperature."""
     with running_crew(tmp_path, "env.kwargs.goal=0.7", "algorithm.rollout_epoch=4") as stage:
         cfg, env, scheduler = stage.run_plan.cfg, stage.run_plan.env, stage.workers.scheduler
         plans = [train_episodes(cfg, env, step, counts_chunk_steps=False) for step in range(2)]

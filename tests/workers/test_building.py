@@ -31,7 +31,7 @@ def host(folder: Path, *words: str, start_from: Path | None = None) -> Iterator[
 
 
 def test_kl_reference_has_the_initial_weights(tmp_path):
-    """Those of ckpt=, not those of a new policy."""
+    """The weights of ckpt=, not those of a new policy."""
     (tmp_path / "saved").mkdir()
     with host(tmp_path, *SMALL, "seed=5") as other:
         other.policy.save(tmp_path / "saved")

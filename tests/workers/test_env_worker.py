@@ -22,7 +22,7 @@ from embodyrl.workers import env_worker
 
 
 def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is a second later: drawing takes one, what lies around it the rest."""
+    """Each reading of the clock is one second later: rendering takes one second, simulation the rest."""
     run_plan = build_run_plan(toy_config(tmp_path), training=True)
     arena = Arena.create(run_plan.layout, 8)
     init = env_worker.EnvWorkerInit(
@@ -55,7 +55,7 @@ def test_render_time_is_excluded_from_simulation_time(tmp_path, monkeypatch: pyt
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]]]:
-    """Start an env worker of the toy with one slot, whose records hold ones."""
+    """Start an env worker of the toy environment with one slot, whose records contain ones."""
     run_plan = build_run_plan(toy_config(tmp_path, "env.kwargs.goal=99"), training=True)
     opened: list[env_worker.EnvWorker] = []
 
@@ -85,7 +85,7 @@ def start(tmp_path) -> Iterator[Callable[..., tuple[env_worker.EnvWorker, Arena]
 
 
 def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path | None = None) -> int:
-    """Begin an episode; returns the ticket of its first observation."""
+    """Start an episode; return the ticket of its first observation."""
     (ticket,) = arena.allocate_all(1).tolist()
     begun = EpisodeStart(reset_id=0, seed=0, max_episode_steps=steps)
     stem = None if video is None else str(video)
@@ -96,7 +96,7 @@ def reset(worker: env_worker.EnvWorker, arena: Arena, *, steps: int, video: Path
 
 
 def step(worker: env_worker.EnvWorker, arena: Arena, source: int) -> tuple[int, EnvReport]:
-    """Execute the chunk of a record; returns the ticket of the next observation."""
+    """Execute the chunk of a record; return the ticket of the next observation."""
     (target,) = arena.allocate_all(1).tolist()
     request = EnvRequest(sequence=1, stage=0, slots=[0], sources=np.array([source]), targets=np.array([target]))
     (report,) = worker.handle(request)
@@ -115,7 +115,7 @@ def test_single_step_chunks_clear_the_remaining_record(start) -> None:
 
 @pytest.mark.needs("recording")
 def test_video_of_an_unfinished_episode_is_discarded(start, tmp_path) -> None:
-    """The slot is reset while it is recorded; nobody wants a recording of what follows."""
+    """The slot is reset during a recording; later frames belong to another episode."""
     worker, arena = start()
     ticket = reset(worker, arena, steps=8, video=tmp_path / "first")
     _, report = step(worker, arena, ticket)

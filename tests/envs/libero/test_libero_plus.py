@@ -31,7 +31,7 @@ def spec_of(suite: str, *axes: str):
 
 
 def test_every_variant_occurs_once_with_initial_state_zero():
-    """The package has 1599 cameras, 1550 starts, 1601 noises, 1537 instructions: 28 twice, one is none."""
+    """The package has 1599 cameras, 1550 arm poses, 1601 noises, 1537 instructions: 28 repeated and one invalid."""
     found = {axis: 0 for axis in PLUS_AXES}
     for suite in SUITES:
         for axis in PLUS_AXES:
@@ -46,7 +46,7 @@ def test_every_variant_occurs_once_with_initial_state_zero():
 
 @pytest.mark.parametrize("axis", PLUS_AXES)
 def test_validation_variants_are_excluded_from_training(axis):
-    """States 0 to 9 and 20 to 49, where a task has 30 variants or more; others come round again."""
+    """States 0 to 9 and 20 to 49 of tasks with at least 30 variants; with fewer variants states repeat."""
     checked = 0
     for suite in SUITES:
         for task in range(10):
@@ -58,7 +58,7 @@ def test_validation_variants_are_excluded_from_training(axis):
 
 
 def test_camera_poses_match_the_package():
-    """All of six tasks, one of each kind of scene; cameras that do not move are rounded as well."""
+    """All cameras of six tasks, one of each kind of scene; cameras that do not move are rounded too."""
     kinds = set()
     for row in (row for row in PACKAGE if "camera" in row):
         pose = np.asarray(SCENES[row["scene"]])
@@ -103,7 +103,7 @@ def test_language_suite_has_one_instruction_per_state():
 
 @pytest.mark.parametrize("noise", range(1, 51))
 def test_image_noise_matches_the_package_exactly(noise):
-    """On every eleventh row and column of a frame; blurs of glass round at the last bit of numpy's exp."""
+    """Every eleventh row and column of a frame; glass blur depends on the last bit of numpy's exp."""
     pytest.importorskip("scipy")
     from embodyrl.envs.libero.noise import corrupt
 

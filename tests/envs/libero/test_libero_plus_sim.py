@@ -26,7 +26,7 @@ STILL = np.zeros((1, 1, 7), np.float32)
 
 
 def same_turn(one, other):
-    """Whether two quaternions turn alike; their lengths do not count."""
+    """Return whether two quaternions are the same rotation; their lengths may differ."""
     return abs(np.dot(one, other)) / np.linalg.norm(one) / np.linalg.norm(other) == pytest.approx(1.0, abs=1e-12)
 
 
@@ -54,7 +54,7 @@ def look(env, slot=0):
 
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row["suite"])
 def test_simulated_arms_and_cameras_match_the_package(row):
-    """Joints after the stored state was set and objects have settled for ten steps, on the table and on the floor."""
+    """Joint positions after setting the stored state and ten settle steps, on the table and on the floor."""
     env = harness(f"{row['suite']}_robot")
     try:
         start(env, row["task"], row["state"])
@@ -94,7 +94,7 @@ def test_variants_of_slots_on_a_shared_model_are_separate():
 
 
 def test_variant_is_undone_after_its_episode():
-    """Moved cameras, another start of the arm and noise, one after the other in one model."""
+    """Moved cameras, another arm pose and noise, in sequence in one model."""
     env = harness("libero_object")
     try:
         start(env, 3, 0)

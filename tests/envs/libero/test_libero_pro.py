@@ -25,7 +25,7 @@ EXPERT_FAMILIES = ("spatial", "object")
 
 
 def harness(family, *, lean=True):
-    """Environment of a suite with its axes beside it."""
+    """Create the environment of a suite with its axes."""
     from embodyrl.envs.libero.sims import LiberoSims
 
     cameras = InitParams(camera_names=["agentview"], camera_heights=SIZE, camera_widths=SIZE)
@@ -47,7 +47,7 @@ def look(env):
 
 
 def check_task(env, task):
-    """One task from one of its states: told what its description says, stepped, seen, not done."""
+    """Check one state of a task: instruction of its description, a step, an observation, not solved."""
     start(env, task, task * 7 % 50)
     simulator = env._sims.pool.use(0)
     suite = env.spec.suite_of(task)
@@ -63,7 +63,7 @@ def check_task(env, task):
 
 
 def test_suite_and_perturbed_suite_run_in_one_environment():
-    """Task 3 of each: the same number means the same place in the table of tasks."""
+    """Task 3 of each suite: equal numbers mean equal positions in the task table."""
     env = harness("object")
     try:
         for task in (3, 23):
@@ -82,7 +82,7 @@ def test_suite_and_perturbed_suite_run_in_one_environment():
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_perturbed_task_loads(family, axis, lean):
-    """160 of 160, ten at a time."""
+    """All 160 tasks, ten at a time."""
     env = harness(family, lean=lean)
     try:
         checked = [task for task in range(len(env.spec.tasks)) if env.spec.suite_of(task).endswith(f"{family}_{axis}")]
@@ -96,7 +96,7 @@ def test_every_perturbed_task_loads(family, axis, lean):
 
 @functools.cache
 def solved(family):
-    """Tasks that the expert solves from one held-out state each, by suite."""
+    """Return the tasks that the expert solves from one held-out state each, by suite."""
     env, found = harness(family), {}
     try:
         for task in range(len(env.spec.tasks)):
@@ -114,7 +114,7 @@ def solved(family):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_experts_solve_the_perturbed_suites(family):
-    """At least nine of ten tasks of each suite, 100 episodes in all, within 280 steps."""
+    """At least nine of ten tasks of each suite are solved within 280 steps, 100 episodes in all."""
     for suite, successes in solved(family).items():
         assert len(successes) == 10
         assert sum(successes) >= 9, suite

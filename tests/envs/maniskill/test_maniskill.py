@@ -59,7 +59,7 @@ def look(env, slot=0):
 
 
 def play(env, reset_id, slot=0, steps=12):
-    """States and images of an episode of random actions."""
+    """Return states and images of an episode of random actions."""
     env.reset([slot], [start(reset_id, ignore=True)])
     actions = np.random.default_rng(reset_id).uniform(-1, 1, (steps // 4, 1, 4, 7)).astype(np.float32)
     seen = [look(env, slot)]
@@ -124,7 +124,7 @@ def test_reset_id_determines_the_initial_state():
 
 
 def test_batch_of_one_matches_a_single_simulator():
-    """The code of the GPU's batch, with the only batch that the CPU can simulate."""
+    """The code of GPU batches, with a batch of one, which the CPU can simulate."""
     from embodyrl.envs.maniskill.sims import BatchSims
 
     single = make(config())
@@ -142,14 +142,14 @@ def test_batch_of_one_matches_a_single_simulator():
 
 
 class _Rows:
-    """What `BaseEnv.reset` touches of a scene, without a simulator: four rows that a CPU could not simulate."""
+    """The attributes of a scene that `BaseEnv.reset` uses, without a simulator, with four rows."""
 
     actors, articulations, sensors = {}, {}, {}
     _reset_mask = None
 
 
 def drawing_rows():
-    """A batch whose episodes are drawn in all the ways of ManiSkill's tasks; its resets are ManiSkill's own."""
+    """Create a batch whose episodes are sampled in all ways of ManiSkill's tasks; `reset` is ManiSkill's own."""
     import torch
     from mani_skill.envs.sapien_env import BaseEnv
     from mani_skill.envs.utils import randomization
@@ -179,13 +179,13 @@ def drawing_rows():
         get_obs = staticmethod(lambda info: None)
 
         def get_info(self):
-            """Row 2 begins with its goal reached."""
+            """Return the info; row 2 starts with its goal reached."""
             return {"success": torch.arange(4) == 2}
 
         reward_mode = "dense"
 
         def step(self, actions):
-            """Earns what the action says, ends where it is above 1, succeeds above 2; the state shows it too."""
+            """Return the action as reward, terminate above 1 and succeed above 2; the state contains the action."""
             self.drawn[:, 0] = told = torch.as_tensor(actions)[:, 0].clone()
             row = torch.arange(4)
             return None, told, told > 1, torch.zeros(4), {"success": told > 2, "row": row, "pair": row.repeat(2, 1).T}
@@ -214,7 +214,7 @@ def test_batched_resets_match_single_resets():
 
 
 def test_batched_simulation_matches_separate_slots(monkeypatch):
-    """Actions, outcomes, states, videos and infos of four slots; one that waits is begun again."""
+    """Actions, outcomes, states, videos and infos of four slots; a waiting slot is restarted."""
     from embodyrl.envs.maniskill import sims
 
     rows = drawing_rows()
@@ -247,7 +247,7 @@ def test_batched_simulation_matches_separate_slots(monkeypatch):
     ("env_id", "placement"), [("PutEggplantInBasketScene-v1", {"episode_id": 7}), ("PushCube-v1", {})]
 )
 def test_bridge_tasks_use_numbered_placements(env_id, placement):
-    """Of the tasks on Bridge data, whose files no package contains."""
+    """Tasks on Bridge data; no package contains their files."""
     from embodyrl.envs.maniskill.simulator import restart
 
     asked = []
@@ -257,7 +257,7 @@ def test_bridge_tasks_use_numbered_placements(env_id, placement):
 
 
 def test_observations_and_rewards_match_maniskill():
-    """Images, angles and the hand of one task, and all that another one observes while its expert solves it."""
+    """Images, angles and hand pose of one task, and all observations of another while its expert solves it."""
     import gymnasium
 
     theirs_of = {"render_backend": "cpu", "sim_backend": "physx_cpu", "control_mode": "pd_ee_delta_pose"}
@@ -332,7 +332,7 @@ def test_experts_reach_their_goals(env_id):
 
 
 def test_tasks_without_reward_use_success_as_reward():
-    """Its reward mode is "none" unless another one is asked for: every step of a success was worth nothing."""
+    """The default reward mode "none" gives 0 for every step of a success."""
     cfg = config("PlugCharger-v1", obs_mode=ObsMode.state)
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=1))
     try:
@@ -362,7 +362,7 @@ def test_other_camera_settings_keep_the_image_size():
 
 
 def test_task_errors_are_reported():
-    """In this process, which has the simulator already; `spec` asks the same in one of its own."""
+    """Errors in this process, which has loaded the simulator; `spec` uses a separate process."""
     with pytest.raises(UnknownNameError, match="Did you mean 'PushCube-v1'"):
         make(config("PushCub-v1"))
     with pytest.raises(ConfigError, match="pd_ee_pos not in supported modes"):

@@ -127,7 +127,7 @@ def test_gpu_physx_is_downloaded_before_a_task_is_built(enable, says, tmp_path, 
 
 
 def test_gpu_renderer_is_probed_on_gpu_machines(tmp_path, monkeypatch):
-    """The software driver answers for the CPU, also where that of the GPU is broken."""
+    """The software driver serves the CPU even if the GPU's driver is broken."""
     (tmp_path / "sapien.py").write_text(SAPIEN.format(enable="pass"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(probe.metadata, "version", lambda name: "3.0.3")

@@ -78,7 +78,7 @@ def test_an_expert_reaches_the_goal():
 
 @pytest.mark.sim
 def test_goals_that_hold_at_reset_are_reported(monkeypatch):
-    """The second episode's goal is placed at the hand; the package observes a closed window before it opens it."""
+    """The second episode's goal is at the hand; the package observes a closed window before opening it."""
     env_dict = pytest.importorskip("metaworld.env_dict")
     reach = FACTORY.make(env_of("metaworld", id="reach-v3", pixels=False), EnvContext(num_slots=2))
     begin = [EpisodeStart(reset_id=state, seed=0, max_episode_steps=5) for state in (3, 4)]
@@ -102,7 +102,7 @@ def test_goals_that_hold_at_reset_are_reported(monkeypatch):
 
 
 def _play(env, task: int, state: int, slot: int = 0, action: float | None = None) -> np.ndarray:
-    """What a slot of several tasks observes at the start, or after three equal actions."""
+    """Return the observation of a slot of several tasks at the start, or after three equal actions."""
     reset_id = env.spec.reset_ids_of(task)[state]
     env.reset([slot], [EpisodeStart(reset_id=reset_id, seed=0, max_episode_steps=500, ignore_terminations=True)])
     if action is not None:
@@ -114,7 +114,7 @@ def _play(env, task: int, state: int, slot: int = 0, action: float | None = None
 
 @pytest.mark.sim
 def test_slots_can_change_tasks_in_any_order():
-    """Tasks 0 (reach) and 2 (pick-place) of MT10; a simulator that a slot leaves waits for its own task."""
+    """Tasks 0 (reach) and 2 (pick-place) of MT10; the simulator of an inactive task keeps its state."""
     pytest.importorskip("metaworld.policies")
     env = FACTORY.make(env_of("metaworld", id="MT10", pixels=False), EnvContext(num_slots=2))
     reach, place = _play(env, 0, 3), _play(env, 2, 3, slot=1)

@@ -298,7 +298,7 @@ def on_axes(*suites, axis="base"):
 
 
 def test_each_variation_changes_one_property():
-    """Table 77 of task 0 on each axis."""
+    """Table 77 of task 0 with each variation."""
     spec, cfg = on_axes(*FACTORY.suites(config()))
     assert spec.benchmark.suites[::21] == ("tabletop", "tabletop_colours", "tabletop_positions", "tabletop_phrasings")
     sims = FACTORY.simulators(cfg, EnvContext(num_slots=4, suites=FACTORY.suites(cfg)))

@@ -17,7 +17,7 @@ from embodyrl.types import EpisodeStart
 
 DOWN, RIGHT = "1", "2"
 WAY = [DOWN, DOWN, RIGHT, RIGHT, DOWN, RIGHT]
-"""Through the four by four lake."""
+"""Path through the four by four lake."""
 
 
 def lake(**keys: Any) -> Any:
@@ -92,7 +92,7 @@ def test_prompt_contains_rules_and_history() -> None:
 
 
 def test_episode_depends_on_its_reset_id_only() -> None:
-    """On ice, where the seed decides where a step leads."""
+    """Slippery lake, in which the seed determines the transitions."""
     env = make(kwargs={"is_slippery": True}, words="test_text_game:place", history=9)
     for reset_id in (3, 4):
         env.reset([0], [EpisodeStart(reset_id=reset_id, seed=9, max_episode_steps=80)])

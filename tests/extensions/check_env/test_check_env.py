@@ -39,14 +39,14 @@ SCRIPTED = ScriptedFactory()
 
 
 def failed(cfg: EnvSettings, **options) -> dict[str, str]:
-    """Check -> what it found."""
+    """Return what each failed check found."""
     found = list(check_env(cfg, **options))
     assert [f.check for f in found] == list(CHECKS)
     return {f.check: str(f.violations[0]) for f in found if f.level == "FAIL"}
 
 
 def warned(cfg: EnvSettings) -> list[str]:
-    """Checks that warn, of an environment that passes."""
+    """Return the checks that warn for a valid environment."""
     found = list(check_env(cfg))
     assert {f.level for f in found} <= {"ok", "warn"}
     return [f.check for f in found if f.level == "warn"]

@@ -68,7 +68,7 @@ LEGAL = {
     "make_suites": ["spec"],
     "make_single": [],
 }
-"""Name -> checks that warn."""
+"""Checks that warn, by environment name."""
 CHEAP = (
     "FixedStart",
     "HalfOpen",
@@ -102,7 +102,7 @@ def test_unusual_valid_environments_pass(name):
 
 @pytest.mark.parametrize(("name", "level", "said"), [("Walk", "ok", "7 rewards"), ("Drifts", "warn", "step 4 earned")])
 def test_goal_interface_is_checked_against_the_steps(name, level, said):
-    """Mutations: the goal is compared with the observation before the step, or only the first step is."""
+    """Mutants: the goal is compared with the observation before the step, or only the first step is compared."""
     found = {f.check: f for f in look(f"env.id=goal_env:{name}")}
     assert [f.check for f in found.values() if f.level == "FAIL"] == []
     assert found["goals"].level == level

@@ -45,7 +45,7 @@ def model_folder(folder: Path, *, tied: bool) -> Path:
 
 
 def evaluated(run: Path) -> list[tuple[int, str, str]]:
-    """Row, prompt and greedy reply of each episode of `embodyrl eval`."""
+    """Return row, prompt and greedy reply of each episode of `embodyrl eval`."""
     words = [f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}"]
     done = evaluate(load_config("eval", [*words, "runner.experiment_name=eval", *QUIET], base=run / "config.yaml"))
     rows = map(json.loads, (done.folder / "episodes.jsonl").read_text().splitlines())
@@ -53,7 +53,7 @@ def evaluated(run: Path) -> list[tuple[int, str, str]]:
 
 
 def generated(folder: Path, prompt: str, pictures: dict[str, Any]) -> str:
-    """Greedy reply of plain transformers."""
+    """Return the greedy reply of plain transformers."""
     kind = AutoModelForImageTextToText if pictures else AutoModelForCausalLM
     model = kind.from_pretrained(folder, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -72,7 +72,7 @@ def generated(folder: Path, prompt: str, pictures: dict[str, Any]) -> str:
 def test_exported_lm_generates_the_same_text_in_transformers(
     tmp_path: Path, adapters: tuple[str, ...], tied: bool | None, recwarn: pytest.WarningsRecorder
 ):
-    """None: a model of random weights from the seed, without a folder."""
+    """None: a model with random weights from the seed, without a folder."""
     model = [] if tied is None else ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=tied)}"]
     words = [*TRAINED, *QUIET[2:], *adapters, *model, "seed=7"]
     words += ["algorithm.sampling_params.max_new_tokens=6"]

@@ -79,7 +79,7 @@ def test_every_expert_step_is_recorded(tmp_path: Path) -> None:
 
 
 def test_replayed_actions_reproduce_recorded_states(tmp_path: Path) -> None:
-    """Played again from its initial state, an episode shows what was recorded: each action belongs to its step."""
+    """Repeated from its initial state, an episode gives the recorded states: each action belongs to its step."""
     places = [f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline"]
     collect(load_config("collect", ["env=tabletop", "collect.episodes=3", "runner.logger.backends=[jsonl]", *places]))
     demos = load_demonstrations(tmp_path / "demos")
@@ -94,7 +94,7 @@ def test_replayed_actions_reproduce_recorded_states(tmp_path: Path) -> None:
 
 
 def test_rewards_and_success_belong_to_their_step(tmp_path: Path) -> None:
-    """Shaken so hard that the goal is lost again: success is what the next state says, rewards its change."""
+    """Noise makes the policy lose the goal again: success is that of the next state, rewards its change."""
     hard = ("model.expert_noise=1.0", "env.kwargs.goal=0.4", "env.train.ignore_terminations=true")
     run(tmp_path, *hard, "collect.episodes=6", "collect.filter=all")
     demos, lost = load_demonstrations(tmp_path / "demos"), 0
@@ -130,7 +130,7 @@ def test_action_noise_changes_states_but_not_recorded_actions(tmp_path: Path) ->
 
 
 def test_failed_episodes_are_replaced_within_the_same_task(tmp_path: Path) -> None:
-    """Eight noisy steps for a goal that takes five clean ones: some episodes miss it."""
+    """Eight noisy steps for a goal that needs five clean steps: some episodes fail."""
     hard = ("model.expert_noise=1.0", "env.kwargs.goal=2.5", "collect.episodes=12")
     result = run(tmp_path, *hard)
     assert result.tried > result.succeeded >= 12
@@ -185,7 +185,7 @@ def test_chunked_policy_is_recorded_step_by_step(tmp_path: Path) -> None:
 
 
 def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
-    """Two episodes at a time, ten steps each: the third chunk is cut."""
+    """Two episodes at once with ten steps each: the third chunk is cut."""
     words = ("model=random", "model.num_action_chunks=4", "eval.sampling_params.do_sample=true", "collect.filter=all")
     words = (*words, "env.kwargs.goal=99", "env.train.max_episode_steps=10", "env.train.total_num_envs=2")
     cfg = config(tmp_path, *words, "collect.episodes=3")
@@ -206,7 +206,7 @@ def test_collect_executes_whole_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_killed_collect_resumes_to_the_same_episodes(tmp_path: Path) -> None:
-    """SIGKILL after the first file is complete; the second call fills the folder up."""
+    """SIGKILL after the first file is complete; the second call completes the data set."""
     overrides = words(tmp_path, "collect.episodes=70", "env.train.max_episode_steps=30", "env.kwargs.goal=9")
     command = start_cli("collect", *overrides, cwd=tmp_path)
     first = tmp_path / "demos/meta/episodes/chunk-000/file-000.parquet"

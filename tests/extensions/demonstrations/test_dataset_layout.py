@@ -152,7 +152,7 @@ def edit_column(root: Path, name: str, column: str, values: Callable[[list], lis
 
 
 def add_row(root: Path, name: str) -> None:
-    """Of an episode that no table names."""
+    """Add a row of an episode that is in no table."""
     table = pq.read_table(root / name)
     edit_column(root, name, "episode_index", lambda _: [99] * len(table))
     pq.write_table(pa.concat_tables([table, pq.read_table(root / name).slice(0, 1)]), root / name)

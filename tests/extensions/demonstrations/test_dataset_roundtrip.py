@@ -80,7 +80,7 @@ def test_action_chunks_are_padded_with_the_last_action(tmp_path: Path) -> None:
 
 
 def test_crash_during_writing_loses_only_the_last_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Die at every single file of the second batch: what was complete stays readable, and can be continued."""
+    """The process dies at each file of the second batch: complete batches stay readable and can be extended."""
     write_file = writer_module.layout.write_file
     first, second = [demonstration(n) for n in (0, 2, 4)], [demonstration(n) for n in (3, 5)]  # of another task
     expected = np.concatenate([d.action for d in first + second])
@@ -145,7 +145,7 @@ def test_error_names_the_damaged_or_missing_dataset(tmp_path: Path) -> None:
 
 
 def test_episode_row_contains_success_and_return(tmp_path: Path) -> None:
-    """It succeeded on the way and earned before and after."""
+    """The episode succeeds in the middle and has rewards before and after."""
     success, reward = np.zeros(6, np.bool_), np.array([0, 0.5, 1, 0, -0.25, 0], np.float32)
     success[2] = True
     write(tmp_path, [replace(demonstration(1), success=success, reward=reward)])
@@ -165,7 +165,7 @@ def test_joined_datasets_keep_each_episode_unchanged(tmp_path: Path) -> None:
 
 
 def test_preference_pairs_share_an_initial_state(tmp_path: Path) -> None:
-    """Success before return; equals, other initial states and those that nobody knows are no pairs."""
+    """Success decides before return; equal episodes and different or unknown initial states are no pairs."""
     lengths, earned = (5, 4, 3, 5, 4, 4), (0.0, 3.0, 0.0, 1.0, 0.0, 2.0)
     won, states = (True, False, False, False, False, False), (0, 0, 0, 5, -1, -1)
     parts = [demonstration(n, length) for n, length in enumerate(lengths)]
@@ -199,7 +199,7 @@ def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:
 
 
 def test_constant_values_in_an_episode_do_not_narrow_quantiles(tmp_path: Path) -> None:
-    """A gripper that is closed in one episode and open in the next has both ends as quantiles."""
+    """A gripper that is closed in one episode and open in the next has both values as quantiles."""
     for n in range(4):
         d = demonstration(n, 5)
         d.action[:, 6] = n % 2
@@ -227,7 +227,7 @@ def test_frames_are_limited_to_80_percent_of_free_memory(tmp_path: Path, monkeyp
 
 
 def test_dataset_cards_of_the_first_release_are_read():
-    """Their environment has all fields of that release's declaration, memory estimates among them."""
+    """Their environment has all fields of that release's spec, including memory estimates."""
     text = json.dumps(json.loads(card().to_json()) | {"collected": {}})
     raw = json.loads(text)
     raw["env"] |= {"task_bytes": 5, "gpu_bytes": [0, 0], "expert_tasks": [0], "desired_goal": [0, 0], "lockstep": False}

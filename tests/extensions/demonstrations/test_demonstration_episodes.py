@@ -20,7 +20,7 @@ def test_demonstrations_use_only_states_of_the_split():
 
 
 def test_demonstrations_reshuffle_states_on_each_pass():
-    """Each lap of a task has another order, each trial a seed and noise of its own."""
+    """Each pass over a task has another order, each trial its own seed and noise."""
     cfg = load_config("collect", [*TOY_COLLECT, "env.kwargs.tasks=3", "collect.out=demos"])
     plan = [*demonstration_episodes(cfg, ENV, [(task, trial) for task in (0, 1) for trial in range(24)]).episodes]
     laps = [[e.reset_id for e in plan[start : start + 4]] for start in range(0, 48, 4)]

@@ -82,7 +82,7 @@ def test_missing_video_columns_and_files_are_errors(tmp_path: Path) -> None:
 
 
 def test_video_frame_rate_may_exceed_the_data_rate(tmp_path: Path) -> None:
-    """Its frames are shown twice, and the time stamps choose every second one."""
+    """Frames occur twice, and the timestamps select every second frame."""
     root = write_set(tmp_path / "set", video_files=(0, 0, 0))
     for camera, order in (("front", (0, 1, 2)), ("wrist", (2, 1, 0))):
         path = root / f"videos/observation.images.{camera}/chunk-000/file-000.mp4"

@@ -56,7 +56,7 @@ def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
 
 
 def test_lerobot_reads_our_datasets(tmp_path: Path) -> None:
-    """Where it is installed; it wants other versions of torch and more, so nothing here installs it."""
+    """Runs only if LeRobot is installed, because it needs other versions of torch."""
     lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
     written = [demonstration(n) for n in range(5)]
     write(tmp_path / "ours", written)

@@ -62,7 +62,7 @@ def write_pairs(arena: Arena, *before: Message) -> tuple[Any, ...]:
     ids=["whole", "one by one", "two by tokens", "padded to the longer answer", "longer than the budget"],
 )
 def test_dpo_matches_trl(tmp_path: Path, micro: int, budget: int | None, forwards: int) -> None:
-    """Loss and gradient of the same weights, reference and pairs, as trl 1.16's DPOTrainer computed them."""
+    """Loss and gradient for the same weights, reference and pairs equal those of trl 1.16's DPOTrainer."""
     factory = POLICIES.get("causal_lm_tiny")
     other = factory.build(tiny(), PolicyRequest(env=ASKING, device="cpu", seed=4))
     (tmp_path / "reference").mkdir()
@@ -99,7 +99,7 @@ def test_dpo_matches_trl(tmp_path: Path, micro: int, budget: int | None, forward
 
 
 def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
-    """As it will be asked later: of the user's words and the reply. Fails where it is trained on others."""
+    """Rewards use the user's messages and the reply. Fails if training uses other messages."""
     settings = tiny()
     request = PolicyRequest(env=ASKING, device="cpu", seed=3, value_dim=1)
     spec = POLICIES.get("causal_lm_tiny").spec(settings, ASKING, 1)
@@ -132,7 +132,7 @@ def test_reward_model_ignores_system_messages(tmp_path: Path) -> None:
 
 
 def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Arena]:
-    """The toy's policy with room for eight records."""
+    """Build the toy policy with eight records."""
     run_plan = build_run_plan(toy_config(folder, *TOY_OFT), training=True)
     arena = Arena.create(run_plan.layout, 8)
     host = PolicyHost(
@@ -153,7 +153,7 @@ def judging(folder: Path, objective: ObjectiveSettings) -> tuple[PolicyHost, Are
 
 
 def test_episode_dpo_uses_the_reference(tmp_path: Path) -> None:
-    """The policy as it began is its own reference: whatever the actions, the loss is that of a tossed coin."""
+    """The initial policy is its own reference: for any actions the loss is ln 2."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, beta=0.5))
     tickets = arena.allocate_all(8)
     with arena.write_all(tickets) as records:
@@ -166,7 +166,7 @@ def test_episode_dpo_uses_the_reference(tmp_path: Path) -> None:
 
 
 def test_label_smoothing_follows_the_settings(tmp_path: Path) -> None:
-    """Two pairs, one of them the wrong way round; only the loss is smoothed."""
+    """Two pairs, one of them swapped; only the loss is smoothed."""
     host, arena = judging(tmp_path, ObjectiveSettings(name=Objective.dpo, label_smoothing=0.2))
     assert isinstance(host._learner, ImitationLearner)
     found = host._learner._compared(torch.tensor([2.0, 0.0, -1.0, 1.0]).double())
@@ -189,7 +189,7 @@ def test_label_smoothing_mixes_both_labels() -> None:
 
 
 def pairs(size: int = 400) -> list[dict[str, Any]]:
-    """The better answer repeats the number; conversations and plain texts, as public data sets have them."""
+    """Return pairs whose better answer repeats the number, as conversations and plain texts of public data sets."""
     rng = np.random.default_rng(0)
     found = []
     for first, second in rng.integers(10, 100, (size, 2)).tolist():
@@ -265,7 +265,7 @@ def test_numpy_reward_model_matches_the_value_head(tmp_path: Path, name: str, re
 
 
 def test_success_objective_learns_success_from_images() -> None:
-    """An observation shows what the action before it reached; a step's own success is seen one step later."""
+    """An observation shows the result of the previous action; the success of a step is visible one step later."""
     none = np.zeros((5, 0), np.float32)
     demos = Demonstrations(
         images=np.zeros((5, 0, 0, 0, 3), np.uint8),
@@ -281,7 +281,7 @@ def test_success_objective_learns_success_from_images() -> None:
 
 
 def test_episode_pairs_are_compared_chunk_by_chunk() -> None:
-    """Of lengths 3, 5, 2, 4 from the states 5, 5, 7, 5: the second succeeds, the last earns more than the first."""
+    """Lengths 3, 5, 2, 4, states 5, 5, 7, 5: the second succeeds, the last has a higher return than the first."""
     none = np.zeros((14, 0), np.float32)
     reward, success = np.zeros(14, np.float32), np.zeros(14, np.bool_)
     success[7], success[9], reward[12] = True, True, 0.5

@@ -31,7 +31,7 @@ FLOW = ("env=tabletop", "model=flow_small")
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub, an empty cache, and the logged-in user of a token; large files travel as git LFS has them."""
+    """Start a hub server with an empty cache and a logged-in user; large files are transferred as with git LFS."""
     hub = Hub()
     settings = {"ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_DISABLE_XET": True}
     address = hub.url + "/{repo_id}/resolve/{revision}/{filename}"

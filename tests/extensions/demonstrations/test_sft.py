@@ -48,7 +48,7 @@ TOY_POLICY = PolicySpec(
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty demonstrations."""
+    """Collect twenty demonstrations."""
     folder = tmp_path_factory.mktemp("collect")
     places = (f"collect.out={folder}/demos", f"runner.output_dir={folder}/runs")
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=20")
@@ -106,7 +106,7 @@ def test_sft_on_twenty_demonstrations_solves_the_tasks(trained: SftResult, tmp_p
 
 @pytest.mark.integration
 def test_suggested_eval_command_contains_trust(trained: SftResult) -> None:
-    """Fails where the words that are printed are refused: `toy_env:FACTORY` is code that the run itself never names."""
+    """Fails if the printed arguments are rejected: `toy_env:FACTORY` is code that the run itself does not name."""
     said = (trained.run / "logs" / "events.log").read_text()
     assert f"embodyrl eval ckpt={trained.run} trust=true\n" in said
     with pytest.raises(ConfigError, match="trust=true"):
@@ -186,7 +186,7 @@ def test_validation_episodes_are_excluded_from_training(demos: Path, tmp_path: P
 @pytest.mark.integration
 @pytest.mark.timeout(240)
 def test_dpo_prefers_better_episodes_of_an_initial_state(tmp_path: Path) -> None:
-    """DPO on what a clumsy expert reached from four states: ln 2 at the start, then less; whole states are held out."""
+    """DPO on episodes of a noisy expert from four states: the loss decreases from ln 2; whole states are held out."""
     places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "model.expert_noise=1.5")
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "collect.episodes=24", "collect.filter=all")
     collect(load_config("collect", [*TOY_COLLECT, *HARD[1:], *places, *quiet]))
@@ -208,7 +208,7 @@ def test_dpo_prefers_better_episodes_of_an_initial_state(tmp_path: Path) -> None
 
 
 def test_episodes_of_different_environments_are_not_paired(demos: Path, tmp_path: Path) -> None:
-    """Their reset ids may be equal: fails where only the sizes of what is seen and done are compared."""
+    """Reset ids of two environments may be equal: fails if only the sizes of observations and actions are compared."""
     other = shutil.copytree(demos, tmp_path / "other")
     for name in ("embodyrl.json", "info.json"):
         text = (other / "meta" / name).read_text()
@@ -366,7 +366,7 @@ def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> 
 
 
 def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> None:
-    """Fails where epochs that end it are not named, before it or where nothing is left."""
+    """Fails if the banner omits epochs that end the run."""
     few = ("runner.max_epochs=1", "runner.max_steps=30", "actor.global_batch_size=80", "actor.micro_batch_size=80")
     assert dict(sft_facts(config(tmp_path, demos, *few)))["training"] == "1 epochs, at most 30 steps, of 80 samples"
     assert dict(sft_facts(config(tmp_path, demos, *few[1:])))["training"] == "30 steps of 80 samples"
@@ -377,13 +377,13 @@ def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> Non
 
 
 def test_sft_does_not_modify_demonstrations(demos: Path) -> None:
-    """Collected data are in the environment's units: the gripper conversion works on a copy."""
+    """Collected data are in the environment's units; the gripper conversion changes only a copy."""
     np.testing.assert_array_equal(load_demonstrations(demos).action[:, 6], 0.0)
 
 
 @pytest.mark.integration
 def test_sft_reshuffles_each_epoch_and_augments_each_step(tmp_path: Path) -> None:
-    """Sample by sample through one episode, twice, with weights that stay: losses tell what was drawn."""
+    """Two epochs over one episode, sample by sample, with constant weights: losses identify the samples."""
     places = (f"collect.out={tmp_path}/demos", f"runner.output_dir={tmp_path}/runs", "launcher=inline")
     few = ("collect.episodes=1", "env.train.task_ids=[0]", "runner.logger.backends=[jsonl]")
     collect(load_config("collect", [*TOY_COLLECT, *HARD, *places, *few]))
@@ -391,7 +391,7 @@ def test_sft_reshuffles_each_epoch_and_augments_each_step(tmp_path: Path) -> Non
     still = ("actor.optim.lr=0", "runner.val_check_interval=-1", "actor.global_batch_size=1", "runner.max_epochs=2")
 
     def losses(name: str, *more: str) -> tuple[list[float], list[float]]:
-        """Of each of the two epochs."""
+        """Return the losses of each of the two epochs."""
         found: list[float] = []
         cfg = config(tmp_path / name, tmp_path / "demos", *still, "actor.micro_batch_size=1", *more)
         result = sft(cfg, on_step=lambda _, row: found.append(row["actor/loss"]))

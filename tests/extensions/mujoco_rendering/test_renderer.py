@@ -41,7 +41,7 @@ def test_explicit_renderer_or_missing_gpu_skips_the_probe(monkeypatch):
 
 
 def test_missing_gpu_is_detected_by_rendering(monkeypatch):
-    """The host claims a GPU that is not there: EGL draws in software, or not at all."""
+    """The host reports a GPU that does not exist: EGL renders in software or fails."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     chosen = choose_renderer()
@@ -86,7 +86,7 @@ def test_egl_devices_are_queried_once_for_child_processes(monkeypatch):
 
 
 def test_egl_devices_can_be_queried(monkeypatch):
-    """Of this host's EGL, if there is any; software devices have no number of CUDA."""
+    """Uses the EGL of this host, if installed; software devices have no CUDA number."""
     monkeypatch.delenv(renderer.EGL_TABLE, raising=False)
     assert set(renderer.egl_table()) <= set(range(64))
     done = subprocess.run([sys.executable, "-c", renderer._LIST_EGL], capture_output=True, text=True, check=False)
@@ -101,7 +101,7 @@ def test_missing_vendor_file_is_reported(tmp_path, monkeypatch):
 
 
 def test_robosuite_imports_with_egl_device_set(monkeypatch):
-    """Its import refuses a number that CUDA_VISIBLE_DEVICES does not contain."""
+    """Its import rejects a number that is not in CUDA_VISIBLE_DEVICES."""
     pytest.importorskip("robosuite")
     code = (
         "from embodyrl.extensions.mujoco_rendering.renderer import choose_device, without_egl_device\n"
@@ -136,7 +136,7 @@ def test_hanging_or_crashing_probe_is_reported(monkeypatch):
     ],
 )
 def test_worker_renders_on_its_visible_gpu(visible, wanted, device, monkeypatch, tmp_path):
-    """EGL lists seven GPUs in an order of its own (mujoco issue 3245), and one not at all."""
+    """EGL lists seven GPUs in its own order (mujoco issue 3245), and omits one."""
     stub_nvidia_smi(tmp_path, monkeypatch, H100, ("1", "GPU-b", *H100[2:]))
     monkeypatch.setenv(renderer.EGL_TABLE, "0:4,1:3,2:5,3:1,4:0,5:2,6:6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -31,7 +31,7 @@ FILTERED = ("algorithm=filtered_bc", "algorithm.learning_starts=1", "algorithm.u
 
 @pytest.fixture
 def make(tmp_path):
-    """Build an actor with records of two episodes of three chunks, of which the first is good."""
+    """Build an actor with records of two episodes of three chunks, the first with a high return."""
     made = []
 
     def build(*words: str) -> tuple[PolicyHost, FilteredLearner, Arena, np.ndarray]:
@@ -57,7 +57,7 @@ def update(host: PolicyHost, tickets: np.ndarray, step: int = 0) -> dict[str, fl
 
 
 def test_chunks_of_successful_episodes_are_stored(make):
-    """Unexecuted actions are none of them; behind an episode's last one it repeats, as in demonstrations."""
+    """Unexecuted actions are not stored; after the end of an episode its last action repeats, as in demonstrations."""
     host, actor, arena, tickets = make("algorithm.learning_starts=1000")
     records = records_of(tickets)
     arena[Record.advantage][records] = np.repeat([1.0, 0.0, 1.0], 2)[:, None]
@@ -85,7 +85,7 @@ def test_stored_actions_use_the_gripper_convention_of_the_policy(make):
 
 
 def test_filtered_bc_update_matches_sft(make):
-    """Loss and gradient of the mean over the drawn samples, by plain torch; micro-batches change nothing."""
+    """Loss and gradient equal the mean over the samples in plain torch; micro-batches have no effect."""
     host, actor, _, tickets = make("actor.optim.lr=0.01", "actor.optim.clip_grad=1e9", "actor.optim.weight_decay=0")
     twin = deepcopy(actor._policy.module)
     metrics = update(host, tickets)
@@ -172,7 +172,7 @@ def test_keys_without_effect_warn(word, reason):
 @pytest.mark.integration
 @pytest.mark.parametrize("average", [0.0, 0.75])
 def test_filtered_bc_on_two_ranks_matches_one(tmp_path, average):
-    """Also when they go on from a checkpoint, with the trained weights and with those that act."""
+    """Resumed from a checkpoint with the trained and the averaged weights as well."""
     words = (*FILTERED, "actor.micro_batch_size=2", "actor.optim.lr=0.001", f"algorithm.average={average}")
     first = Rollout(name="first", words=words, last=3)
     then = Rollout(name="two", words=words, first=3, last=5, load=tmp_path / "first" / "saved")
@@ -190,7 +190,7 @@ def test_filtered_bc_on_two_ranks_matches_one(tmp_path, average):
 
 
 def test_policy_may_use_averaged_weights(make, tmp_path):
-    """One update from w to w' leaves the policy at 0.75 w + 0.25 w', and the next one goes on from w'."""
+    """One update from w to w' gives a policy of 0.75 w + 0.25 w', and the next update starts from w'."""
     plain, moving, again = (make("actor.optim.lr=0.01", *more) for more in ((), *[("algorithm.average=0.75",)] * 2))
     start, weights = deepcopy(moving[1]._policy.module.state_dict()), {}
     for (host, actor, _, tickets), name in ((plain, "plain"), (moving, "moving")):
@@ -228,13 +228,13 @@ def test_each_batch_contains_the_fraction_of_demonstrations(make, tmp_path):
 
 
 def test_each_training_step_samples_other_chunks(make):
-    """Of a buffer that holds the same three chunks after every step, with weights that stay."""
+    """The buffer contains the same three chunks after every step, and the weights are constant."""
     host, _, _, tickets = make("algorithm.replay_size=3", "actor.optim.lr=0")
     assert len({round(update(host, tickets, step)["loss"], 6) for step in range(4)}) > 1
 
 
 def test_update_count_and_schedule_follow_new_chunks(make):
-    """Six chunks, of which three are good; the last of three updates of the first of two steps is at a third."""
+    """Three of six chunks have a high return; the last of three updates in the first of two steps is at one third."""
     words = ("algorithm.updates_per_sample=0.5", "actor.optim.schedule=linear", "actor.optim.lr=0.003")
     host, _, _, tickets = make(*words, "runner.max_steps=2")
     metrics = update(host, tickets)
@@ -250,7 +250,7 @@ def test_learning_starts_and_save_replay_are_respected(make, tmp_path):
 
 
 def test_skipped_update_keeps_the_weight_average(make):
-    """The weights that are trained have become no numbers; what acts is their average."""
+    """The trained weights are not finite, but the average stays finite."""
     host, actor, _, tickets = make("algorithm.average=0.5", "faults.on_nonfinite=skip")
     name = next(iter(actor._aside))
     actor._aside[name].fill_(torch.nan)

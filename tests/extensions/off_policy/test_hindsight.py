@@ -29,11 +29,11 @@ from embodyrl.workers.policy_host import PolicyHost
 
 GAMMA, SCALE, FACTOR = 0.5, 0.5, 4.0
 DESIRED, ACHIEVED = slice(2, 4), slice(0, 2)
-"""Of the state: the space sorts its members by name."""
+"""Columns of the state; the space sorts its members by name."""
 
 
 def episode(length: int, seed: int, *, terminated: bool = False, final: bool = True, number: int = 0) -> Frames:
-    """A random walk as a rollout leaves it; its rewards are those of another world, so that they are told apart."""
+    """Return a random walk as in a rollout; its rewards are distinguishable from those of the goals."""
     rng = np.random.default_rng(seed)
     count = length + final
     state = np.zeros((count, 6), np.float32)
@@ -67,7 +67,7 @@ def build() -> Iterator[Any]:
 
 
 def by_hand(states: np.ndarray, place: int, last: int, goal: np.ndarray, n_step: int, ends: Any) -> tuple[Any, ...]:
-    """Reward, discount and end of a transition with this goal, in the words of the docs."""
+    """Return reward, discount and end of a transition with this goal, as defined in the docs."""
     reward, discount, at = 0.0, 1.0, place
     for _ in range(n_step):
         if at == last:
@@ -83,8 +83,8 @@ def by_hand(states: np.ndarray, place: int, last: int, goal: np.ndarray, n_step:
 @pytest.mark.parametrize("n_step", [1, 3])
 @pytest.mark.parametrize("env", ["Walk", "Ending", "OneByOne"])
 def test_relabelled_window_has_rewards_of_the_new_goal(build, env, n_step):
-    """Mutations: the goal of the same or an earlier step, of the neighbour episode; the old rewards, only the first one
-    new; no end where the new goal ends it, or the old end kept where it does not; factors left out.
+    """Mutants: the goal of the same or an earlier step, or of the next episode; the old rewards, only the first one
+    new; no end at the end of the new goal, or the old end without one; missing discount factors.
     """
     hindsight, buffer = build(env, n_step=n_step), ReplayBuffer(1000, GAMMA, n_step)
     parts = [episode(6, 0, terminated=True), episode(4, 1), episode(5, 2, final=False), episode(1, 3)]
@@ -133,7 +133,7 @@ def test_overwritten_replay_buffer_does_not_mix_episodes(build):
 
 
 def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
-    """It does not say where episodes end."""
+    """The checkpoint does not contain the ends of episodes."""
     hindsight, buffer = build("Walk"), ReplayBuffer(100, GAMMA, 1)
     buffer.add(episode(3, 0))
     kept = buffer.state()
@@ -146,7 +146,7 @@ def test_transitions_of_an_older_checkpoint_keep_their_goals(build):
 
 
 def test_continued_episodes_are_joined_at_their_end():
-    """Mutations: what a piece ends with is there twice; what nobody goes on with is lost; pieces change places."""
+    """Mutants: the last frame of a part is duplicated; frames without continuation are lost; parts are reordered."""
     whole = [episode(6, 0), episode(5, 1, terminated=True), episode(4, 2)]
 
     def piece(source: Frames, start: int, stop: int, number: int) -> Frames:
@@ -190,7 +190,7 @@ def test_unbatched_goal_reward_is_called_for_each_goal():
 
 
 def calls_of(goals: GymGoals, achieved: np.ndarray) -> int:
-    """How often the environment's function of rewards is called for a batch."""
+    """Return the number of calls of the environment's reward function for a batch."""
     env: Any = goals._env
     own, count = env.compute_reward, []
     env.compute_reward = lambda *given: count.append(0) or own(*given)
@@ -251,9 +251,9 @@ def transitions(run: Path, step: int) -> dict[str, np.ndarray]:
 @pytest.mark.integration
 @pytest.mark.parametrize(("env", "killed_at"), [("Walk", 0), ("Ending", 0), ("Walk", 5)])
 def test_hindsight_goals_span_several_training_steps(tmp_path, env, killed_at):
-    """Steps of 3 cut episodes of 7; a run that stops in between goes on with new ones, and so does one whose env worker
-    dies in the second step. Mutations: pieces are not joined, joined with another slot's, or lost at the end of a run;
-    nobody saw what a terminated episode ended with.
+    """Steps of 3 cut episodes of 7; a resumed run starts new episodes, and so does a run whose env worker
+    dies in the second step. Mutants: parts are not joined, joined with another slot's, or lost at the end of a run;
+    the final observation of terminated episodes is missing.
     """
     sizes = ("env.train.total_num_envs=2", "env.train.max_steps_per_rollout_epoch=3", "runner.max_steps=8")
     words = [*SMALL, *QUIET, *sizes, f"env.id=goal_env:{env}", f"runner.output_dir={tmp_path}"]

@@ -34,12 +34,12 @@ def filled(shape: tuple[int, ...], phase: float) -> torch.Tensor:
 
 
 def weighed(*parts: torch.Tensor) -> list[float]:
-    """One number per tensor that a change of any element moves."""
+    """Return one number per tensor that changes with any element."""
     return [float((p.detach().double() * torch.arange(p.numel()).reshape(p.shape).double().cos()).sum()) for p in parts]
 
 
 def frames(length: int, *, terminated: bool, final: bool, episode: int = 0) -> Frames:
-    """An episode whose states and rewards count 0, 1, 2..."""
+    """Return an episode whose states and rewards count 0, 1, 2..."""
     count = length + final
     acted = np.arange(count) < length
     return Frames(
@@ -53,7 +53,7 @@ def frames(length: int, *, terminated: bool, final: bool, episode: int = 0) -> F
 
 
 def four_chunks() -> Frames:
-    """That terminate, as Pendulum shows them: states of ones."""
+    """Return four terminating chunks, as of Pendulum, with states of ones."""
     seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
     seen["observed_state"] = np.ones((4, 3), np.float32)
     return replace(frames(4, terminated=True, final=False), seen=seen)
@@ -79,7 +79,7 @@ def make(tmp_path: Path):
 
 
 def test_sac_update_matches_stable_baselines3(make):
-    """Numbers of stable_baselines3 2.9.2, SAC.train(1) with these weights, this batch and torch.manual_seed(0)."""
+    """Values of stable_baselines3 2.9.2, SAC.train(1) with these weights, this batch and torch.manual_seed(0)."""
     rates = ("actor.optim.lr=0.01", "actor.optim.value_lr=0.01", "algorithm.tau=0.1", "algorithm.gamma=0.9")
     host, actor = make(*rates, "algorithm.alpha_init=0.5", "actor.optim.clip_grad=1e6")
     net = host.policy.module
@@ -120,7 +120,7 @@ def test_sac_update_matches_stable_baselines3(make):
 
 
 def test_policy_loss_uses_minimum_of_two_or_mean_of_more_critics():
-    """The smallest of ten would punish whatever was tried seldom; REDQ and RLPD take the mean."""
+    """The minimum of ten critics would penalise rare actions; REDQ and RLPD use the mean."""
     logprob, alpha = torch.tensor([1.0, 3.0]), torch.tensor(0.5)
     values = torch.tensor([[1.0, 8.0], [4.0, 5.0], [4.0, -1.0]])
     assert float(actor_loss(values[:2], logprob, alpha)) == pytest.approx(((0.5 - 1.0) + (1.5 - 5.0)) / 2)
@@ -156,7 +156,7 @@ def test_policy_and_temperature_update_at_the_policy_interval(make):
     ],
 )
 def test_n_step_returns_stop_at_the_episode_end(terminated, final, starts, discounts):
-    """Two steps, gamma 1/2: what terminated is worth its rewards, what was cut goes on with what was seen last."""
+    """Two steps, gamma 1/2: terminated episodes have no bootstrap value, cut ones use the last observation."""
     buffer = ReplayBuffer(100, 0.5, 2)
     buffer.add(frames(4, terminated=terminated, final=final))
     buffer.add(frames(1, terminated=True, final=False, episode=1))
@@ -235,7 +235,7 @@ def test_incompatible_sac_settings_are_refused_before_the_start(tmp_path, words,
 
 
 def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) -> UpdateRequest:
-    """Records of episodes (chunks, how the last one ended) as a rollout leaves them; rewards are 1."""
+    """Return records of episodes (number of chunks, kind of end) as in a rollout; rewards are 1."""
     arena, numbers, finals = actor._arena, [], []
     tickets: list[int] = []
     for number, (chunks, end) in enumerate(episodes):
@@ -253,13 +253,13 @@ def stored(actor: SacLearner, episodes: list[tuple[int, str]], step: int = 0) ->
 
 
 def test_temperature_rises_if_entropy_is_below_target():
-    """-log alpha (mean of log pi + target), by hand."""
+    """The expected loss is -log alpha (mean of log pi + target)."""
     found = temperature_loss(torch.tensor(2.0), torch.tensor([1.0, 3.0]), -1.5)
     assert float(found) == pytest.approx(-2.0 * (2.0 - 1.5))
 
 
 def test_unfinished_episode_is_not_joined_with_the_next_one():
-    """Two episodes in one batch that nobody saw the end of: their last chunks begin nothing."""
+    """Two unfinished episodes in one batch: their last chunks are not the start of a transition."""
     buffer, parts = ReplayBuffer(100, 0.5, 1), [frames(3, terminated=False, final=False, episode=k) for k in range(2)]
     names = ("action", "reward", "acted", "terminated", "episode")
     joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
@@ -268,7 +268,7 @@ def test_unfinished_episode_is_not_joined_with_the_next_one():
 
 
 def test_each_sac_batch_contains_the_fraction_of_demonstrations(make):
-    """Their rewards are 1000, what was played earned 1: the critics' error says how many there were."""
+    """Demonstrations have reward 1000, episodes have reward 1: the critic error reveals their fractions."""
     _, actor = make("algorithm.learning_starts=1", "actor.global_batch_size=64", "algorithm.gamma=1e-6")
     demos, batch = ReplayBuffer(100, 1e-6, 1), frames(4, terminated=True, final=False)
     seen = {"images": np.zeros((4, 0, 0, 0, 3), np.uint8), "instruction": np.zeros((4, 64), np.uint8)}
@@ -285,7 +285,7 @@ def test_each_sac_batch_contains_the_fraction_of_demonstrations(make):
 
 
 def test_time_limit_bootstraps(make):
-    """Two chunks that terminate, two that a limit ends: only after the first nothing follows."""
+    """Two chunks terminate, two are truncated: only the terminated ones have no bootstrap value."""
     _, actor = make("algorithm.gamma=0.9")
     actor._store(stored(actor, [(2, "terminated"), (2, "truncated")]))
     starts = actor._replay.starts
@@ -300,7 +300,7 @@ CHUNKED = {
 
 @pytest.mark.parametrize("start", CHUNKED)
 def test_chunk_transition_sums_rewards_of_executed_actions(make, start):
-    """Three chunks; the last one of each episode is over after two actions. What was not executed is of old records."""
+    """Three chunks; the last one of each episode ends after two actions. Unexecuted actions contain old data."""
     _, actor = make("algorithm.gamma=0.9", start=CHUNKED[start])
     request, arena = stored(actor, [(2, "terminated"), (1, "truncated")]), actor._arena
     records = arena.read(request.tickets)
@@ -333,7 +333,7 @@ def test_truncation_bootstraps_from_its_own_final_observation(make):
 
 
 def test_demonstration_may_continue_after_success(make, tmp_path):
-    """Chunks of four; success of the last step alone ends a demonstration, also in a chunk that is cut short."""
+    """Chunks of four; only success at the last step ends a demonstration, also in a shortened chunk."""
     words = ("env=gym", "env.id=Pendulum-v1", "model=random", "launcher=inline", "collect.filter=all")
     limits = ("collect.episodes=1", "env.train.max_episode_steps=1", f"collect.out={tmp_path}/one")
     collect(load_config("collect", [*words, *limits, f"runner.output_dir={tmp_path}"]))
@@ -365,7 +365,7 @@ def test_demonstration_may_continue_after_success(make, tmp_path):
 
 
 def test_target_uses_a_random_pair_of_critics(make):
-    """Five critics without weights that estimate 0, 1000, ..., 4000: the smaller of the pair shows in the loss."""
+    """Five critics without weights that return 0, 1000, ..., 4000: the loss reveals the smaller one of the pair."""
     _, actor = make("algorithm.critics=5", "algorithm.gamma=0.9", "algorithm.tau=1e-9", "algorithm.learning_starts=1")
     seen = set()
     for step in range(12):
@@ -383,7 +383,7 @@ def test_target_uses_a_random_pair_of_critics(make):
 
 
 def drained(parts):
-    """What a generator yields and returns."""
+    """Return the yielded values and the result of a generator."""
     found = []
     while True:
         try:
@@ -393,7 +393,7 @@ def drained(parts):
 
 
 def test_sac_state_round_trips(make, tmp_path):
-    """Critics, their slow copies, the temperature and the moments of their optimizers; rates are the config's."""
+    """Critics, target critics, temperature and optimizer moments round-trip; learning rates come from the config."""
     _, actor = make()
     actor._replay.add(batch := four_chunks())
     actor._step([actor._replay.transitions(actor._replay.starts)], np.arange(2), 0)
@@ -425,7 +425,7 @@ def test_critic_and_temperature_settings_are_used(make):
 
 
 def test_critics_have_their_own_gradient_clipping(make):
-    """A tenth of the first gradient is what Adam's running mean begins with."""
+    """Adam's running mean starts with a tenth of the first gradient."""
     norms = []
     for words in (("actor.optim.value_clip_grad=0.5",), ()):
         _, actor = make("actor.optim.clip_grad=0.001", *words)
@@ -438,7 +438,7 @@ def test_critics_have_their_own_gradient_clipping(make):
 
 
 def test_each_training_step_ends_with_a_policy_update(make):
-    """However seldom it has its turn; before there is enough to learn from, nothing moves."""
+    """Also with a long policy interval; before learning starts, nothing changes."""
     _, actor = make("algorithm.learning_starts=5", "algorithm.policy_interval=100")
     moved = []
     for step in range(2):
@@ -451,7 +451,7 @@ def test_each_training_step_ends_with_a_policy_update(make):
 
 @pytest.mark.parametrize("bad", ["critics", "alpha", "policy"])
 def test_non_finite_gradient_error_names_the_updated_parts(make, bad):
-    """The losses are finite. Only the gradient of the policy cannot be checked before the critics' step."""
+    """The losses are finite. Only the policy gradient cannot be checked before the critic step."""
     host, actor = make()
     actor._replay.add(four_chunks())
     weights = {

@@ -130,7 +130,7 @@ def test_single_task_policy_needs_no_instruction(tmp_path: Path) -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_loaded_policy_uses_its_sampling_settings() -> None:
-    """At the temperature of training; fails where it is left at 1 whatever the run or the caller says."""
+    """Temperature of training; fails if the temperature stays 1 for any run or caller."""
     words = ("eval.sampling_params.do_sample=true", "algorithm.sampling_params.temperature=2.0")
     warm = embodyrl.load_policy(CHECKPOINT, *words, device="cpu")
     seen = warm.observe([warm.make_env().reset(seed=0)[0]])
@@ -172,7 +172,7 @@ def test_grpo_class_trains_a_text_policy(tmp_path: Path) -> None:
 
 
 def example_reward(prompt: str, response: str, reference: str) -> float:
-    """More for longer replies."""
+    """Return a higher reward for longer replies."""
     return len(response) / 4
 
 
@@ -198,7 +198,7 @@ def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
 
 @pytest.mark.needs("serving")
 def test_play_runs_a_gymnasium_environment_until_its_end(tmp_path: Path) -> None:
-    """It must not be stepped on after its end, and draws only if it is told at its start."""
+    """The environment must not be stepped after its end, and renders only if the render mode is set at construction."""
     from embodyrl.extensions.serving.play import scene_of
 
     names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
@@ -287,7 +287,7 @@ def test_play_works_in_a_browser(run: Path, tmp_path: Path) -> None:
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.integration
 def test_notebook_runs_without_errors(tmp_path: Path) -> None:
-    """Its code as one script, with fewer episodes and one small training step."""
+    """The code of the notebook as one script, with fewer episodes and one small training step."""
     cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     whole = '"runner.val_check_interval=-1"'

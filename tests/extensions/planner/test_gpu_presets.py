@@ -39,7 +39,7 @@ STATISTICS = {"libero": "libero_10_no_noops", "maniskill": "maniskill"}
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
-    """96 cores, 900 GiB, a disk of 4 TiB, GPUs that draw, and vLLM is installed."""
+    """Describe a machine with 96 cores, 900 GiB, a disk of 4 TiB, GPUs that render, and vLLM."""
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(*[H100_MIB] * 8))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "vllm.py").touch()
@@ -52,7 +52,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def vla(folder: Path, statistics: str) -> str:
-    """A folder of the public 7B layout, without weights: a dry run opens none."""
+    """Create a folder of the public 7B layout without weights, which a dry run does not open."""
     source = assets_dir() / "openvla_oft_tiny"
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
@@ -71,7 +71,7 @@ def vla(folder: Path, statistics: str) -> str:
 
 
 def text(folder: Path) -> list[str]:
-    """A folder of Qwen2.5-1.5B's sizes whose weight file is a header only, and rows."""
+    """Create a folder with the sizes of Qwen2.5-1.5B, whose weight file is only a header, and rows."""
     sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     more = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(sizes | more))
@@ -113,7 +113,7 @@ def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
 
 
 def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
-    """24 GB: what is at its smallest already is not advised, and software rendering frees what simulators draw with."""
+    """24 GB: keys at their minimum are not suggested, and software rendering frees the simulators' share."""
     pytest.importorskip("libero.libero")
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
     words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")
@@ -171,7 +171,7 @@ TWO_NODES = ("launcher.name=spread_launcher:SpreadLauncher", "cluster.num_nodes=
 
 
 def test_memory_is_planned_per_node(tmp_path, monkeypatch):
-    """16 ranks in two groups of 8, one on each node: no GPU holds more than a rank and its share of env workers."""
+    """16 ranks in two groups of 8, one on each node: a GPU has at most one rank and its share of env workers."""
     pytest.importorskip("libero.libero")
     ranks = ("actor.fsdp.size=16", "actor.fsdp.shard_size=8")
     cfg = config("libero_10_full_8gpu", tmp_path, monkeypatch, *TWO_NODES, *ranks)

@@ -37,7 +37,7 @@ LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.mic
 
 
 def peak(pid: int) -> int:
-    """Largest resident memory of a process so far, without the arena, bytes."""
+    """Return the peak resident memory of a process in bytes, without the arena."""
     status = Path(f"/proc/{pid}/status").read_text()
     high, shared = (int(re.search(rf"{name}:\s+(\d+)", status)[1]) * 1024 for name in ("VmHWM", "RssShmem"))
     return high - shared
@@ -98,7 +98,7 @@ def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
 
 
 def test_separate_critic_and_teacher_count_with_their_own_size(tmp_path):
-    """Fails where both are taken to be as large as the policy, or not to be there."""
+    """Fails if both are assumed to have the size of the policy, or are ignored."""
     cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
     policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
     for name, more in (("critic", 1_000), ("teacher", 10_000_000)):

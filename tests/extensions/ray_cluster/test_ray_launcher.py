@@ -129,7 +129,7 @@ def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
 
 
 def test_run_starts_a_local_cluster_and_survives_its_head(tmp_path):
-    """Loopback interface, a token, one line about it; without its head the run is saved."""
+    """Loopback interface, a token and one line of output; without the head node the run saves a checkpoint."""
     gate = tmp_path / "gate"
     held = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")
     session = tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp")  # names of sockets must be short

@@ -29,14 +29,14 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Phase:
-    """Where a run is held at a gate, and how its processes are spread over the hosts."""
+    """A phase in which a run waits at a gate, and the placement of its processes."""
 
     name: str
     words: tuple[str, ...]
     placement: str
     gate: str = "algorithm.adv_type=toy_gates:GATED_GRPO"
     survives: bool = False
-    """The run goes on without the second host."""
+    """True if the run continues without the second host."""
 
 
 RANKS = ("actor.fsdp.size=2", "env.train.total_num_envs=8")
@@ -57,7 +57,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 @pytest.fixture(autouse=True)
 def whole(hosts: Hosts) -> None:
-    """The wire is whole and both nodes run."""
+    """True if the link is up and both nodes run."""
     hosts.wire.cut, hosts.wire.delay_s, hosts.wire.loss = False, 0.0, 0.0
     for path in hosts.gate.parent.glob("gate*"):
         path.unlink()
@@ -66,7 +66,7 @@ def whole(hosts: Hosts) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> None:
-    """Ray's nodes outlive a test here."""
+    """Ray nodes outlive a single test in this module."""
 
 
 calm: dict[str, tuple[list[dict[str, float]], dict[str, bytes]]] = {}

@@ -32,7 +32,7 @@ _CLONE_NEWNET = 0x40000000
 
 
 class Wire(threading.Thread):
-    """Carries packets between two devices; its attributes may change at any time."""
+    """Link that copies packets between two devices; its attributes may change at any time."""
 
     def __init__(self, ends: tuple[int, int]) -> None:
         super().__init__(daemon=True)
@@ -40,7 +40,7 @@ class Wire(threading.Thread):
         self.delay_s = 0.0
         self.loss = 0.0
         self.carried = 0
-        """Packets that arrived."""
+        """Number of packets that arrived."""
         self._ends = ends
         self._over = threading.Event()
 
@@ -70,7 +70,7 @@ def _ip(*words: str) -> None:
 
 
 def _device(namespace: str) -> int:
-    """A TUN device inside a namespace, which need not be ours any more once it is open."""
+    """Open a TUN device inside a namespace, which this process may leave afterwards."""
     made: list[int] = []
 
     def make() -> None:  # a namespace belongs to a thread
@@ -89,19 +89,19 @@ def _device(namespace: str) -> int:
 
 
 class Hosts:
-    """Two namespaces joined by `wire`, each with a Ray node; the driver belongs on the first."""
+    """Two namespaces joined by `wire`, each with a Ray node; the driver runs on the first."""
 
     def __init__(self, folder: Path, wire: Wire, names: tuple[str, str]) -> None:
         self._folder, self._names = folder, names
         self.gate = folder / "gate"
-        """Where a run shows that it has come to the moment of a test, and waits (`toy_gates`)."""
+        """Gate at which a run waits at the moment of a test (`toy_gates`)."""
         self.wire = wire
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._started: list[subprocess.Popen[bytes]] = []
         self._session = tempfile.TemporaryDirectory(prefix="two-hosts-", dir="/tmp")  # names of sockets must be short
 
     def environment(self) -> dict[str, str]:
-        """Of everything that runs on them: a lost host is noticed within seconds."""
+        """Environment variables of all processes; a lost host is detected within seconds."""
         quick = {"period_ms": "1000", "timeout_ms": "2000", "failure_threshold": "3", "initial_delay_ms": "1000"}
         return {
             **command_environment(self._folder, {"TOY_GATE": str(self.gate)}),
@@ -115,11 +115,11 @@ class Hosts:
         }
 
     def on(self, host: int, *command: str) -> list[str]:
-        """The words that run a command on a host."""
+        """Return the arguments that run a command on a host."""
         return ["ip", "netns", "exec", self._names[host], *command]
 
     def start_ray(self) -> None:
-        """Start the nodes that do not run: both, or the second one after the wire was cut."""
+        """Start the nodes that do not run: both, or the second one after an outage."""
         for host, address in enumerate(ADDRESSES):
             if host in self._nodes and self._nodes[host].poll() is None:
                 continue
@@ -157,7 +157,7 @@ class Hosts:
         return Command(process, out, err)
 
     def lose_second(self) -> None:
-        """Kill all that runs on the second host, and wait until the first one has noticed."""
+        """Kill all processes of the second host, and wait until the first host has detected the loss."""
         self._kill(self._names[1])
         self._nodes[1].wait()
         self._wait_for_nodes(1)
@@ -168,7 +168,7 @@ class Hosts:
             subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
 
     def stop(self) -> None:
-        """Kill all that runs on them."""
+        """Kill all processes of both hosts."""
         for name in self._names:
             self._kill(name)
         for process in self._started:
@@ -178,7 +178,7 @@ class Hosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Make both hosts with a Ray node each; everything goes away at the end."""
+    """Create both hosts with a Ray node each; remove them at the end."""
     names = (f"embodyrl-{os.getpid()}-a", f"embodyrl-{os.getpid()}-b")
     for name in names:
         _ip("netns", "add", name)

@@ -56,7 +56,7 @@ def test_video_ends_with_a_coloured_outcome_frame(tmp_path, judged, success_from
 
 
 def test_short_episodes_play_at_a_constant_slower_rate(tmp_path):
-    """The longest of four steps lasts four seconds, so each step stays for a second."""
+    """The longest video has four steps and lasts four seconds, so each step lasts one second."""
     for name, steps in (("short", 2), ("long", 4)):
         video = VideoRecorder(tmp_path / name, 20, "do it", True, horizon=4)
         for _ in range(steps):

@@ -77,7 +77,7 @@ def test_resumed_run_keeps_its_first_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_diverged_replay_leaves_no_video(tmp_path: Path) -> None:
-    """Two of four episodes are said to have ended otherwise than their actions make them end."""
+    """Two of four episodes have recorded outcomes that differ from those of their actions."""
     run = train_toy(tmp_path, *WORDS, "eval.episodes=4", "runner.max_steps=1")
     folder = run / "eval" / "step_000001"
     played = read_rows(folder / "episodes.jsonl")

@@ -76,7 +76,7 @@ def test_card_counts_states_steps_and_discordant_pairs(tmp_path: Path) -> None:
 
 
 def test_resumed_evaluation_cost_includes_all_episodes(tmp_path: Path) -> None:
-    """Its table has the steps of the last attempt; the six episodes took 10 to 15 steps."""
+    """The table contains the steps of the last attempt; the six episodes took 10 to 15 steps."""
     run = carded(tmp_path)
     (run / "eval" / "step_000003" / "eval.json").write_text(json.dumps({"env_steps": 29}))
     assert card_of(run)["costs"]["evaluation_env_steps"] == 500 + sum(range(10, 16))
@@ -120,7 +120,7 @@ def test_included_weights_have_a_card(name: str) -> None:
 
 
 def test_card_includes_time_of_killed_attempts(tmp_path: Path) -> None:
-    """Only an attempt that ends writes its costs; the rows of the others are there."""
+    """Only finished attempts write their costs; the rows of killed attempts exist."""
     run = carded(tmp_path)
     row = {"time/step": 3600.0, "time/validate": 1800.0}
     (run / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **row}) + "\n" for step in range(1, 5)))

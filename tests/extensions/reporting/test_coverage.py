@@ -29,19 +29,19 @@ def rate(rng: np.random.Generator, episodes: int) -> tuple[float, Interval]:
 
 
 def rate_over_states(rng: np.random.Generator, states: int, alike: float) -> tuple[float, Interval]:
-    """Five episodes for each state; success rates of states differ (beta-binomial)."""
+    """Five episodes per state; success rates of states differ (beta-binomial)."""
     chances = rng.beta(0.6 * (1 - alike) / alike, 0.4 * (1 - alike) / alike, states)
     return 0.6, Rate.of((k, rng.random() < chance) for k, chance in enumerate(chances) for _ in range(5)).interval
 
 
 def mean(rng: np.random.Generator, states: int) -> tuple[float, Interval]:
-    """Four episodes for each state."""
+    """Four episodes per state."""
     returns = rng.normal(size=(states, 1)) + rng.normal(size=(states, 4))
     return 0.0, Mean.of((k, value) for k, row in enumerate(returns) for value in row).interval
 
 
 def over_seeds(rng: np.random.Generator, seeds: int) -> tuple[float, Interval]:
-    """Success rates of 100 episodes by runs that differ by ten points."""
+    """Success rates of 100 episodes in runs that differ by ten points."""
     chances = rng.normal(0.6, 0.1, seeds).clip(0, 1)
     _, low, high = mean_interval((rng.binomial(100, chances) / 100).tolist())
     return 0.6, (low, high)

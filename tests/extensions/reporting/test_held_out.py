@@ -96,7 +96,7 @@ def test_sft_runs_are_evaluated_on_held_out_states(words, states, horizon, tmp_p
 
 
 def test_dagger_runs_are_evaluated_on_held_out_states(tmp_path: Path) -> None:
-    """Fails where states and horizon are those of the default run's environment."""
+    """Fails if states and horizon are those of the default environment."""
     (tmp_path / "checkpoints").mkdir()
     words = ["env=gym", "env.id=Pendulum-v1", "env.train.max_episode_steps=200", "model=mlp"]
     save_config(load_config("dagger", [*words, "data.path=a", "collect.out=b"]), tmp_path / "config.yaml")
@@ -105,7 +105,7 @@ def test_dagger_runs_are_evaluated_on_held_out_states(tmp_path: Path) -> None:
 
 
 def test_used_states_include_all_demonstrations(tmp_path: Path) -> None:
-    """Those of `data.more` and of `algorithm.demonstrations` as well as those of `data.path`."""
+    """Includes `data.more` and `algorithm.demonstrations` as well as `data.path`."""
     env = build_run_plan(toy_config(tmp_path, command="eval"), training=False).env
     folders = [tmp_path / name for name in ("first", "more", "elsewhere")]
     for state, folder in enumerate(folders):
@@ -152,7 +152,7 @@ def test_initial_states_unknown_to_the_evaluation_are_ignored(tmp_path: Path) ->
 
 
 def test_text_rows_are_identified_by_split_and_file(tmp_path: Path) -> None:
-    """Rows have numbers only: fails where those of another split, or of other data, are taken for the run's."""
+    """Rows have only numbers: fails if rows of another split, or of other data, are attributed to the run."""
     run, rows = tmp_path / "learned", tmp_path / "rows.jsonl"
     (run / "checkpoints").mkdir(parents=True)
     rows.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "a"}) + "\n" for i in range(20)))

@@ -21,7 +21,7 @@ HOSTED = {"wandb": "offline-run-*", "swanlab": "*", "mlflow": "*", "trackio": "*
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run folder, with every service's own folder kept below the test's."""
+    """Create a run folder, with the folders of all services below it."""
     for name in ("HOME", "TRACKIO_DIR", "WANDB_DIR", "WANDB_CACHE_DIR", "SWANLAB_SAVE_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
         (tmp_path / name.lower()).mkdir()

@@ -61,7 +61,7 @@ def test_bar_heights_are_proportional_to_seconds() -> None:
 
 
 def across(run: Path) -> Path:
-    """Let half of a run's episodes be of another suite, with the same tasks, where all fail in 100 steps."""
+    """Move half of a run's episodes to another suite with equal tasks, in which all fail in 100 steps."""
     for file in run.glob("eval/*/episodes.jsonl"):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
         rows = [row | {"suite": "base", "success_once": True, "steps": 10} for row in rows]
@@ -71,7 +71,7 @@ def across(run: Path) -> Path:
 
 
 def test_task_table_covers_the_main_suite_only(tmp_path: Path) -> None:
-    """Fails where episodes of all suites are taken together because their tasks are called alike."""
+    """Fails if episodes of all suites are merged because their tasks have equal names."""
     run = across(write_run(tmp_path / "run"))
     table = _task_table([read_history(run)], TASKS)
     assert [cells[-1] for cells in table] == ["mean steps", "10", "10", "10", "-", "-"]
@@ -86,7 +86,7 @@ def test_task_table_covers_the_main_suite_only(tmp_path: Path) -> None:
 
 
 def test_seeds_without_a_common_step_have_no_curve(tmp_path: Path) -> None:
-    """One of them was killed before its first validation."""
+    """One of the runs was killed before its first validation."""
     runs = [write_run(tmp_path / f"run-{seed}", f"seed={seed}") for seed in range(2)]
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "train/return": 0.5}\n')
     write_report(runs, tmp_path / "page.html")
@@ -106,7 +106,7 @@ def test_success_curve_has_a_wilson_band(tmp_path: Path) -> None:
 
 
 def test_pooled_success_rate_is_weighted_by_episodes(tmp_path: Path) -> None:
-    """240 steps in 120 points: of each pair the first has 30 episodes and no success, the second 10 and all."""
+    """240 steps in 120 points: the first of each pair has 30 failed episodes, the second 10 successful ones."""
     rows = tuple(
         {"step": k + 1, "train/success_once": float(k % 2), "train/episodes": 10.0 if k % 2 else 30.0}
         for k in range(240)
@@ -128,7 +128,7 @@ def test_paired_episodes_share_task_state_and_seed(tmp_path: Path) -> None:
 
 
 def played(*episodes: tuple[int, int, bool | None, float]) -> Evaluation:
-    """An evaluation of episodes of one task: initial state, seed, success, return."""
+    """Return an evaluation of episodes of one task: initial state, seed, success, return."""
     rows = (
         EpisodeRow(
             episode=k,
@@ -158,7 +158,7 @@ def test_runs_with_different_initial_states_are_not_paired(tmp_path: Path) -> No
 
 
 def test_episodes_of_one_state_are_paired_by_seed() -> None:
-    """Without the seed, the last of them would stand for all."""
+    """Without the seed, the last episode would replace all others."""
     first = played((3, 1000, True, 1.0), (3, 1001, False, 0.0))
     assert pair(first.episodes, first.episodes).sentence(("A", "B")).startswith("paired on 2 episodes")
     assert "success only A: 0, only B: 0;" in pair(first.episodes, first.episodes).sentence(("A", "B"))
@@ -169,7 +169,7 @@ def test_episodes_of_one_state_are_paired_by_seed() -> None:
 
 
 def test_repeated_episodes_do_not_increase_significance() -> None:
-    """Five states ten times each: five states are compared, not fifty episodes."""
+    """Five states with ten episodes each: five states are compared, not fifty episodes."""
     before = played(*((s, 1000 + k, False, 0.0) for k in range(10) for s in range(5)))
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
     assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
@@ -275,7 +275,7 @@ const failures = [];
 
 
 def in_browser(page: Path) -> dict[str, Any]:
-    """What a script at the end of the page finds out in a real browser, from the file system."""
+    """Return the result of a script at the end of the page in a real browser."""
     assert BROWSER is not None
     probed = page.with_name("probed.html")
     probed.write_text(page.read_text().replace("</body>", PROBE))
@@ -385,7 +385,7 @@ def test_curve_end_labels_do_not_overlap() -> None:
 
 
 def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
-    """Three steps of 10 s, 100 env steps and 8 episodes, the last with 5 s of validation; restarts count up."""
+    """Three steps of 10 s with 100 env steps and 8 episodes, the last with 5 s of validation; restarts accumulate."""
     history = read_history(write_run(tmp_path / "runs" / "a"))
     more = [{}, *({"env/restarts": float(n), "env/dropped_episodes": 2.0} for n in (1, 1, 4))]
     rows = tuple(row | own for row, own in zip(history.rows, more, strict=True))
@@ -401,7 +401,7 @@ def test_summary_tiles_match_hand_computed_values(tmp_path: Path) -> None:
 
 
 def test_bar_of_several_steps_shows_their_mean(tmp_path: Path) -> None:
-    """120 steps in 60 bars, each of 4 and 6 s of an update and nothing else."""
+    """120 steps in 60 bars, with updates of 4 and 6 s."""
     steps = [{"step": k, "time/step": 4.0 + k % 2 * 2, "time/update": 4.0 + k % 2 * 2} for k in range(120)]
     drawn = _timeline(steps)
     assert len(re.findall(r"<title>[^<]*: 5 s", drawn)) == 60

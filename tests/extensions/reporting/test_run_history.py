@@ -13,7 +13,7 @@ from embodyrl.extensions.reporting.history import read_history
 from embodyrl.extensions.reporting.page import write_report
 
 LONG = 2_000
-"""Steps of a long run."""
+"""Number of steps of a long run."""
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")
@@ -28,7 +28,7 @@ def test_read_history_returns_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_missing_success_counts_as_failure(tmp_path: Path) -> None:
-    """Fails where steps and validations without a success are left out of its curve, or told by their return."""
+    """Fails if steps and validations without a success are omitted, or shown by their return."""
     run = write_run(tmp_path / "runs" / "late")
     rows = [{"step": 0, "eval/return": -9.0}, {"step": 1, "train/return": -9.0}, {"step": 2, "train/return": -8.0}]
     rows[2]["train/success_once"] = 0.5
@@ -51,7 +51,7 @@ def test_video_is_found_after_moving_the_run(tmp_path: Path) -> None:
 
 
 def test_report_of_a_long_run_parses_each_value_few_times(tmp_path):
-    """Not at every value once per row, which took minutes."""
+    """Each value is parsed once, not once per row, which took minutes."""
     run = write_run(tmp_path / "run")
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     with open(run / "metrics.jsonl", "w") as file:
@@ -72,7 +72,7 @@ def test_report_of_a_long_run_parses_each_value_few_times(tmp_path):
 
 
 def test_unfinished_evaluation_is_not_a_result(tmp_path: Path) -> None:
-    """The successful episodes are the short ones, and end first."""
+    """Successful episodes are shorter and end first."""
     run = write_run(tmp_path / "run")
     write_evaluation(run, 7, [True, True], finished=False)
     found = read_history(run)

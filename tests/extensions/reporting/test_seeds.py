@@ -51,7 +51,7 @@ def mean_of_all(drawn: np.ndarray) -> np.ndarray:
 
 
 def test_bootstrap_resamples_runs_within_each_task() -> None:
-    """Against an independent bootstrap: every task draws runs of its own."""
+    """Independent bootstrap in which every task resamples its own runs."""
     matrix = np.random.default_rng(7).normal(size=(5, 8)) + np.arange(8) * 10
     low, high = stratified_bootstrap([matrix], interquartile_mean)
     rng, found = np.random.default_rng(11), []
@@ -99,7 +99,7 @@ def test_runs_that_differ_only_in_seed_are_grouped(tmp_path: Path) -> None:
 
 
 def scored(tmp_path: Path, name: str, *successes: Sequence[bool | None], tasks: tuple[str, str] = TASKS) -> SeedGroup:
-    """Runs of two tasks with these outcomes of their last evaluation."""
+    """Return runs of two tasks with these outcomes in their last evaluation."""
     runs = []
     for seed, outcomes in enumerate(successes):
         run = write_run(tmp_path / f"{name}-{seed}", f"seed={seed}", f"actor.optim.lr={len(name)}e-5")
@@ -109,7 +109,7 @@ def scored(tmp_path: Path, name: str, *successes: Sequence[bool | None], tasks: 
 
 
 def test_permutation_test_detects_chance_improvements(tmp_path: Path) -> None:
-    """The verdict is that of the permutation test; and each run is scored by its last evaluation."""
+    """The verdict is that of the permutation test; the score of a run is its last evaluation."""
     first = scored(tmp_path, "a", [True] * 2, [False] * 2, [True] * 2)
     mixed, better = scored(tmp_path, "bb", *[[True] * 2] * 3), scored(tmp_path, "ccc", *[[True] * 2] * 3)
     assert "0.67 over 2 tasks (permutation test p = 1: no more" in str(improvement(first, mixed))
@@ -133,7 +133,7 @@ def test_permutation_test_of_one_task_matches_mann_whitney(sizes: tuple[int, int
 
 
 def test_seed_without_success_counts_as_success_rate_zero(tmp_path: Path) -> None:
-    """Fails where the return of one run is averaged with the success rates of others."""
+    """Fails if the return of one run is averaged with the success rates of others."""
     silent = [None] * 4
     group = scored(tmp_path, "a", silent, [True, None, None, True], [None, True, None, None])
     assert "(0.0 %; 50.0 %; 25.0 %)" in group.summary()[0]
@@ -151,7 +151,7 @@ def silent_end(run: History) -> Evaluation:
 
 
 def test_improvement_compares_tasks_by_name(tmp_path: Path) -> None:
-    """By name: fails where as many tasks are taken for the same ones, or those of the first in the second's place."""
+    """Fails if tasks are compared by position instead of name."""
     first = scored(tmp_path, "a", *[[True, False]] * 2)
     turned = scored(tmp_path, "bb", *[[False, True]] * 2, tasks=TASKS[::-1])
     assert "0.50 over 2 tasks" in str(improvement(first, turned))
@@ -161,7 +161,7 @@ def test_improvement_compares_tasks_by_name(tmp_path: Path) -> None:
 
 
 def test_bootstrap_intervals_have_95_percent_level() -> None:
-    """Of many runs the interval of a mean is that of the normal distribution."""
+    """With many runs, the interval of a mean is that of the normal distribution."""
     scores = np.random.default_rng(2).normal(size=(300, 1))
     low, high = stratified_bootstrap([scores], mean_of_all)
     assert (high - low) / 2 == pytest.approx(1.96 * scores.std() / 300**0.5, rel=0.08)
@@ -186,7 +186,7 @@ def test_single_run_has_no_group_summary(tmp_path: Path) -> None:
 
 
 def test_group_contains_tasks_common_to_all_runs(tmp_path: Path) -> None:
-    """A task that one of them lacks would count as never solved."""
+    """A task missing in one run would count as never solved."""
     first = scored(tmp_path, "a", [True, True])
     second = scored(tmp_path, "bb", [True, True], tasks=(TASKS[1], "x"))
     group = SeedGroup((*first.runs, *second.runs))
@@ -200,7 +200,7 @@ def test_repeated_seed_prevents_grouping(tmp_path: Path) -> None:
 
 
 def test_return_intervals_are_not_limited_to_zero_to_one(tmp_path: Path) -> None:
-    """Four of six episodes earned 90, the others 10."""
+    """Four of six episodes have return 90, the others 10."""
     runs = runs_of(tmp_path, "mine", seeds=2)
     for path in (file for run in runs for file in run.glob("eval/*/episodes.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]

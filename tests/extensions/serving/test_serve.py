@@ -37,7 +37,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus  # noqa: E402
 
 pytestmark = [pytest.mark.needs("openvla_oft"), pytest.mark.integration]
 CLIENTS = os.environ.get("EMBODYRL_TEST_CLIENTS")
-"""Python of an environment with openpi-client and vla-eval; they want other versions of numpy than we have."""
+"""Python of an environment with openpi-client and vla-eval, which need other versions of numpy."""
 real_clients = pytest.mark.skipif(
     not CLIENTS, reason="EMBODYRL_TEST_CLIENTS names no Python with openpi-client and vla-eval"
 )
@@ -45,13 +45,13 @@ real_clients = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """A trained run of the toy."""
+    """Train a run of the toy environment."""
     return train_toy(tmp_path_factory.mktemp("trained"), *TOY_OFT)
 
 
 @contextmanager
 def serving(run: Path, folder: Path, *words: str) -> Iterator[str]:
-    """A server of the run; Ctrl-C ends it cleanly."""
+    """Start a server of the run; Ctrl-C stops the server."""
     # Not of this test but of this module, which ends it.
     beyond = {MARK: "module"}
     server = start_cli("serve", str(run), "trust=true", "serve.port=0", "--json", *words, cwd=folder, env=beyond)
@@ -85,7 +85,7 @@ def observation(seed: int = 0, size: int = 64) -> dict[str, Any]:
 
 
 def evaluated(folder: Path, *words: str) -> list[dict[str, Any]]:
-    """Episodes of an inline evaluation of the toy, in their order, without what depends on the clock."""
+    """Return the episodes of an inline evaluation of the toy environment in order, without clock-dependent values."""
     quiet = ("launcher=inline", "runner.logger.backends=[jsonl]", "env.eval.total_num_envs=1", "eval.episodes=6")
     cfg = load_config("eval", toy_words(folder, *quiet, *words, command="eval", name="eval"))
     lines = (evaluate(cfg).folder / "episodes.jsonl").read_text().splitlines()
@@ -145,7 +145,7 @@ def test_client_refuses_a_mismatched_server(openpi):
 
 
 def test_client_disconnects_from_a_flooding_server():
-    """And what it says of itself ends up in no message as control characters."""
+    """Messages contain no control characters of the server's text."""
     from websockets.sync.server import serve as listen
 
     with listen(lambda socket: socket.send(b"x" * (17 << 20)), "127.0.0.1", 0) as server:
@@ -221,7 +221,7 @@ def test_browser_origins_are_refused(openpi):
 
 
 def test_vla_eval_episodes_run_one_action_at_a_time(vla_eval, openpi):
-    """One action at a time, of one chunk until it ends or the episode does."""
+    """Each request executes one action of a chunk until the chunk or the episode ends."""
     with client.connect(openpi, compression=None, proxy=None) as socket:
         socket.recv(timeout=20)
         chunks = []
@@ -265,7 +265,7 @@ def test_client_implements_the_vla_eval_protocol(vla_eval, openpi, run, tmp_path
 
 
 def test_every_wait_has_a_deadline(vla_eval, request):
-    """A policy that takes too long, a client that says nothing, a server that says nothing."""
+    """A slow policy, a silent client and a silent server."""
     free, heard = threading.Event(), []
     # In the background of a shell tests inherit that it is ignored, and so would the server.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -303,7 +303,7 @@ def test_every_wait_has_a_deadline(vla_eval, request):
 
 
 class Looking(UntrainedPolicy):
-    """Remembers what it saw; always opens its gripper."""
+    """Policy that stores its observations and always opens the gripper."""
 
     seen: Observation
 
@@ -315,7 +315,7 @@ class Looking(UntrainedPolicy):
 
 
 def test_served_policy_converts_image_rotation_and_gripper():
-    """LIBERO's: stored upside down, -1 opens the gripper; the policy's: 1 opens, 0 closes."""
+    """LIBERO stores images upside down and opens the gripper with -1; the policy opens the gripper with 1."""
     env = replace(ENV, cameras=replace(ENV.cameras, rotation_deg=180), state_dim=2)
     spec = RANDOM.spec(ModelSettings(model_type="random", num_action_chunks=2), env, 0)
     inputs = InputSpec(num_images=2, state=True)
@@ -332,7 +332,7 @@ def test_served_policy_converts_image_rotation_and_gripper():
 
 
 def real(name: str, url: str) -> Any:
-    """What a program with other people's packages says after it talked to our server."""
+    """Return the output of a client program of a third-party package."""
     done = subprocess.run(
         [str(CLIENTS), str(TESTS / "real_clients.py"), name, url],
         capture_output=True,
@@ -355,7 +355,7 @@ def test_openpi_client_connects(openpi):
 
 @real_clients
 def test_vla_eval_harness_evaluates_a_served_policy(vla_eval):
-    """Its orchestrator plays two episodes of a benchmark of its own kind, four steps each."""
+    """The harness runs two episodes of its own benchmark, four steps each."""
     said = real("vla_eval", vla_eval)
     assert said["episodes"] == 2
     assert said["steps"] == [4, 4]
@@ -365,7 +365,7 @@ def test_vla_eval_harness_evaluates_a_served_policy(vla_eval):
 
 @real_clients
 def test_vla_eval_server_acts_in_our_simulator(tmp_path):
-    """Theirs in ours: a model server of vla-eval that answers with chunks, and one that answers action by action."""
+    """A vla-eval model server replies with chunks, and another with single actions."""
     for chunked in ("whole", "single"):
         script = [str(CLIENTS), str(TESTS / "real_clients.py"), "serve", chunked]
         with subprocess.Popen(script, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as theirs:

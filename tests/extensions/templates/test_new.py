@@ -22,7 +22,7 @@ SHORT_EVAL = ("launcher=inline", "eval.episodes=2", "runner.experiment_name=eval
 
 
 def python(cwd: Path, *arguments: str, package: str = "") -> str:
-    """Run Python with a new package on its path; returns what it printed."""
+    """Run Python with a new package on its path; return its output."""
     path = os.pathsep.join(str(p) for p in (cwd / package, SOURCE) if p)
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -42,7 +42,7 @@ def embodyrl(cwd: Path, *arguments: str, package: str = "") -> str:
 
 
 def row(folder: Path) -> dict[str, float]:
-    """The metrics of the only training step."""
+    """Return the metrics of the only training step."""
     (line,) = (folder / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
     return json.loads(line)
 
@@ -121,7 +121,7 @@ PARTS = ("env", "policy", "loss", "reward", "logger", "launcher")
 
 @pytest.mark.integration
 def test_user_components_add_their_own_keys(tmp_path):
-    """Six packages of one file each train together: typed keys, checked, shown; nothing is edited or registered."""
+    """Six packages of one file each train together: their keys are checked and listed without registration."""
     for kind in PARTS:
         embodyrl(tmp_path, "new", kind, f"my_{kind}")
     package = os.pathsep.join(str(tmp_path / f"my_{kind}") for kind in PARTS)

@@ -42,7 +42,7 @@ OTHERS = (
 
 
 def folder(where: Path, template: str, *, ends: int = 2) -> Path:
-    """A small model's folder with a template."""
+    """Create a small model's folder with a chat template."""
     where.mkdir()
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = template

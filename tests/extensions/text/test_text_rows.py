@@ -46,7 +46,7 @@ def test_json_lines_are_read_with_template_and_splits(tmp_path: Path):
 
 
 def test_json_rows_end_at_line_feeds_only(tmp_path: Path):
-    """JSON leaves U+2028 and its like unescaped, which Python counts as line ends as well."""
+    """JSON does not escape U+2028 and similar characters, which Python treats as line ends."""
     rows = [{"prompt": f"a{sep}b", "answer": "c"} for sep in ("\u2028", "\u2029", "\x85")]
     path = tmp_path / "odd.jsonl"
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
@@ -170,7 +170,7 @@ def test_generated_rows_have_correct_answers():
 
 
 def test_images_are_read_from_files_bytes_and_arrays(tmp_path: Path):
-    """Each has its own size, and all of them fit into the room that the run declares."""
+    """The images have different sizes, and all fit the size declared by the run."""
     pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
     (tmp_path / "seen").mkdir()
     Image.fromarray(pixels).save(tmp_path / "seen" / "a.png")
@@ -283,7 +283,7 @@ def test_hub_dataset_splits_are_found_by_file_name(tmp_path: Path):
 
 
 def test_configured_columns_win_over_default_names(tmp_path: Path):
-    """Beside others that have the usual names."""
+    """The rows also contain columns with the default names."""
     row = {"q": "1+1", "good": "2", "bad": "3"} | dict.fromkeys(("prompt", "chosen", "rejected", "answer"), "other")
     keys = {"path": jsonl(tmp_path / "a.jsonl", [row]), "prompt_key": "q", "answer_key": "good", "val_share": 0.0}
     found = open_rows(PairSettings(**keys, rejected_key="bad"), tokenizer=None)[0]

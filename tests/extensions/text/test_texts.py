@@ -51,7 +51,7 @@ def test_cut_off_replies_count_as_truncated(tmp_path: Path):
 
 @pytest.mark.integration
 def test_text_grpo_trains_and_resumes_identically(tmp_path: Path):
-    """Also with rows drawn by what was seen of them, and with a reference that follows."""
+    """Also with a curriculum over rows, and with a moving reference."""
     words = ("runner.deterministic=true", "algorithm.curriculum=0.5", "data.kwargs={rows: 40}")
     words += ("algorithm.kl_beta=0.01", "algorithm.reference_interval=1", "runner.save_interval=1")
     whole = train(text_config(tmp_path, "runner.experiment_name=whole", *words)).run
@@ -148,7 +148,7 @@ def test_text_remax_and_gdpo_runs_log_their_metrics(tmp_path: Path):
 
 @pytest.mark.integration
 def test_chat_model_trains_on_a_json_file(tmp_path: Path):
-    """The command line as in the README: the folder of a model, GSM8K's columns, the preset's reward."""
+    """The command of the README: a model folder, the columns of GSM8K, the reward of the preset."""
     own = resolve_asset("assets/causal_lm_tiny")
     tokenizer = AutoTokenizer.from_pretrained(own)
     said = "{% for m in messages %}|{{ m['content'] }}{% endfor %}"

@@ -80,7 +80,7 @@ def test_log_probs_and_gradients_match_a_plain_forward_pass(policy: CausalLMPoli
 
 
 def test_log_probs_without_gradients_are_computed_in_chunks(policy: CausalLMPolicy):
-    """All slots of a run at once would take more memory than an update."""
+    """All slots of a run at once would need more memory than an update."""
     prompts, tokens = tuple(f"{i}+1=" for i in range(70)), np.random.default_rng(0).integers(4, 12, (70, 6))
     whole = policy.score(observe(*prompts), tokens).logprob.detach().numpy()
     rows: list[int] = []
@@ -92,7 +92,7 @@ def test_log_probs_without_gradients_are_computed_in_chunks(policy: CausalLMPoli
 
 
 def test_forward_length_is_that_of_the_longest_row(policy: CausalLMPolicy):
-    """Long prompt and short reply beside short prompt and long reply: the numbers and gradients of each one alone."""
+    """Long prompt with short reply, and short prompt with long reply: values and gradients equal those alone."""
     prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)
     tokens[0, :1], tokens[1, :8] = [7], range(4, 12)
     shapes: list[torch.Size] = []
@@ -130,7 +130,7 @@ def test_replies_are_batch_independent(policy: CausalLMPolicy):
 
 
 def test_long_replies_are_batch_independent():
-    """Three of five end at once; the rest keep their own noise, positions, and the tokens that a penalty counts."""
+    """Three of five replies end at once; the others keep their noise, positions, and tokens of penalties."""
     kept = {"repetition_penalty": 100.0}
     first = build(sampling=SamplingSettings(**kept)).act(observe(*PROMPTS), noise=noise(5)).tokens[:, 0]
     ended = [int(token) for row, token in enumerate(first) if row in (0, 1, 2)]
@@ -292,7 +292,7 @@ def test_only_adapters_are_trained_and_restored(tmp_path: Path):
 
 
 def test_value_head_with_adapters_is_restored(tmp_path: Path):
-    """Into another run's model: random weights below adapters are the same for every seed."""
+    """The head is loaded into another run's model: random weights below adapters are equal for every seed."""
     cfg = TINY.updated({"is_lora": True, "lora": TextLoraSettings(r=4, target_modules="q_proj,v_proj")})
     policy = build(cfg, value_dim=6)
     torch.nn.init.normal_(policy.module.value_head.weight)
@@ -366,7 +366,7 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
 def test_end_token_is_that_of_the_chat_template(
     tmp_path: Path, policy: CausalLMPolicy, template: bool, own: str, end: str
 ):
-    """Of several tokens that end a text, as in Llama-3's and Gemma's folders, where the first one ends no turn."""
+    """The folders of Llama-3 and Gemma have several end tokens, and the first one does not end a turn."""
     policy.save(tmp_path)
     ids = policy.tokenizer.get_vocab()
     several = {"eos_token_id": [ids["|"], ids["<eos>"], ids["?"]]}
@@ -381,7 +381,7 @@ def test_end_token_is_that_of_the_chat_template(
 
 
 def test_sft_learns_the_end_of_a_reply():
-    """Without it, a tuned model would never stop."""
+    """Otherwise a fine-tuned model would never stop."""
     policy, prompts = build(), observe("12=", "abc=")
     tokens = policy.encode_replies(["1", "abc"])
     length = (tokens >= 0).sum(axis=1)
@@ -400,7 +400,7 @@ def test_sft_learns_the_end_of_a_reply():
 
 
 class CountsCasts(TorchDispatchMode):
-    """Counts copies of matrices in bfloat16."""
+    """Context that counts bfloat16 copies of matrices."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

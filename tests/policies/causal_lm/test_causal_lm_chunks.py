@@ -36,7 +36,7 @@ def test_chunked_log_probs_keep_values_and_gradients(is_lora, monkeypatch):
 
 
 class Rows(TorchDispatchMode):
-    """Counts the single rows of logits, or of what is made of them, that are there at once."""
+    """Context that counts the rows of logits that exist at the same time."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -101,7 +101,7 @@ def url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=BOTH)
 def teacher_url(folder: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Without adapters, with which vLLM 0.32 on a CPU fails at log-probabilities of prompts."""
+    """Start a server without adapters; with adapters vLLM 0.32 on a CPU fails at log-probabilities of prompts."""
     yield from serve(folder, small=request.param == "small", adapted=False)
 
 
@@ -236,7 +236,7 @@ def test_wrong_weights_and_missing_server_are_errors(folder: Path, url: str) -> 
 
 
 def served(url: str) -> set[str]:
-    """Names of the models and adapters that a server has."""
+    """Return the names of the models and adapters of a server."""
     with urllib.request.urlopen(f"{url}/models", timeout=60) as answer:
         return {entry["id"] for entry in json.load(answer)["data"]}
 

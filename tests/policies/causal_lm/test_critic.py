@@ -57,7 +57,7 @@ def test_values_are_computed_by_the_separate_critic(tmp_path: Path) -> None:
 
 
 def test_weight_updates_with_a_separate_critic_reach_the_engine() -> None:
-    """The joined module's version is not that of the policy's, which its engine looks at."""
+    """The version of the combined module differs from that of the policy, which its engine checks."""
     policy = build(1, 0)
     joined = WithCritic(policy, critic(), "c")
     joined.act(ASKED, noise=None)

@@ -49,7 +49,7 @@ def test_different_prompts_are_not_shared(monkeypatch: pytest.MonkeyPatch):
 
 
 def _watch(monkeypatch: pytest.MonkeyPatch, shares: Callable[..., bool]) -> list[bool]:
-    """Record the decisions of `shares`, which takes the place of `pays`."""
+    """Record the decisions of `shares`, with `pays` replaced."""
     used: list[bool] = []
     monkeypatch.setattr(policy, "pays", lambda *args: used.append(shares(*args)) or used[-1])
     return used

@@ -43,7 +43,7 @@ def build(name: str = "vision_lm_tiny", *, value_dim: int = 0, **model: Any) -> 
 
 
 def observe() -> Observation:
-    """Rows of one, two and no images of different sizes; the last is the first again."""
+    """Return rows with one, two and no images of different sizes; the last equals the first."""
     rng = np.random.default_rng(0)
     images = np.zeros((len(ROWS), 2, *ROOM, 3), np.uint8)
     said = []
@@ -62,7 +62,7 @@ def one(obs: Observation, row: int) -> Observation:
 
 
 class QwenReading:
-    """Qwen's processor without its videos, which need torchvision."""
+    """Qwen's processor without videos, which need torchvision."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -83,7 +83,7 @@ class QwenReading:
 
 
 def qwen(folder: Path) -> None:
-    """Qwen2-VL with random weights: places within an image are positions of their own."""
+    """Build Qwen2-VL with random weights, which has separate positions within an image."""
     special = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_asset("assets/causal_lm_tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})

@@ -27,7 +27,7 @@ def recorded(name):
 
 
 def stored(name):
-    """Weights under the names of the original."""
+    """Return weights under the original names."""
     return load_file(GOLDEN / f"{name}.weights.safetensors")
 
 
@@ -122,7 +122,7 @@ def inputs_of(data):
 
 
 def velocity_of(model, prefix):
-    """The model as the policy's code takes it."""
+    """Return the model's velocity function, as used by the policy."""
     memory = model.memory(prefix)
 
     def velocity(x, t):
@@ -133,13 +133,13 @@ def velocity_of(model, prefix):
 
 
 def sample(model, prefix, noise, steps):
-    """Actions [B, H, A] of noise, by the integrator that acts."""
+    """Return actions [B, H, A] for noise, with the integrator of the policy."""
     with torch.no_grad():
         return follow_ode(velocity_of(model, prefix), noise, steps)
 
 
 def loss_of(model, prefix, actions, noise, time):
-    """The loss [B, H, A] that `sft` takes the mean of."""
+    """Return the loss [B, H, A] whose mean `sft` minimises."""
     return flow_matching_error(velocity_of(model, prefix), actions, noise, time)
 
 

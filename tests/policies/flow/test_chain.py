@@ -34,7 +34,7 @@ WAYS = {
 
 
 class Field(nn.Module):
-    """A velocity field of its own for each row, and noise that depends on the state."""
+    """A separate velocity field for each row, and noise that depends on the state."""
 
     def __init__(self, rows: int, seed: int = 0) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def test_temperature_scales_the_standard_deviation_once(way):
 
 
 def test_fpo_temperature_scales_the_initial_noise():
-    """A flow that stands still ends where it began."""
+    """A flow with zero velocity ends at its initial noise."""
 
     def still(x: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros_like(x), x
@@ -119,7 +119,7 @@ def test_flow_chain_sampled_and_recomputed_log_probs_agree(way, temperature):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ratio_depends_on_the_weights_only(way):
-    """Gradients reach the field; other tokens than the row's own do not."""
+    """Gradients reach the field; tokens of other rows have no effect."""
     field, many = Field(4), seeds(4)
     chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
@@ -134,7 +134,7 @@ def test_ratio_depends_on_the_weights_only(way):
 
 
 def test_record_size_matches_the_layout():
-    """Mixed form: one state and the executed part of the next; two numbers to a token."""
+    """Mixed form: one state and the executed part of the next; two numbers per token."""
     field = Field(1)
     full, part = SHAPE.horizon * SHAPE.width, SHAPE.executed * SHAPE.action_dim
     expected = {
@@ -149,7 +149,7 @@ def test_record_size_matches_the_layout():
 
 
 def test_mixed_chain_follows_the_ode_except_one_step():
-    """Each row has its own place, all places occur, and the kept states are those around it."""
+    """Each row has its own step index, all indices occur, and the stored states are those around the step."""
     field, many = Field(64), seeds(64)
     cfg = settings()
     chances = ChainLikelihood(cfg, SHAPE, None)
@@ -195,7 +195,7 @@ def test_joint_logprob_is_sum_or_mean_over_steps():
 
 @pytest.mark.parametrize("way", ["sde one", "fpo"])
 def test_unexecuted_actions_do_not_affect_logprobs(way):
-    """Rows beyond K and padded numbers reach the velocity, not the log-probability of the chunk itself."""
+    """Rows beyond K and padding affect the velocity, but not the log-probability of the chunk."""
     field, many = Field(4), seeds(4)
     chances = likelihood(field, **WAYS[way])
     with torch.no_grad():
@@ -259,7 +259,7 @@ def test_contradictory_flow_settings_are_reported():
 
 @pytest.mark.parametrize("way", ["sde one", "sde all", "cps one", "noise", "fpo", "fpo sample"])
 def test_policy_gradient_moves_chunks_towards_reward(way):
-    """The better half of each batch becomes likelier; from 0 on the way to 1 in each executed number."""
+    """The log-probability of the better half of each batch increases; executed numbers move from 0 towards 1."""
     torch.manual_seed(1)
     field = Field(1)
     nn.init.zeros_(field.out.weight)

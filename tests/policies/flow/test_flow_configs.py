@@ -109,7 +109,7 @@ def test_a_missing_file_is_refused(tmp_path):
     ],
 )
 def test_lerobot_units_must_match_the_settings(form, told, keys, match, tmp_path):
-    """Wrong units would not be noticed: actions have the right size and mean something else."""
+    """Wrong units would not be detected: actions have the right size and another meaning."""
     folder = write_checkpoint(tmp_path / form, form, state_dim=8, action_dim=7)
     config = json.loads((folder / "config.json").read_text())
     told = told if "use_relative_actions" in told else {"normalization_mapping": told}

@@ -1,7 +1,7 @@
 """Recorded tensors of openpi and lerobot (tests/golden/flow/README.md) are reproduced.
 
 Tolerances are relative to the largest expected number: 2e-5 for one pass, 1e-4 for ten steps and for gradients, which
-leaves room for other processors. A change of each tensor by 2 % must fail.
+allows for other processors. A change of each tensor by 2 % must fail.
 """
 
 import pytest
@@ -19,7 +19,7 @@ def models():
 
 
 def errors(name, model, data):
-    """By name of the recorded tensor: (largest error relative to the largest number, what is allowed)."""
+    """Return (maximum error relative to the maximum number, tolerance) by name of the recorded tensor."""
     return (smolvla if name == "smolvla" else pi0)(model, data)
 
 
@@ -76,7 +76,7 @@ def test_model_outputs_match_recorded_tensors(name, models):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_without_gradient_match_golden_values(name, models):
-    """What influences no action: the last language layer but for its keys and values, and the norm after it."""
+    """Parameters without influence on actions: the last language layer without keys and values, and the next norm."""
     model, data = models[name], recorded(name)
     model.zero_grad()
     noise, time = data["noise"], data["time"]
@@ -98,7 +98,7 @@ def tampered(tensor):
 
 
 KEYS = [(name, key) for name in NAMES for key in recorded(name) if (name, key) != ("pi05", "state")]
-"""pi0.5 has no use for the recorded state: there, it is text."""
+"""pi0.5 does not use the recorded state, because its state is text."""
 
 
 @pytest.mark.parametrize(("name", "key"), KEYS)

@@ -50,7 +50,7 @@ def test_image_padding_is_left_and_top():
 
 
 def test_left_top_frames_match_bilinear_interpolation():
-    """Twice as large: the second output pixel lies a quarter of the way from the first input pixel to the second."""
+    """Scaled by two: the second output pixel is a quarter of the distance between the first two input pixels."""
     given = frames(4, 4, 1)
     row = (pad_left_top(given, 8)[0, 0, 0] + 1) * 127.5
     first, second = map(float, given[0, 0, :2, 0])
@@ -77,7 +77,7 @@ def test_resized_image_sizes_match_the_reference():
 
 @pytest.fixture
 def tokenizer_file(tmp_path):
-    """One token per character."""
+    """Write a tokenizer with one token per character."""
     characters = "abcdefghijklmnopqrstuvwxyzTSA0123456789-,:; \n"
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", "<bos>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -106,14 +106,14 @@ def test_pi05_prompt_matches_reference(tokenizer_file):
 
 
 def test_smolvla_prompt_matches_reference(tokenizer_file):
-    """Nothing in front, nothing cleaned, and one newline."""
+    """No start token, no cleaning, and one newline."""
     prompts = FlowPrompts(tokenizer_file, SMOLVLA_PROMPT)
     for task in ("pick up", "pick up\n"):
         assert spelled(prompts, prompts.encode(task)) == "pick up\n"
 
 
 def test_states_are_binned_as_text():
-    """256 bins of 1/128; an edge belongs to the bin above it."""
+    """256 bins of width 1/128; an edge belongs to the upper bin."""
     assert state_text([-1.0, -1.0 + 1 / 128, -1e-4, 0.0, 0.999, 1.0, -1.0001]) == "0 1 127 128 255 255 -1"
 
 
@@ -164,7 +164,7 @@ def test_mean_std_normalisation_matches_reference(statistics):
 
 
 def test_quantile_normalisation_matches_reference(statistics):
-    """(x - q01) / (q99 - q01 + eps) * 2 - 1; further dimensions pass, and a span of zero stays finite."""
+    """(x - q01) / (q99 - q01 + eps) * 2 - 1; further dimensions are unchanged, and a range of zero stays finite."""
     affine = statistics["actions"].quantiles()
     found = affine.normalise([[3.0, 3.0, 9.0], [1.0, 3.0, -9.0]])
     np.testing.assert_allclose(found, [[1.0 - 5e-7, -1.0, 9.0], [-5e-7, -1.0, -9.0]], atol=1e-6)
@@ -217,7 +217,7 @@ def test_unusable_statistics_are_refused(tmp_path):
 
 
 def test_delta_actions_use_the_first_dimensions():
-    """As pi0_libero: six of seven; the gripper stays."""
+    """As in pi0_libero: six of seven dimensions, without the gripper."""
     state, actions = np.arange(8.0)[None], np.ones((1, 3, 7))
     deltas = to_deltas(actions, state, 6)
     assert deltas[0, 2].tolist() == [1, 0, -1, -2, -3, -4, 1]
@@ -232,7 +232,7 @@ def test_dimensions_are_padded_with_zeros():
 
 
 def test_sft_statistics_are_written_in_lerobot_format(tmp_path):
-    """lerobot reads no dataset_statistics.json: the old numbers in its own files would scale actions wrongly."""
+    """lerobot does not read dataset_statistics.json: old numbers in its own files would scale actions wrongly."""
     folder = write_checkpoint(tmp_path / "base", "smolvla", state_dim=8, action_dim=6, lerobot_statistics=True)
     config = json.loads((folder / "config.json").read_text())
     config["output_features"] = {"action": {"type": "ACTION", "shape": [6]}}

@@ -69,7 +69,7 @@ def test_original_files_round_trip_key_by_key(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["pi0", "pi05"])
 def test_weight_names_match_the_originals(name):
-    """The recorded file has openpi's names; lerobot puts `model.` before each."""
+    """The recorded file has openpi's names; lerobot adds the prefix `model.`."""
     original = stored(name)
     weights, source = to_ours(original, GOLDEN)
     assert source == Source(layout=OPENPI, embedding_names=(OWN_EMBEDDING,))
@@ -112,7 +112,7 @@ def test_unused_weights_are_kept(tmp_path):
 
 
 def test_rl_heads_are_loaded_if_the_model_has_them(tmp_path):
-    """RLinf's layout; a model whose checkpoint has none keeps its own."""
+    """RLinf's layout; without heads in the checkpoint the model keeps its own."""
     model, weight = model_of("pi0"), torch.randn(4, 64)
     model.value_head = torch.nn.Linear(64, 4, bias=False)
     load_weights(model.state_dict(), write(tmp_path / "with", stored("pi0") | {"value_head.weight": weight}))
@@ -126,7 +126,7 @@ def test_rl_heads_are_loaded_if_the_model_has_them(tmp_path):
 
 
 def test_value_head_of_another_architecture_is_ignored(tmp_path):
-    """RLinf's is `value_head.mlp.{0,2,4}`: values are learned anew, and the policy is read all the same."""
+    """RLinf's head is `value_head.mlp.{0,2,4}`: the value head stays random, and the policy is loaded."""
     model, weight = model_of("pi0"), torch.randn(4, 64)
     model.value_head = torch.nn.Sequential(torch.nn.Linear(64, 4))
     own = {key: tensor.clone() for key, tensor in model.value_head.state_dict().items()}
@@ -139,7 +139,7 @@ def test_value_head_of_another_architecture_is_ignored(tmp_path):
 
 
 def refused(tensors, folder, match, name="pi0"):
-    """Refused, and no weight is touched."""
+    """Expect an error and unchanged weights."""
     model = build(spec_of(name))
     model.initialise(0)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -222,7 +222,7 @@ def test_sharded_weights_are_loaded(tmp_path):
 
 
 def test_fresh_model_has_all_weights_of_its_layout():
-    """One copy of the embedding, and zeros for the output matrix that nothing reads."""
+    """One copy of the embedding, and zeros for the unused output matrix."""
     weights = model_of("pi0").state_dict()
     for layout in (OPENPI, LEROBOT, TRANSFORMERS):
         source = fresh_source(layout, weights)

@@ -105,7 +105,7 @@ def test_backbone_output_option_does_not_change_keys_and_values(model, data):
 
 @torch.no_grad()
 def test_fully_masked_row_averages_all_values(model, data):
-    """A query that sees nothing gets equal weights: RLinf's value of pi0.5 averages padded rows too."""
+    """A fully masked query has equal weights: RLinf's value of pi0.5 also averages padded rows."""
     layer, prefix = model.language.layers[0], model.prefix(inputs_of(data), output=True)
     row = int((~prefix.valid[1]).nonzero()[0])
     embeddings, _ = model.embed_prefix(inputs_of(data))
@@ -121,7 +121,7 @@ def test_fully_masked_row_averages_all_values(model, data):
 
 
 def saved_bytes(run):
-    """Bytes that autograd keeps of a computation, and its result."""
+    """Return the bytes that autograd stores for a computation, and its result."""
     sizes = {}
 
     def pack(tensor):
@@ -134,7 +134,7 @@ def saved_bytes(run):
 
 
 def test_a_frozen_backbone_keeps_no_activations(model, data, name):
-    """And in SmolVLA the state's projection learns all the same."""
+    """In SmolVLA the state's projection still has a gradient."""
     for parameter in backbone_of(model):
         parameter.requires_grad_(False)
     kept, prefix = saved_bytes(lambda: model.prefix(inputs_of(data)))
@@ -147,7 +147,7 @@ def test_a_frozen_backbone_keeps_no_activations(model, data, name):
 
 
 def test_precomputed_prefix_gives_the_same_gradients(model, data):
-    """The prefix of a frozen backbone serves any number of updates."""
+    """The prefix of a frozen backbone can be reused in any number of updates."""
     for parameter in backbone_of(model):
         parameter.requires_grad_(False)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_bfloat16_outputs_are_close_to_float32(model, data, cast):
 
 
 def test_layers_are_called_by_their_forward_method_only(model, data):
-    """FSDP gathers a layer's weights around its `forward`: no other use may reach them."""
+    """FSDP gathers a layer's weights around its `forward`: other methods must not use the weights."""
     inside, strays = [0], []
 
     def enter(*_):

@@ -51,7 +51,7 @@ def config_of(spec, image_token):
 
 
 def theirs(inputs, image_token, per_image):
-    """Their prompt holds a placeholder for each token of an image that is there; all padding is on the right."""
+    """Run the transformers model; its prompt has a placeholder per image token, and padding is on the right."""
     rows = []
     for cameras, tokens, mask in zip(inputs.image_mask, inputs.tokens, inputs.token_mask, strict=True):
         images = torch.full((int(cameras.sum()) * per_image,), image_token)
@@ -76,7 +76,7 @@ def setup():
 
 
 def load_theirs(folder, config, layout):
-    """Their model, from a file that we wrote."""
+    """Load the transformers model from a file written by embodyrl."""
     save_weights(model_of("pi0").state_dict(), folder, layout)
     config.save_pretrained(folder)
     model, info = PI0ForConditionalGeneration.from_pretrained(folder, output_loading_info=True, local_files_only=True)
@@ -144,7 +144,7 @@ def test_new_transformers_checkpoint_is_read(setup, tmp_path):
 
 
 def check_saved(folder, weights):
-    """A folder that `save_pretrained` made is read, and written again key by key."""
+    """Check that a folder of `save_pretrained` is read, and written again key by key."""
     spec = read_spec(folder)
     assert spec == spec_of("pi0")
     model = build(spec)

@@ -64,7 +64,7 @@ STATISTICS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A start without weights; the third number of its actions is constant."""
+    """Create a folder without weights; the third action dimension is constant."""
     start = tmp_path / "start"
     start.mkdir()
     (start / "config.json").write_text(json.dumps(SMALL))
@@ -101,7 +101,7 @@ def noise_for(policy: FlowPolicy, count: int) -> np.ndarray:
 
 
 def stir(policy: FlowPolicy) -> None:
-    """Weights that start at zero would hide their paths."""
+    """Randomize weights, because paths with zero weights would not be tested."""
     generator = torch.Generator().manual_seed(9)
     for parameter in policy.module.parameters():
         if not parameter.detach().any():
@@ -135,7 +135,7 @@ def test_flow_sampled_and_recomputed_log_probs_agree(folder, way):
 
 
 def test_logprobs_are_per_action(folder):
-    """Each action's share of the tokens begins with those of its numbers, and the rest is 0."""
+    """Each action's tokens start with those of its log-probabilities, followed by 0."""
     policy = build(folder)
     out = policy.act(observe(4), noise=noise_for(policy, 4))
     shares = out.logprob.reshape(4, 3, -1)
@@ -144,7 +144,7 @@ def test_logprobs_are_per_action(folder):
 
 
 def test_actions_have_the_units_of_the_data(folder):
-    """Bounds are those of the statistics, the gripper's -1 and 1, and a constant number stays what it was."""
+    """Bounds are those of the statistics, gripper values are -1 and 1, and constant dimensions are unchanged."""
     policy = build(folder)
     actions = policy.act(observe(50), noise=noise_for(policy, 50)).actions
     assert (actions[..., 2] == 0.5).all()
@@ -214,7 +214,7 @@ def test_validation_loss_uses_fixed_noise(folder, power):
 
 
 def test_imitation_loss_is_the_mean_over_pairs(folder):
-    """Each with noise and time of its own, in the order in which single ones would have them."""
+    """Each pair has its own noise and time, in the order of single pairs."""
     one, three = (build(folder, imitated_pairs=pairs) for pairs in (1, 3))
     three.module.load_state_dict(one.module.state_dict())
     obs = observe(4)
@@ -235,7 +235,7 @@ def test_random_greedy_noise_depends_on_the_whole_observation(folder):
 
 
 def test_sft_fits_the_demonstrations(folder):
-    """One action for each instruction: greedy and sampled chunks come near it."""
+    """One action per instruction: greedy and sampled chunks are close to it."""
     policy = build(folder, num_steps=4)
     obs = observe(16)
     shown = np.where(np.arange(16) % 2 == 0, 0.5, -0.5)[:, None, None] * np.array([2.0, 0.0, 0.0, 2.0])
@@ -318,7 +318,7 @@ def test_chunk_record_contains_about_two_action_chunks(folder):
 
 
 def test_records_do_not_depend_on_statistics(folder):
-    """`eval ckpt=RUN` plans with the folder that training began with, which has none; the weights bring theirs."""
+    """`eval ckpt=RUN` plans with the initial folder, which has no statistics; the weights contain them."""
     policy = build(folder)
     (folder / "dataset_statistics.json").unlink()
     assert build(folder).spec == policy.spec

@@ -25,11 +25,11 @@ from embodyrl.workers.policy_host import PolicyHost
 
 RUN = ("model=flow_small", "algorithm=sac", "model.likelihood=residual", "launcher=inline")
 HALF_SPAN = np.array([2.0, 0.5, 0.0, 1.0], np.float32)
-"""Of the data's bounds (the gripper's are -1 and 1): what a correction of 1 is in an action's units."""
+"""Units of an action per correction of 1, from the bounds of the data (the gripper's are -1 and 1)."""
 
 
 def correct(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
-    """A policy whose actor is not at its start."""
+    """Return a policy whose actor is not in its initial state."""
     policy = build(folder, likelihood="residual", **keys)
     assert isinstance(policy, SteeredFlowPolicy)
     assert isinstance(policy, SoftActor)
@@ -48,7 +48,7 @@ def test_new_residual_actor_is_bit_identical_to_the_flow(folder, start):  # noqa
 @pytest.mark.parametrize("start", ["zero", "random"])
 @pytest.mark.parametrize("repeated", [False, True])
 def test_record_contains_the_executed_correction(folder, start, repeated):  # noqa: F811
-    """The flow's own greedy chunk, and the kept correction times its scale; also by the critics' features."""
+    """The flow's greedy chunk plus the stored correction times its scale; also through the critics' features."""
     policy = correct(folder, residual_scale=0.3, greedy_start=start, residual_repeated=repeated)
     alone = build(folder, greedy_start=start)
     alone.module.network.load_state_dict(policy.module.network.state_dict())
@@ -75,7 +75,7 @@ def test_residual_features_are_first_step_and_proposal(folder):  # noqa: F811
 
 
 def test_residual_logprob_is_that_of_the_correction(folder):  # noqa: F811
-    """At the beginning of the action's share; against torch's own transformed distribution."""
+    """At the start of the action's tokens; compared with torch's transformed distribution."""
     policy = correct(folder)
     obs = observe(6)
     out = policy.act(obs, noise=noise_for(policy, 6))
@@ -100,7 +100,7 @@ def test_only_the_residual_actor_has_gradients(folder):  # noqa: F811
 
 
 def test_critics_receive_executed_actions(folder):  # noqa: F811
-    """Beside the features and the proposal; the same networks, given that sum themselves, say the same."""
+    """In addition to features and proposal; the same networks with the sum as input return the same values."""
     policy = correct(folder, residual_scale=0.5)
     features, correction = policy.features(observe(6)), torch.rand(6, 12) * 2 - 1
     plain = Critics(2, (features.shape[1] + 12, 256, 256), torch.Generator(), layer_norm=True)
@@ -152,7 +152,7 @@ def test_sac_needs_a_frozen_flow(tmp_path):
 
 
 def test_residual_updates_keep_the_flow_frozen(tmp_path):
-    """The reward is for an executed first number of 0.3: corrections become large where the proposal is far below."""
+    """The reward is highest for a first executed number of 0.3: corrections increase if the proposal is far below."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "model.residual_scale=0.5", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)

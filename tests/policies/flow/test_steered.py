@@ -39,7 +39,7 @@ def steer(folder: Path, **keys: object) -> SteeredFlowPolicy:  # noqa: F811
 
 
 def flow_from(policy: SteeredFlowPolicy, start: torch.Tensor) -> FloatArray:
-    """Actions of the same flow from given noise, step by step."""
+    """Return the actions of the same flow from given noise, step by step."""
     obs, network, steps = observe(6), policy.module.network, 4
     with torch.no_grad():
         prefix, x = network.encode_prefix(obs), start
@@ -61,7 +61,7 @@ def test_dsrl_action_is_the_initial_noise(folder, repeated):  # noqa: F811
 
 
 def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
-    """From the chosen start; the first steps of the seed's streams, and the greedy chunk is the ODE's as before."""
+    """From the chosen noise with the first steps of the seed's streams; the greedy chunk is still that of the ODE."""
     policy, plain = (steer(folder, noise_repeated=True, steered_noise=level) for level in (0.7, 0.0))
     noise, obs = noise_for(policy, 6), observe(6)
     out, certain = (p.act(obs, noise=noise, temperature=0.6) for p in (policy, plain))
@@ -80,7 +80,7 @@ def test_dsrl_noise_is_denoised_by_the_sde(folder):  # noqa: F811
 
 
 def test_untrained_dsrl_actor_matches_the_flow(folder):  # noqa: F811
-    """Zero weights of the last layer: the mean is the middle of the noise."""
+    """With zero weights in the last layer the mean is the centre of the noise range."""
     policy = steer(folder)
     last = policy.module.noise_actor.layers[-1]
     torch.nn.init.zeros_(last.weight)
@@ -92,7 +92,7 @@ def test_untrained_dsrl_actor_matches_the_flow(folder):  # noqa: F811
 
 
 def test_dsrl_logprob_is_that_of_a_squashed_gaussian(folder):  # noqa: F811
-    """Joint over all chosen numbers, at the first action; against torch's own transformed distribution."""
+    """Joint over all chosen numbers, at the first action; compared with torch's transformed distribution."""
     policy = steer(folder)
     obs = observe(6)
     out = policy.act(obs, noise=noise_for(policy, 6))
@@ -144,7 +144,7 @@ def test_contradicting_keys_are_rejected(words, says, tmp_path):
 
 
 def test_dsrl_update_uses_stored_features(tmp_path):
-    """A buffer with no image in it; the best noise is at a bound, and the actor goes there."""
+    """The buffer contains no images; the best noise is at a bound, which the actor reaches."""
     rates = ("actor.optim.lr=1e-3", "actor.optim.value_lr=3e-3", "algorithm.alpha_init=0.01")
     words = [*RUN, *rates, "actor.global_batch_size=32", "model.noise_repeated=true", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)
@@ -179,7 +179,7 @@ def test_dsrl_update_uses_stored_features(tmp_path):
 
 
 def test_temperature_widens_the_dsrl_distribution(folder):  # noqa: F811
-    """The sample before it is squashed is mean + temperature * deviation * noise."""
+    """The sample before squashing is mean + temperature * deviation * noise."""
     policy = steer(folder)
     noise, chosen = noise_for(policy, 6), []
     for temperature in (0.5, 1.0, 1.5):
@@ -202,7 +202,7 @@ def test_dsrl_logprob_includes_the_temperature(folder, temperature):  # noqa: F8
 
 
 def test_stored_features_match_their_observation(tmp_path):
-    """Five observations, of which two are read at a time."""
+    """Five observations, processed two at a time."""
     words = [*RUN, "actor.global_batch_size=2", f"runner.output_dir={tmp_path}"]
     run_plan = build_run_plan(load_config("train", words), training=True)
     with (

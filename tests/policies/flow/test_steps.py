@@ -28,7 +28,7 @@ def noise_head(golden: dict[str, Tensor], low: float, high: float) -> NoiseHead:
 
 
 def ours(golden: dict[str, Tensor], facts: dict[str, str]) -> dict[str, Tensor]:
-    """What the file holds of each method and step, and entropies, by the same names."""
+    """Return the values in the file of each method and step, and entropies, by name."""
     steps, level = int(facts["K"]), torch.tensor(float(facts["noise_level"]))
     low, high = map(float, facts["noise_range"].split(","))
     head = noise_head(golden, low, high)
@@ -76,7 +76,7 @@ def test_denoising_steps_match_the_public_code(golden, facts):
 
 @pytest.mark.parametrize("factor", [0.98, 1.02])
 def test_golden_comparison_detects_changed_values(golden, facts, factor):
-    """Of every tensor that is not zero everywhere, inputs and weights included."""
+    """All nonzero tensors, including inputs and weights."""
     unseen = []
     for name, tensor in golden.items():
         if tensor.any() and max(errors(golden | {name: tensor * factor}, facts).values()) < 1e-4:
@@ -115,7 +115,7 @@ def test_deterministic_step_has_finite_gradients():
 
 @pytest.mark.parametrize("steps", [1, 3, 7, 10])
 def test_last_denoising_step_is_deterministic(steps):
-    """Whatever the rounding of 1 - i/steps: the last step of CPS is certain, and its mean is the ODE's."""
+    """For any rounding of 1 - i/steps, the last step of CPS is deterministic, and its mean equals the ODE's."""
     x, v = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     t, end = times(torch.full((2,), steps - 1), steps)
     assert (end == 0).all()

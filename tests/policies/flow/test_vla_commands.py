@@ -62,7 +62,7 @@ def checkpoint(tmp_path, form, **options):
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory):
-    """Twenty demonstrations of going right and left."""
+    """Collect twenty demonstrations of moving right and left."""
     folder = tmp_path_factory.mktemp("demos")
     words = (*ENV, *HARD, f"collect.out={folder}/demos", "collect.episodes=20")
     collect(configure("collect", folder, *words))
@@ -70,7 +70,7 @@ def demos(tmp_path_factory):
 
 
 def saved(run, step):
-    """The policy's weights of a checkpoint."""
+    """Return the policy weights of a checkpoint."""
     return load_file(run / "checkpoints" / f"step_{step:06d}" / "policy" / "model.safetensors")
 
 
@@ -83,7 +83,7 @@ def success(folder, *words):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", FORMS)
 def test_sft_trains_by_flow_matching(form, demos, tmp_path):
-    """From random weights, with the statistics of the data; then the policy succeeds, however it is named."""
+    """From random weights, with the statistics of the data; the policy then succeeds, for any form of its path."""
     path = checkpoint(tmp_path, form, random=True)
     small = ("actor.global_batch_size=32", "actor.micro_batch_size=32", "data.image_aug=false")
     schedule = ("runner.max_steps=150", "runner.val_check_interval=150", "actor.optim.lr=5e-3")
@@ -152,7 +152,7 @@ def test_small_policy_trains_from_scratch(tmp_path):
     ids=["all", "expert", "adapters"],
 )
 def test_vla_two_ranks_match_one(form, more, tmp_path):
-    """Losses and weights, whatever is frozen; what one rank has saved, two go on with."""
+    """Losses and weights for any frozen parts; a checkpoint of one rank resumes on two."""
     path = checkpoint(tmp_path, form)
     learning = ("algorithm=ppo", "algorithm.update_epoch=1", "actor.optim.lr=0.001", "actor.micro_batch_size=3")
     words = ("~model.use_proprio=", *model_words(form, path, *more), "model.num_steps=2", *learning)

@@ -23,7 +23,7 @@ ROBOTS = ("so100", "so100-blue", "so100-red")
 
 
 def of_robots(pattern: str = "{}.buffer.{}.{}") -> dict[str, torch.Tensor]:
-    """Return statistics as `lerobot/smolvla_base` names them."""
+    """Return statistics with the names of `lerobot/smolvla_base`."""
     rows = {("mean", 0.0), ("std", 1.0)}
     sizes = {"observation.state": 5, "action": 7}
     return {

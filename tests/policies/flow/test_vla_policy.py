@@ -106,7 +106,7 @@ def test_vla_sampled_and_recomputed_log_probs_agree(form, way, tmp_path):
 @pytest.mark.parametrize("way", ["sde", "all", "noise"])
 @pytest.mark.parametrize("form", FORMS)
 def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
-    """Neither when acting nor when scoring, and no entropy: they would be noise in every gradient."""
+    """Neither in acting nor in scoring, and without entropy, because they would add noise to every gradient."""
     folder = folder_of(form, tmp_path)
     (file,) = folder.rglob("norm_stats.json")
     stats = json.loads(file.read_text())
@@ -123,7 +123,7 @@ def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_greedy_chunks_match_the_public_preprocessing(form, tmp_path):
-    """Rotated, padded images with a third camera that is black and masked; statistics; prompt; Euler steps."""
+    """Rotated, padded images with a black, masked third camera; statistics; prompt; Euler steps."""
     policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
     fit = pad_left_top if form == "smolvla" else pad_centred
     flipped = np.ascontiguousarray(obs.images[:, :, ::-1, ::-1])
@@ -156,7 +156,7 @@ def test_greedy_chunks_match_the_public_preprocessing(form, tmp_path):
 
 
 def test_relative_actions_round_trip(tmp_path):
-    """openpi's pi0_libero: the first numbers are relative to the state."""
+    """openpi's pi0_libero: the first dimensions are relative to the state."""
     path, obs = folder_of("pi0", tmp_path), observe(3)
     absolute, relative = build("pi0", path), build("pi0", path, delta_dims=4)
     moved = absolute.act(obs, noise=None).actions
@@ -181,7 +181,7 @@ def test_pi05_without_state_uses_the_pi0_prompt(tmp_path):
 
 @pytest.mark.parametrize("told", [True, False])
 def test_pi05_accepts_states_of_any_length(told, tmp_path):
-    """Longer than a state's token could be (12 numbers here): it has none."""
+    """Twelve dimensions are more than a state token supports; pi0.5 has no state token."""
     wide, obs = replace(ENV, state_dim=15), observe(2)
     obs = replace(obs, state=np.tile(obs.state, 3))
     path = write_checkpoint(tmp_path / "pi05", "pi05", state_dim=15, action_dim=7)
@@ -192,13 +192,13 @@ def test_pi05_accepts_states_of_any_length(told, tmp_path):
 
 
 def test_relative_actions_use_the_state(tmp_path):
-    """Else a server would ask for no state, and have nothing to add to."""
+    """Otherwise a server would not request the state that relative actions need."""
     assert build("pi05", folder_of("pi05", tmp_path), state_in_prompt=False, delta_dims=5).spec.inputs.state
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_imitation_loss_covers_the_whole_chunk(form, tmp_path):
-    """All six rows, though three are executed; padded numbers count, as in the public training."""
+    """All six rows, although three are executed; padded dimensions count, as in the public training."""
     path, obs = folder_of(form, tmp_path), observe(4)
     policy = build(form, path)
     assert (policy.spec.imitated, policy.spec.num_action_chunks) == (6, 3)

@@ -35,17 +35,17 @@ SPECS = {
     ),
 }
 FORMS = tuple(SPECS)
-"""Names of the models."""
+"""Names of the model families."""
 
 
 def own_config(spec: Pi0Spec | SmolVlaSpec) -> dict[str, Any]:
-    """What `read_spec` reads of a model of any size."""
+    """Return the config that `read_spec` reads for a model of any size."""
     kind = "pi0" if isinstance(spec, Pi0Spec) else "smolvla"
     return {OWN_KEY: {"kind": kind, **asdict(spec)}}
 
 
 def build_model(form):
-    """The model with weights from one seed, none of which hides a path by being zero."""
+    """Build the model with seeded weights, without zeros that would hide a path."""
     model = SmolVla(SPECS[form]) if form == "smolvla" else Pi0(SPECS[form])
     model.initialise(3)
     generator = torch.Generator().manual_seed(4)
@@ -65,7 +65,7 @@ def write_checkpoint(
     lerobot_statistics: bool = False,
     random: bool = False,
 ) -> Path:
-    """Weights under public names, and beside them sizes, tokenizer and statistics."""
+    """Write weights under public names, with sizes, tokenizer and statistics."""
     folder.mkdir(parents=True, exist_ok=True)
     config = own_config(SPECS[form]) | ({"embodyrl_init": "random"} if random else {})
     (folder / "config.json").write_text(json.dumps(config))
@@ -94,7 +94,7 @@ def write_checkpoint(
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One token per character."""
+    """Write a tokenizer with one token per character."""
     characters = "abcdefghijklmnopqrstuvwxyzTSA0123456789-,:;. \n_"
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<unk>", "<bos>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -37,7 +37,7 @@ def configure(command, folder, name, *words):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with demonstrations, and with a policy of each kind that was trained on them for two steps."""
+    """Create a folder with demonstrations, and a policy of each kind trained on them for two steps."""
     folder = tmp_path_factory.mktemp("lerobot")
     words = (*ENV, *CAMERA, "env.train.task_ids=[0]", f"collect.out={folder}/demos", "collect.episodes=4")
     collect(configure("collect", folder, "collected", *words))

@@ -103,7 +103,7 @@ def test_statistics_in_older_weight_files_are_used_and_kept(robot, tmp_path):
 @pytest.mark.parametrize("cameras", [(), ("front",)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_new_model_is_saved_in_the_lerobot_layout(kind, cameras, tmp_path):
-    """Same keys and files as in folders that LeRobot wrote; statistics and heads of RL return."""
+    """Same keys and files as in folders written by LeRobot; statistics and RL heads round-trip."""
     env = toy_env(4, cameras)
     start = fresh(kind, tmp_path / "start")
     row = {

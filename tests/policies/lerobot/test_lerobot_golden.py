@@ -1,7 +1,7 @@
 """Recorded tensors of LeRobot 0.4.4 (tests/golden/lerobot/README.md) are reproduced.
 
 Tolerances are relative to the largest expected number of a tensor: 2e-5 for one pass, 1e-4 for gradients and chains of
-steps, which leaves room for other processors.
+steps, which allows for other processors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from embodyrl.policies.diffusion.schedule import Schedule
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """Policies of all cases, with the settings of their checkpoints; diffusion samples ten steps of DDIM."""
+    """Return the policies of all cases, with the settings of their checkpoints; diffusion samples ten DDIM steps."""
     root = tmp_path_factory.mktemp("golden")
     keys = {"act": {}, "diffusion": {"sampler": "DDIM", "num_inference_steps": 10}}
     made = {}
@@ -122,7 +122,7 @@ def test_act_chunks_match_lerobot(cases, case):
 
 @pytest.mark.parametrize("case", ["act/image", "act/novae"])
 def test_executed_actions_match_the_lerobot_action_queue(cases, case):
-    """A query for each `n_action_steps` actions."""
+    """One query per `n_action_steps` actions."""
     policy, config, data = cases[case]
     every = config.n_action_steps
     for t in range(6):
@@ -205,7 +205,7 @@ def test_denoising_steps_match_lerobot(cases, case, sampler, steps):
 @pytest.mark.parametrize("case", DIFFUSION)
 @torch.no_grad()
 def test_history_chunks_match_the_lerobot_action_queue(cases, case):
-    """A query for each `n_action_steps` actions; the first observation fills the history."""
+    """One query per `n_action_steps` actions; the first observation fills the history."""
     policy, config, data = cases[case]
     close(policy._executed(data["sample.ddim10.out"]), data["eval.chunk"], ONE_PASS, "chunk")
     every = config.n_action_steps

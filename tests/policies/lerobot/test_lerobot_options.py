@@ -55,7 +55,7 @@ def test_each_lerobot_option_trains_and_round_trips(number, tmp_path):
 
 @pytest.mark.parametrize("kind", ["act", "diffusion"])
 def test_only_masked_losses_exclude_padding(kind, tmp_path):
-    """Of diffusion with `do_mask_loss_for_padding`; the mean is over all numbers."""
+    """Diffusion with `do_mask_loss_for_padding`; the mean is over all numbers."""
     for masked in (True, False):
         changes = {"do_mask_loss_for_padding": masked} if kind == "diffusion" else {"use_vae": False}
         policy, obs = policy_of(fresh(kind, tmp_path / f"{masked}", **changes), env=STATE), observe(STATE, 2)
@@ -73,7 +73,7 @@ def test_only_masked_losses_exclude_padding(kind, tmp_path):
     [("resnet18", 11_176_512), ("resnet34", 21_284_672), ("resnet50", 23_508_032), ("resnet101", 42_500_160)],
 )
 def test_resnets_have_the_published_sizes(name, count):
-    """Numbers of torchvision's documentation without the last layer."""
+    """Sizes in torchvision's documentation without the last layer."""
     with torch.device("meta"):
         found = torch.nn.Sequential(resnet_parts(name, torch.nn.BatchNorm2d))
     assert sum(p.numel() for p in found.parameters()) == count

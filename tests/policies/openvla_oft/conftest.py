@@ -89,7 +89,7 @@ def make_policy(env_spec):
 
 @pytest.fixture(scope="session")
 def edit_json():
-    """Change or (with None) remove top-level fields of a JSON file."""
+    """Change top-level fields of a JSON file, or remove them (None)."""
 
     def edit(path, **fields):
         data = json.loads(path.read_text()) | fields

@@ -76,7 +76,7 @@ def test_continuous_log_probs_are_batch_independent(policy):
 
 
 def test_continuous_gradients_match_finite_differences(policy):
-    """Along the steepest direction of all weights, where float32's rounding counts least."""
+    """Along the direction of the gradient, where float32 rounding has the smallest effect."""
     obs = observe(2)
     tokens = policy.act(obs, noise=uniform(policy, 2)).tokens
     weights = [p for p in policy.module.parameters() if p.requires_grad]
@@ -122,7 +122,7 @@ def test_l1_gaussian_matches_the_formula(make_policy, env_spec):
 
 
 def test_diffusion_chain_matches_the_formulas(make_policy, env_spec):
-    """All steps of a chain, written out with numbers from the model (arXiv 2010.02502, 2409.00588)."""
+    """All steps of a chain, computed from model outputs (arXiv 2010.02502, 2409.00588)."""
     keys = HEADS["diffusion, all steps"]
     env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, temperature=1.0, **keys)

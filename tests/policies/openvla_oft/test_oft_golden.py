@@ -1,7 +1,7 @@
 """Recorded tensors of the original implementations (tests/golden/openvla_oft/README.md) are reproduced.
 
-Limits are multiples of the gap between our float32 and our float64 result, which the test measures: kernels of other
-processors differ by up to nine of these gaps. A change of each tensor by 2 % must fail.
+Limits are multiples of the difference between our float32 and float64 results, measured by the test: kernels of
+other processors differ by up to nine times this difference. A change of each tensor by 2 % must fail.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from embodyrl.policies.tensors import categorical_scores
 
 FIRST_ACTION_ID, STOP, PAD, EMPTY, TEMPERATURE = 31744, 2, 32000, 29871, 1.6
 TAIL = slice(FIRST_ACTION_ID, None)
-"""The columns whose logits were recorded: action ids and the rows that fill up the vocabulary."""
+"""Columns with recorded logits: action ids and the padding rows of the vocabulary."""
 MARGIN, ULPS = 32, 8 * torch.finfo(torch.float32).eps
-"""Multiples of our own gap to float64, and of the last place of the largest number, that kernels may differ by."""
+"""Tolerated multiples of our own difference to float64, and of the unit in the last place of the maximum."""
 TWO_IMAGES = {"num_images_in_input": 2, "use_proprio": True}
 
 
@@ -37,7 +37,7 @@ def close(actual, expected, atol, rtol=0.0):
 
 
 def close_bf16(actual, expected):
-    """Half a per cent on average, whatever the scale: a unit in the last place of bfloat16 is 0.4 to 0.8 %."""
+    """Compare with half a per cent on average: a unit in the last place of bfloat16 is 0.4 to 0.8 %."""
     error, scale = (actual.float() - expected.float()).abs(), expected.float().abs()
     assert error.mean() < 0.005 * scale.mean()
     assert error.max() < 0.05 * scale.max()
@@ -59,7 +59,7 @@ def two_images(golden):
 
 
 def recorded_prompts(golden, ids, mask, *, pads=PAD):
-    """Ids [B, W] hold the prompts where the mask is set, else pads."""
+    """Return prompts of ids [B, W] with padding by the mask."""
     mask = mask.bool()
     prompts = [golden("inputs")[name] for name in ("prompt_a", "prompt_b")[: len(ids)]]
     assert torch.equal(mask.sum(1), torch.tensor([len(p) for p in prompts]))
@@ -68,7 +68,7 @@ def recorded_prompts(golden, ids, mask, *, pads=PAD):
 
 
 def recorded_official_prompt(golden, want):
-    """The official code is handed the prompt without the empty token and appends it."""
+    """Return the recorded prompt; the official code receives it without the empty token and appends it."""
     assert torch.equal(torch.cat([want["input_ids"][0], torch.tensor([EMPTY])]), golden("inputs")["prompt_a"])
     assert want["attention_mask"].bool().all()
 
@@ -210,7 +210,7 @@ def official_lora_discrete_1img(policies, golden):
 
 
 def official_train_forward(policies, golden):
-    """The official SFT forward sees zeros at the action positions, as inference does; batch 2 padded on the right."""
+    """The official SFT forward has zeros at the action positions, as in inference; batch 2 is padded on the right."""
     module, want, batch = policies().module, golden("official_train_forward"), inputs_of(golden)
     lengths = batch.prompt_lengths.tolist()
     targets = torch.stack([row[length : length + 57] for row, length in zip(want["labels"], lengths, strict=True)])
@@ -276,7 +276,7 @@ def with_value_head(policy, golden):
 
 
 def rlinf_variant_batch2(policies, golden):
-    """[BOS, images, pads, prompt, actions] without STOP; ours has the pads at the end."""
+    """[BOS, images, pads, prompt, actions] without STOP; our layout has the pads at the end."""
     policy = with_value_head(policies(append_stop=False, value_dim=8), golden)
     module, want, batch = policy.module, golden("rlinf_variant_batch2"), inputs_of(golden)
     recorded_prompts(golden, want["input_ids"], want["attention_mask"])
@@ -354,20 +354,20 @@ class Recorded:
         return tensors
 
     def close(self, actual, expected):
-        """Compare within what rounding explains."""
+        """Compare within the rounding tolerance."""
         if self._limits is None:
             self.results.append(actual.detach().double())
         else:
             torch.testing.assert_close(actual.detach(), expected.to(actual.dtype), atol=next(self._limits), rtol=0.0)
 
     def highest(self, logits, ids):
-        """Each id is the most probable one, or as probable as rounding can tell."""
+        """Check that each id is the most probable one within the rounding tolerance."""
         self.close(logits.gather(-1, ids[..., None])[..., 0], logits.amax(-1))
 
 
 @pytest.fixture(scope="session")
 def limits(policies, golden):
-    """Return the limits of a check's comparisons, from the float32 and the float64 results of our own code."""
+    """Return the tolerances of a check's comparisons, from our float32 and float64 results."""
 
     @functools.cache
     def measure(file):

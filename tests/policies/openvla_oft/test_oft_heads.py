@@ -19,7 +19,7 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 
 @pytest.fixture
 def full(checkpoint, golden_dir):
-    """A checkpoint folder with a proprioception projector, as the official training writes it."""
+    """Create a checkpoint folder with a proprioception projector, as in the official training."""
     shutil.copy(golden_dir / "heads" / "proprio_projector--100_checkpoint.pt", checkpoint)
     return checkpoint
 

@@ -47,7 +47,7 @@ def test_rlinf_resize_matches_torchvision(tf_images, golden_dir):
 
 @pytest.fixture(scope="module")
 def tf_frames(golden_dir):
-    """Real LIBERO images of three suites and two cameras, upright, with what TensorFlow made of them."""
+    """Load real LIBERO images of three suites and two cameras, upright, with TensorFlow's results."""
     return dict(np.load(golden_dir / "expected" / "image_pipeline_tf_frames.npz"))
 
 
@@ -73,7 +73,7 @@ def test_centre_crop_matches_tensorflow(tf_images):
 
 
 def test_official_image_pipeline_matches_tensorflow(tf_images, tf_frames):
-    """But for roundings of the resize, which other processors may do otherwise."""
+    """Except for rounding in the resize, which depends on the processor."""
     upright = np.ascontiguousarray(tf_images["agentview_256"][::-1, ::-1])
     got = official_pixels(np.concatenate([upright[None], tf_frames["frames"]]), 224, CPU).permute(0, 2, 3, 1).numpy()
     want = np.concatenate([tf_images["center_crop_224"][None], tf_frames["cropped"]])

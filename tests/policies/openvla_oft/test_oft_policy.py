@@ -116,7 +116,7 @@ def test_actions_depend_on_instruction_and_image(checkpoint, make_policy):
 
 
 def test_padding_does_not_change_a_row(checkpoint, make_policy, env_spec):
-    """A policy that knows only the short task runs it unpadded."""
+    """A policy that has only the short task runs it without padding."""
     short = dataclasses.replace(env_spec, tasks=("put the",), states_per_task=(1,))
     obs = observe(rows=2, instructions=("put the",))
     padded, tight = make_policy(checkpoint), make_policy(checkpoint, env=short)
@@ -200,7 +200,7 @@ def test_tiny_preset_action_distribution_starts_near_uniform(make_policy):
 
 
 def test_tiny_preset_can_fit_images_and_tasks(make_policy):
-    """Four samples with different targets are fitted in 30 steps; a blind or deaf model could not."""
+    """Four samples with different targets are fitted in 30 steps, which requires images and instructions."""
     policy = make_policy(TINY, temperature=1.0)
     tasks = ("pick up the milk and place it in the basket", "open the middle drawer of the cabinet")
     base = observe(instructions=tasks)

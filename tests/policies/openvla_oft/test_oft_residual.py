@@ -49,7 +49,7 @@ def build(request, make_policy, env_spec):
 
 
 def correct(build, **keys) -> ResidualOftPolicy:
-    """A policy whose actor is not at its start."""
+    """Return a policy whose actor is not in its initial state."""
     policy = build(likelihood="residual", **keys)
     assert isinstance(policy, ResidualOftPolicy)
     assert isinstance(policy, SoftActor)
@@ -59,14 +59,14 @@ def correct(build, **keys) -> ResidualOftPolicy:
 
 
 def half_span(policy) -> np.ndarray:
-    """What a correction of 1 is in an action's units."""
+    """Return the units of an action per correction of 1."""
     bounds = policy._bounds
     return np.where(bounds.mask, (np.asarray(bounds.high) - np.asarray(bounds.low)) / 2, 1.0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_new_oft_residual_actor_is_bit_identical_to_the_model(build, precision):
-    """While it is trained as in evaluation: what it corrects does not change on the way to a robot."""
+    """Actions during training equal those in evaluation."""
     obs, keys = observe(3), {"precision": precision, "likelihood": "residual"}
     alone = build(precision=precision, trainable=False).act(obs, noise=None).actions
     for trainable in (True, False):
@@ -79,7 +79,7 @@ def test_new_oft_residual_actor_is_bit_identical_to_the_model(build, precision):
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_oft_record_contains_the_executed_correction(build, repeated):
-    """The model's greedy chunk and the kept correction, within its bound; critics and demonstrations see the same."""
+    """The model's greedy chunk plus the bounded stored correction; critics and demonstrations use the same sum."""
     policy, obs = correct(build, residual_scale=0.3, residual_repeated=repeated), observe(6)
     out = policy.act(obs, noise=uniform(policy, 6))
     chosen, features = policy.chosen(out.tokens), policy.features(obs)
@@ -99,7 +99,7 @@ def test_oft_record_contains_the_executed_correction(build, repeated):
 
 
 def test_oft_residual_log_prob_is_that_of_a_squashed_gaussian(build):
-    """At the beginning of each action's share; against torch's own transformed distribution."""
+    """At the start of each action's tokens; compared with torch's transformed distribution."""
     policy, obs = correct(build, temperature=1.0, value_dim=1), observe(4)
     out = policy.act(obs, noise=uniform(policy, 4))
     scores = policy.score(obs, out.tokens)
@@ -178,7 +178,7 @@ def test_keys_without_effect_warn(words, key):
 
 
 def test_demonstrations_are_stored_as_residual_actions(tmp_path):
-    """What critics see of them is what was demonstrated; the memory of moments is that of the actor alone."""
+    """Critics receive the demonstrated actions; optimizer memory is that of the actor only."""
     demos = tmp_path / "demos"
     view = ("env.init_params.camera_heights=56", "env.init_params.camera_widths=56")
     words = ("env=tabletop", "model=scripted", "launcher=inline", f"collect.out={demos}", "collect.episodes=2", *view)

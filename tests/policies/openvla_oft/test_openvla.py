@@ -33,7 +33,7 @@ def rope(x):
 
 
 def reference_logits(state, embeddings):
-    """Llama with a causal mask, written out: [1, T, D] to the logits [V] of the last row."""
+    """Return the logits [V] of the last row of [1, T, D]: Llama with a causal mask, written out."""
 
     def norm(x, name):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * state[name]
@@ -56,7 +56,7 @@ def reference_logits(state, embeddings):
 
 
 def reference_decode(module, batch, row):
-    """Greedy ids, and log-probabilities at T = 1.6 among the action ids, of one row."""
+    """Return greedy ids, and log-probabilities at T = 1.6 among the action ids, of one row."""
     state = {name: p.detach() for name, p in module.state_dict().items()}
     patches = module.projector(module.vision_backbone(batch.pixels[row : row + 1]))
     ids = batch.prompt_ids[row, : batch.prompt_lengths[row]].tolist()

@@ -143,7 +143,7 @@ def test_observations_round_trip(names):
 
 
 def test_vla_eval_images_are_read_by_position():
-    """Its servers read by position; fails where names decide."""
+    """vla-eval's servers read images by position; fails if names decide."""
     first, second = SEEN.images
     message = VLA_EVAL.write(SEEN) | {"images": {"wrist": first, "agentview": second}}
     found = VLA_EVAL.read(unpack(pack(message, text_keyed)), images=2, states=8)

@@ -21,7 +21,7 @@ from embodyrl.extensions.text.sandbox import confinement, run_python, run_tests
 
 @pytest.fixture(autouse=True, params=["limits", "bubblewrap"])
 def held(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With and without bubblewrap, where it is installed; no folder of a program is left."""
+    """Runs with and without bubblewrap, if installed; checks that programs leave no folder."""
     if request.param == "bubblewrap" and not sandbox._bubblewrap():
         pytest.skip("bubblewrap does not work here")
     (tmp_path / "tmp").mkdir()
@@ -86,7 +86,7 @@ def test_sleeping_program_affects_only_its_own_reward():
 
 
 def test_program_ends_if_its_verifier_is_killed(tmp_path: Path):
-    """The judging process is killed while the program sleeps: by then it has a process and a folder."""
+    """The verifier is killed while the program sleeps, when its process and folder exist."""
     pid = os.fork()
     if pid == 0:
         run_python("import time; time.sleep(60)", seconds=60)
@@ -132,13 +132,13 @@ def test_program_cannot_start_processes_or_threads():
 
 
 def test_program_is_not_root_and_can_import_packages():
-    """Also where Python itself lies in a folder that nobody but root may enter."""
+    """Also if Python is in a folder that only root may enter."""
     source = "import os, fractions, encodings.idna, numpy; print(os.getuid() > 0, numpy.ones(2) @ numpy.ones(2))"
     assert run_python(source, seconds=20) == (True, "True 2.0\n")
 
 
 def test_program_cannot_kill_its_verifier():
-    """Without rights to do so it fails; with them (same user, no bubblewrap) the answer is lost, and nothing else."""
+    """Without permission the attempt fails; with permission (same user, no bubblewrap) only the answer is lost."""
     ended, _ = run_python("import os; os.kill(os.getppid(), 9); print(1)", seconds=20)
     assert not ended or confinement()[0]
     assert run_python("print(1)", seconds=20) == (True, "1\n")
@@ -154,7 +154,7 @@ def test_program_has_no_environment_variables(monkeypatch):
 
 
 def test_program_can_access_its_own_folder_only(tmp_path: Path):
-    """What would stay behind it, take memory beside its limit, hit other programs, or leave the machine."""
+    """Attempts to leave files, exceed memory, affect other programs or reach the network."""
     shared = "import ctypes, os, socket, time\nlibc = ctypes.CDLL(None)\n"
     attacks = [
         f"open('{tmp_path}/left', 'w')",

@@ -76,7 +76,7 @@ REPLIES = [
 ]
 LATE = REPLIES[-5][0]
 VALUES = {"#### 12.0", "#### 12.00"}
-"""Equal to 12 as numbers, not as text."""
+"""Replies equal to 12 as numbers, not as text."""
 DIFFER = {
     # verl looks at the last 300 characters, and compares text: with commas in the reference or, flexibly, in the reply.
     "verl strict": {*VALUES, "#### 12.", "#### 1234", LATE},
@@ -88,7 +88,7 @@ DIFFER = {
     "lm-eval strict": {*VALUES, "#### 5\nNo, wait.\n#### 12", "#### 12\nNo, wait.\n#### 5"},
     "lm-eval flexible": {*VALUES, "It costs $12.50", "18-4", "1e3"},
 }
-"""Replies of which the others think otherwise."""
+"""Replies with other verdicts in verl or lm-eval."""
 
 
 def verl(reply: str, answer: str, pattern: str) -> bool:

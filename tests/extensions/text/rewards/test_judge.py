@@ -100,7 +100,7 @@ def test_crashed_verifier_process_is_replaced():
 
 @pytest.mark.integration
 def test_suspended_time_does_not_count_towards_the_reward_timeout(tmp_path: Path):
-    """As by Ctrl-Z and fg: judge and judging process stand still for longer than the time of an answer."""
+    """As with Ctrl-Z and fg: verifier and reward process are stopped for longer than the time limit of a reply."""
     pid = os.fork()
     if pid == 0:
         os.setsid()

@@ -19,7 +19,7 @@ from embodyrl.extensions.text.rewards.settings import JudgeSettings
 
 
 class Service(BaseHTTPRequestHandler):
-    """Counts the letters of the response; fails, hangs and answers in the long form when asked to."""
+    """Reward service that counts the letters of the response; fails, hangs and uses the long format on request."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
