@@ -182,7 +182,7 @@ class Steered(ABC):
         return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=seen.value)
 
     def save(self, folder: Path) -> None:
-        """Write the weights (see `Policy.save`), and the shape of the actor."""
+        """Write the weights (see `Policy.save`) and the shape of the actor."""
         super().save(folder)  # type: ignore[misc]  (of the policy without an actor)
         self._actor.shape.save(folder)
 
