@@ -14,9 +14,9 @@ from typing import Any
 from embodyrl.cli.output import no_collecting
 from embodyrl.cli.runs import NEWEST, find_run, latest_run, newest_run
 from embodyrl.commands import COMMANDS
+from embodyrl.config.compose import parse_word, write_word
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.trust import split_trust
-from embodyrl.config.words import parse_word, write_word
 from embodyrl.errors import CheckpointError, ConfigError, masked
 from embodyrl.files import json_text
 from embodyrl.plan.config import load_config, load_saved_config

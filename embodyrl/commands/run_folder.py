@@ -20,8 +20,8 @@ from pathlib import Path
 
 from embodyrl.channels.messages import POLICY_FOLDER
 from embodyrl.checkpoint.store import MANIFEST_NAME, CheckpointStore
+from embodyrl.config.compose import read_saved
 from embodyrl.config.paths import resolve_asset, resolve_run
-from embodyrl.config.words import read_saved
 from embodyrl.devices import visible_gpus
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.files import available_cores

@@ -25,8 +25,8 @@ from embodyrl.commands.run_folder import (
     weight_facts,
 )
 from embodyrl.commands.session import OnStep, Session
+from embodyrl.config.compose import write_word
 from embodyrl.config.trust import trust_words
-from embodyrl.config.words import write_word
 from embodyrl.errors import EmbodyError
 from embodyrl.monitor.collapse import CollapseCheck
 from embodyrl.monitor.history import METRICS_FILE, read_rows

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.config import tree
-from embodyrl.config.check import inert, validated
-from embodyrl.config.compose import compose
-from embodyrl.config.settings import branches_of, find_key, flat, keys_of, leaves, nested, parents_of, plain
+from embodyrl.config.compose import COMMAND_LINE, Setting, compose, parse_word, read_saved, split_words
+from embodyrl.config.settings import flat, keys_of, leaves, nested, parents_of, plain
 from embodyrl.config.shared import Precision
-from embodyrl.config.words import COMMAND_LINE, Setting, parse_word, read_saved, split_words
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan import keys
-from embodyrl.plan.contradictions import contradictions
+from embodyrl.plan.checks import contradictions, inert, validated
 from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
+from embodyrl.plan.keys import SELECTORS, selected
 from embodyrl.plan.protocols import horizon_of
 from embodyrl.plan.saved import check_trust, command_of, on_base
-from embodyrl.plan.schema import READS, SELECTORS, THIS_HOST, Config, conditions, sections_of, selected
+from embodyrl.plan.schema import READS, THIS_HOST, Config, conditions, sections_of
 from embodyrl.plan.weights import resolve_weights
 
 log = logging.getLogger(__name__)
@@ -127,13 +126,21 @@ def _unread_groups(command: str, groups: dict[str, str]) -> list[Setting]:
 def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, fetch: bool = True) -> Any:
     # The kind of data decides which keys exist; weights are downloaded once nothing else is wrong.
     if fetch:
-        last = {setting.key: setting for setting in settings}
+        latest = {setting.key: setting for setting in settings}
         settings = [
-            replace(s, value=located(s.key, s.value)) if s.key in DATA_KEYS and last[s.key] is s else s
+            replace(s, value=located(s.key, s.value)) if s.key in DATA_KEYS and latest[s.key] is s else s
             for s in settings
         ]
-    cfg, sources, unread = _build(settings, command, problems)
-    cfg._sources.update(sources)
+    last = _last(settings)
+    # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
+    values = _resolved(last, command, problems)
+    # A typed empty mapping removes the values that files set below the key (names chosen by the user).
+    emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
+    root, read, unread = keys.sort_values(command, values, last, emptied, problems)
+    cfg = validated(root, read, problems, last)
+    if cfg is None or problems:
+        raise ConfigError(problems)
+    cfg._sources.update({name: last[name].source for name in read})
     if cfg.has("env"):
         cfg.env._played = READS[command].plays
     if problems := [*contradictions(cfg)]:
@@ -145,21 +152,8 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
     return cfg.updated(_located(cfg)) if fetch else cfg
 
 
-def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tuple[Config, dict[str, str], list[str]]:
-    """Turn leaves into typed settings.
-
-    Args:
-        settings: values with their sources; later values win.
-        command: the command, which determines the keys together with the group choices.
-        problems: earlier errors; new ones are appended.
-
-    Returns:
-        The settings, the source of each value (absent: the default), and a warning about command-line keys without
-        effect for the command or the chosen components.
-
-    Raises:
-        ConfigError: one line per problem.
-    """
+def _last(settings: Sequence[Setting]) -> dict[str, Setting]:
+    """Return the last setting of each key, by name."""
     last: dict[str, Setting] = {}
     for setting in settings:
         for covered in [k for k in last if _covers(setting.key, k) or _covers(k, setting.key)]:
@@ -169,36 +163,7 @@ def _build(settings: Sequence[Setting], command: str, problems: list[str]) -> tu
         if setting.value != {} or not any(_covers(setting.key, k) for k in last):
             last.pop(setting.key, None)
             last[setting.key] = setting
-    # Before the classes are chosen: a name such as env.env_type may itself be an interpolation.
-    values = _resolved(last, command, problems)
-    root, unclear = keys.choose(command, values, problems)
-    # A typed empty mapping removes the values that files set below the key (names chosen by the user).
-    emptied = {setting.key for setting in settings if setting.typed and setting.value == {}}
-    read: dict[str, Any] = {}
-    unread: dict[str, list[str]] = {}
-    for name, value in values.items():
-        key = find_key(root, name)
-        if key is not None and key.name in emptied and not last[name].typed:
-            continue
-        if key is not None:
-            # A number is a fine text, where it was not written as one by mistake.
-            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
-            said = last[name].text if value is last[name].value else None
-            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
-        elif (not last[name].typed or keys.is_known(name)) and keys.is_unclear(name.partition(".")[0], root, unclear):
-            continue
-        elif keys.is_for_others(command, last[name]):
-            unread.setdefault(f"`embodyrl {command}`", []).append(name)
-        elif not last[name].typed and not keys.is_known(name) and keys.trains_with(name, values, problems):
-            continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
-        elif not keys.is_known(name) or name in branches_of(root):
-            problems += keys.refuse_key(root, last[name])
-        elif last[name].typed:
-            keys.report_unread(last[name], value, keys.reader(command, name, values), problems, unread)
-    cfg = validated(root, read, problems, last)
-    if cfg is None or problems:
-        raise ConfigError(problems)
-    return cfg, {name: last[name].source for name in read}, keys.unread_lines(unread)
+    return last
 
 
 def _covers(name: str, other: str) -> bool:

@@ -6,25 +6,150 @@ import contextlib
 import difflib
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+from pydantic import Field, create_model
+
+from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES, algorithm_settings
+from embodyrl.algorithms.settings import ActingAlgorithm
 from embodyrl.cluster import LAUNCHERS
 from embodyrl.cluster.protocol import ClusterSettings
 from embodyrl.config import tree
-from embodyrl.config.check import wrong_value
+from embodyrl.config.compose import Setting, short
 from embodyrl.config.sections import SECTIONS, Chosen, Section
-from embodyrl.config.settings import Key, NumbersStates, Settings, branches_of, find_key, keys_of, parents_of, plain
+from embodyrl.config.settings import (
+    Key,
+    NumbersStates,
+    Settings,
+    branches_of,
+    find_key,
+    keys_of,
+    parents_of,
+    plain,
+    spell,
+)
 from embodyrl.config.trust import TRUST
-from embodyrl.config.words import Setting, short
 from embodyrl.envs import ENVS
 from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
-from embodyrl.plan.schema import SELECTORS, Config, config_class, name_of, reads, selected
+from embodyrl.plan.checks import wrong_value
+from embodyrl.plan.schema import Config, reads
 from embodyrl.policies import POLICIES
 from embodyrl.registry import closest
+
+
+def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
+    adv_type = name_of(values, "algorithm.adv_type", "grpo")
+    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
+
+
+SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
+    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
+    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
+    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
+    "algorithm": ("adv_type", _algorithm),
+}
+"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys; an algorithm has a class
+for its estimator and one for its loss."""
+
+
+def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    """Return the name of the component in a key.
+
+    Raises:
+        ConfigError: the value is not a name.
+    """
+    value = values.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}={spell(value):.200}: must be a name or package.module:attr.")
+    return value
+
+
+def selected(command: str, group: str) -> str | None:
+    """Return the key that selects the class of a group in this command; None: the group has no choice there."""
+    learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
+    return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None
+
+
+@functools.cache
+def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
+    """Return the config of a command, with the classes of some sections: a class, and one for its flattened field."""
+    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
+    if selected(command, "algorithm") is None and reads(command, "algorithm"):
+        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
+    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
+    given["command"] = (ClassVar[str], command)
+    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
+    return create_model("Config", __base__=Config, __module__=__name__, **given)
+
+
+def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
+    """Return the class with all keys of a command, and the groups whose keys are unknown because of a wrong choice."""
+    fields: dict[str, tuple[type[Settings], ...]] = {}
+    unclear = set()
+    for group, (_, settings) in SELECTORS.items():
+        if selected(command, group) is None:
+            continue
+        try:
+            fields[group] = settings(values)
+        except ConfigError as error:
+            problems += error.problems
+            unclear.add(group)
+    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
+    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
+    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
+    more |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
+    if "launcher" in fields:
+        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
+    fields |= {name: (kind,) for name, kind in more.items()}
+    return config_class(command, tuple(fields.items())), frozenset(unclear)
+
+
+def sort_values(
+    command: str,
+    values: Mapping[str, Any],
+    last: Mapping[str, Setting],
+    emptied: Container[str],
+    problems: list[str],
+) -> tuple[type[Config], dict[str, Any], list[str]]:
+    """Choose the class of a config, and separate the values of its keys from all others.
+
+    Args:
+        command: the command, which determines the keys together with the group choices.
+        values: resolved values by dotted name.
+        last: the same values with their sources.
+        emptied: keys whose values from files are removed.
+        problems: new errors are appended.
+
+    Returns:
+        The class, the values of its keys, and a warning about command-line keys without effect for the command or the
+        chosen components.
+    """
+    root, unclear = choose(command, values, problems)
+    read: dict[str, Any] = {}
+    unread: dict[str, list[str]] = {}
+    for name, value in values.items():
+        key = find_key(root, name)
+        if key is not None and key.name in emptied and not last[name].typed:
+            continue
+        if key is not None:
+            # A number is a fine text, where it was not written as one by mistake.
+            number = key.kind is str and isinstance(value, int | float) and not isinstance(value, bool)
+            said = last[name].text if value is last[name].value else None
+            read[name] = (said or str(value)) if number and (said or isinstance(value, int)) else value
+        elif (not last[name].typed or is_known(name)) and _is_unclear(name.partition(".")[0], root, unclear):
+            continue
+        elif _is_for_others(command, last[name]):
+            unread.setdefault(f"`embodyrl {command}`", []).append(name)
+        elif not last[name].typed and not is_known(name) and _trains_with(name, values, problems):
+            continue  # a key of the run's own loss or estimator; its code is imported only where it is trusted
+        elif not is_known(name) or name in branches_of(root):
+            problems += _refuse_key(root, last[name])
+        elif last[name].typed:
+            _report_unread(last[name], value, reader(command, name, values), problems, unread)
+    return root, read, _unread_lines(unread)
 
 
 @functools.cache
@@ -134,28 +259,6 @@ def _with_parents(keys: Mapping[str, Key]) -> list[str]:
     return [*keys, *{parent for key in keys for parent in parents_of(key)}]
 
 
-def choose(command: str, values: Mapping[str, Any], problems: list[str]) -> tuple[type[Config], frozenset[str]]:
-    """Return the class with all keys of a command, and the groups whose keys are unknown because of a wrong choice."""
-    fields: dict[str, tuple[type[Settings], ...]] = {}
-    unclear = set()
-    for group, (_, settings) in SELECTORS.items():
-        if selected(command, group) is None:
-            continue
-        try:
-            fields[group] = settings(values)
-        except ConfigError as error:
-            problems += error.problems
-            unclear.add(group)
-    factory = ENVS.get(values["env.env_type"]) if "env" in fields else None
-    more = dict(getattr(factory, "sections", {})) if reads(command, "rollout") else {}
-    chosen = Chosen(command=command, values=values, reads_rows=getattr(factory, "reads_rows", False))
-    more |= {name: kind for name, section in _sections().items() if (kind := section.choose(chosen)) is not None}
-    if "launcher" in fields:
-        more |= LAUNCHERS.get(name_of(values, "launcher.name", "local")).sections
-    fields |= {name: (kind,) for name, kind in more.items()}
-    return config_class(command, tuple(fields.items())), frozenset(unclear)
-
-
 def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     """Return the command or component that would use this key with these values."""
     group = name.partition(".")[0]
@@ -178,7 +281,7 @@ def reader(command: str, name: str, values: Mapping[str, Any]) -> str:
     return chosen + (f" (unlike {', '.join(others)})" if 0 < len(others) < 5 else "")
 
 
-def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
+def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bool:
     """Return whether `embodyrl train` with these components has a key, for example of the user's own loss.
 
     True also if this is unknown, because the config is not trusted or its code cannot be imported; `problems`
@@ -192,12 +295,12 @@ def trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> bo
     return bool(found) or find_key(root, name) is not None
 
 
-def is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
+def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
     """Return whether the keys of a group are unknown because of a wrong choice."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 
-def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
+def _refuse_key(root: type[Settings], setting: Setting) -> list[str]:
     """Return the error about an unknown key."""
     name = setting.key
     if name in branches_of(root):
@@ -208,7 +311,7 @@ def refuse_key(root: type[Settings], setting: Setting) -> list[str]:
     return [f"{setting.where}unknown key '{short(name)}'.{hint}"]
 
 
-def is_for_others(command: str, setting: Setting) -> bool:
+def _is_for_others(command: str, setting: Setting) -> bool:
     """Return whether a command-line key belongs to other commands and may be ignored.
 
     True for groups of `embodyrl train`, so that the same arguments serve all commands; for a command without
@@ -220,7 +323,9 @@ def is_for_others(command: str, setting: Setting) -> bool:
     return setting.typed and (group or (not with_policy and name.partition(".")[0] in ("ckpt", "reward", "data")))
 
 
-def report_unread(setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]) -> None:
+def _report_unread(
+    setting: Setting, value: Any, reader: str, problems: list[str], unread: dict[str, list[str]]
+) -> None:
     """Record a known key without effect; reject a key of another environment or model, and a wrong value."""
     name = setting.key
     if reader.startswith(("env_type ", "model_type ")) or name == "ckpt":  # other weights change every result
@@ -236,7 +341,7 @@ def report_unread(setting: Setting, value: Any, reader: str, problems: list[str]
         unread.setdefault(reader, []).append(name)
 
 
-def unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
+def _unread_lines(unread: Mapping[str, list[str]]) -> list[str]:
     """Return one warning per component or command, with its unused keys."""
     return [
         f"{short(names[0])} has no effect: {reader} does not read {short(names[0])}."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from embodyrl.config.compose import parse_word
 from embodyrl.config.settings import leaves, plain, spell
-from embodyrl.config.words import parse_word
 from embodyrl.plan.schema import Config
 from embodyrl.types import EnvSpec
 

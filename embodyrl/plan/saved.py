@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from embodyrl.config.compose import Setting, parse_word, read_saved
 from embodyrl.config.paths import resolve_run
 from embodyrl.config.settings import plain
 from embodyrl.config.trust import distrusted
-from embodyrl.config.words import Setting, parse_word, read_saved
 from embodyrl.errors import ConfigError, masked
 from embodyrl.files import write_atomically
 from embodyrl.plan.schema import Config

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, PrivateAttr, create_model
+from pydantic import PrivateAttr
 
-from embodyrl.algorithms.protocol import algorithm_settings
-from embodyrl.algorithms.settings import ActingAlgorithm, AlgorithmSettings
-from embodyrl.cluster import LAUNCHERS
+from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
+from embodyrl.config.compose import COMMAND_LINE
 from embodyrl.config.sections import SECTIONS, Section
-from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain, spell
+from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain
 from embodyrl.config.shared import Precision
-from embodyrl.config.words import COMMAND_LINE
 from embodyrl.devices import multiplies_bfloat16
 from embodyrl.envs import ENVS
 from embodyrl.envs.settings import EnvSettings
 from embodyrl.envs.video import VideoSettings
-from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import ActorSettings, CriticSettings
 from embodyrl.plan.settings import (
     CheckpointSettings,
@@ -32,7 +28,6 @@ from embodyrl.plan.settings import (
     RunnerSettings,
     VideoChoice,
 )
-from embodyrl.policies import POLICIES
 from embodyrl.policies.settings import ModelSettings
 
 THIS_HOST = "this host"
@@ -218,18 +213,6 @@ READS: dict[str, Reads] = {
 }
 
 
-@functools.cache
-def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Return the config of a command, with the classes of some sections: a class, and one for its flattened field."""
-    given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
-    if selected(command, "algorithm") is None and reads(command, "algorithm"):
-        given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
-    given |= {name: (kind, Field(default_factory=kind)) for name, (kind, *_) in fields}
-    given["command"] = (ClassVar[str], command)
-    given["inlined"] = (ClassVar[Any], {name: kinds[1] for name, kinds in fields if len(kinds) > 1})
-    return create_model("Config", __base__=Config, __module__=__name__, **given)
-
-
 def reads(command: str, section: str) -> bool:
     """Return whether a command reads a section of the core."""
     return section == "seed" or section in READS[command].sections.split()
@@ -247,36 +230,3 @@ def sections_of(cfg: Config) -> dict[str, Section]:
     """Return the sections of extensions that a config has, by name."""
     names = sorted({*SECTIONS.names()} & {*type(cfg).model_fields})
     return {name: section for name in names if isinstance(getattr(cfg, name), (section := SECTIONS.get(name)).kinds)}
-
-
-def _algorithm(values: Mapping[str, Any]) -> tuple[type[Settings], ...]:
-    adv_type = name_of(values, "algorithm.adv_type", "grpo")
-    return algorithm_settings(adv_type, name_of(values, "algorithm.loss_type", "ppo_clip"))
-
-
-SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Settings], ...]]]] = {
-    "env": ("env_type", lambda values: (ENVS.get(name_of(values, "env.env_type")).settings,)),
-    "model": ("model_type", lambda values: (POLICIES.get(name_of(values, "model.model_type")).settings,)),
-    "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
-    "algorithm": ("adv_type", _algorithm),
-}
-"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys; an algorithm has a class
-for its estimator and one for its loss."""
-
-
-def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> str:
-    """Return the name of the component in a key.
-
-    Raises:
-        ConfigError: the value is not a name.
-    """
-    value = values.get(key, default)
-    if not isinstance(value, str):
-        raise ConfigError(f"{key}={spell(value):.200}: must be a name or package.module:attr.")
-    return value
-
-
-def selected(command: str, group: str) -> str | None:
-    """Return the key that selects the class of a group in this command; None: the group has no choice there."""
-    learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
-    return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None

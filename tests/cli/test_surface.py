@@ -20,7 +20,7 @@ import embodyrl
 from embodyrl.cli.commands import COMMANDS
 from embodyrl.cli.main import main
 from embodyrl.config import tree
-from embodyrl.config.words import write_word
+from embodyrl.config.compose import write_word
 from embodyrl.errors import ConfigError
 from embodyrl.plan.config import load_config
 from embodyrl.plan.keys import all_keys

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError, create_model
 
-from embodyrl.config.check import validated
 from embodyrl.config.settings import (
     Count,
     CountOrAll,
@@ -30,6 +29,7 @@ from embodyrl.config.settings import (
     plain,
     spell,
 )
+from embodyrl.plan.checks import validated
 from embodyrl.plan.keys import all_keys
 
 Colour = StrEnum("Colour", ["red", "blue"])

@@ -14,8 +14,8 @@ from embodyrl.channels.layout import Record
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
-from embodyrl.config.words import write_word
 from embodyrl.envs.reward import changed_reward
 from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card

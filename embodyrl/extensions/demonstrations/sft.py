@@ -16,9 +16,9 @@ import numpy as np
 from embodyrl.channels.messages import POLICY_FOLDER, ImitateRequest, LoadRequest
 from embodyrl.commands.run_folder import RunFolder, check_resumed, open_run
 from embodyrl.commands.session import OnStep, Session
+from embodyrl.config.compose import read_saved, write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.trust import trust_words
-from embodyrl.config.words import read_saved, write_word
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.demonstrations.actors import SupervisedActors, start_supervised
 from embodyrl.extensions.demonstrations.cards import read_card

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from embodyrl.algorithms.policy_gradient import Algorithm
 from embodyrl.algorithms.settings import BufferSettings
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import flat, plain
 from embodyrl.config.tree import read_plain_yaml
-from embodyrl.config.words import write_word
 from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from embodyrl.commands.run_folder import first_weights
+from embodyrl.config.compose import write_word
 from embodyrl.config.paths import resolve_run
-from embodyrl.config.words import write_word
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.own_loop.environment import SingleEnv, env_of
 from embodyrl.plan.checks import check_components

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from embodyrl.config.check import inert
 from embodyrl.config.settings import branches_of, keys_of
 from embodyrl.errors import ConfigError
+from embodyrl.plan.checks import inert
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import READS
