@@ -242,7 +242,7 @@ def _store_variants() -> None:
 
     for group in read_plain_yaml(conf_dir() / "variants.yaml"):
         for name, variant in variants(group).items():
-            node = {"defaults": [variant.base, "_self_"], **variant.values}
+            node = {"defaults": [*([variant.base] if variant.base else []), "_self_"], **variant.values}
             ConfigStore.instance().store(name=name, node=node, group=group, provider="embodyrl")
 
 
@@ -266,8 +266,9 @@ def _keys_of(name: str, folders: Sequence[Path]) -> Iterator[tuple[str, str]]:
     group, _, option = name.rpartition("/")
     if folder is None:
         if variant := variants(group).get(option):
-            yield from _keys_of(f"{group}/{variant.base}", folders)
-            yield from ((f"{group}.{key}", f"{folders[0].name}/{name}") for key in variant.values)
+            if variant.base:
+                yield from _keys_of(f"{group}/{variant.base}", folders)
+            yield from ((key, f"{folders[0].name}/{name}") for key in flat(variant.values, f"{group}."))
         return
     file = folder / f"{name}.yaml"
     body = read_plain_yaml(file)

@@ -86,18 +86,18 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
         base = folder / group
         for file in sorted(base.rglob("*.yaml")):
             found.setdefault(file.relative_to(base).with_suffix("").as_posix(), file)
-    for name, variant in variants(group).items():
-        found.setdefault(name, conf_dir() / group / f"{variant.base}.yaml")
+    for name in variants(group):
+        found.setdefault(name, conf_dir() / "variants.yaml")
     return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An option without a file: a base option with one key changed."""
+    """An option without a file: values, on top of a base option if there is one."""
 
-    base: str
+    base: str | None
     about: str
-    values: dict[str, str]
+    values: dict[str, Any]
 
 
 @functools.cache
@@ -108,7 +108,9 @@ def variants(group: str) -> dict[str, Variant]:
     """
     found: dict[str, Variant] = {}
     for family, of in read_plain_yaml(conf_dir() / "variants.yaml").get(group, {}).items():
-        for base in of["bases"]:
+        for name, about in of.get("options", {}).items():
+            found[name] = Variant(of.get("base"), about, {of["key"]: name} | of.get("more", {}).get(name, {}))
+        for base in of.get("bases", ()):
             for axis, about in of["axes"].items():
                 name = f"{family}_{base.partition('_')[2]}_{axis}"
                 found[name] = Variant(base, f"{of['title']}: {base}, {about}", {of["key"]: f"{base}_{axis}"})

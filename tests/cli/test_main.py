@@ -221,7 +221,7 @@ def test_show_prints_value_default_and_source(capsys: pytest.CaptureFixture[str]
     rows = {r["key"]: r for r in json.loads(capsys.readouterr().out)}
     assert all(key.startswith("env.") for key in rows)
     steps = rows["env.train.max_episode_steps"]
-    assert (steps["value"], steps["default"], steps["source"]) == (320, 512, "conf/env/libero_goal.yaml")
+    assert (steps["value"], steps["default"], steps["source"]) == (320, 512, "conf/env/libero_goal")
     assert rows["env.reward_coef"]["source"] == "command line"
     assert rows["env.train.auto_reset"]["source"] == "default"
     assert main(["show", "algorithm.group_size"]) == 0

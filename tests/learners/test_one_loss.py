@@ -11,10 +11,11 @@ import pytest
 from embodyrl.algorithms import policy_losses
 from embodyrl.algorithms.protocol import LOSSES
 from embodyrl.commands.train import train
+from embodyrl.config import tree
 from embodyrl.plan.config import load_config
 from embodyrl.policies.actor_critic.policy import ActorCriticPolicy
 
-PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "conf/algorithm").glob("*.yaml"))
+PRESETS = sorted(tree.options("algorithm"))
 REPLAYS = {"sac", "rlpd", "filtered_bc"}
 SINGLE = REPLAYS | {"ppo", "rlinf_ppo", "remax", "reinforce_pp"}
 """Presets without groups."""

@@ -9,12 +9,13 @@ from toy_runs import comparable, resume_toy, rows, train_toy, weights
 
 from embodyrl.algorithms.settings import GroupSettings
 from embodyrl.commands.train import train
+from embodyrl.config import tree
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 
 FROM_A_BUFFER = {"sac", "rlpd", "filtered_bc"}
 """Presets without a ratio: see `test_off_policy_runs` and `test_filtered_runs`."""
-PRESETS = sorted({p.stem for p in (Path(__file__).parents[2] / "conf" / "algorithm").glob("*.yaml")} - FROM_A_BUFFER)
+PRESETS = sorted(tree.options("algorithm").keys() - FROM_A_BUFFER)
 
 
 @pytest.mark.integration

@@ -70,11 +70,12 @@ def test_a_config_is_final_after_loading():
 def component_names() -> set[str]:
     """Short names of environments, models, estimators and losses, and of the option files that select them."""
     from embodyrl.algorithms.protocol import ADVANTAGES, LOSSES
+    from embodyrl.config import tree
     from embodyrl.envs import ENVS
     from embodyrl.policies import POLICIES
 
     names = {name for registry in (ENVS, POLICIES, ADVANTAGES, LOSSES) for name in registry.names()}
-    options = {p.stem for group in ("env", "model", "algorithm") for p in (ROOT / "conf" / group).rglob("*.yaml")}
+    options = {name.rpartition("/")[2] for group in ("env", "model", "algorithm") for name in tree.options(group)}
     return names | options
 
 
