@@ -21,15 +21,8 @@ from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
 from embodyrl.types import EnvSpec
 
-_SHAPE = {
-    "cameras": "cameras.names",
-    "image_size": "cameras.size",
-    "image_rotation_deg": "cameras.rotation_deg",
-    "state_dim": "state_dim",
-    "action_dim": "action.dim",
-    "gripper": "action.gripper",
-}
-"""Names in `meta/embodyrl.json`, and the attributes of the spec."""
+_SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
+"""Names of `ENV_FIELDS` that determine the shape and meaning of frames."""
 _TOLERANCE_S = 1e-4
 """Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
 
@@ -66,7 +59,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
     """Describe the fields in which two environments of demonstrations differ; `alike`: further fields to compare."""
-    read = {name: attrgetter(path) for name, path in ({name: name for name in alike} | _SHAPE).items()}
+    read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
     return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +84,29 @@ class Card:
         return cls(env=_env_from_json(raw.pop("env")), **raw)
 
 
+ENV_FIELDS = {
+    "name": "name",
+    "action_dim": "action.dim",
+    "gripper": "action.gripper",
+    "tasks": "tasks",
+    "states_per_task": "states_per_task",
+    "instructions": "instructions",
+    "cameras": "cameras.names",
+    "image_size": "cameras.size",
+    "grey": "cameras.grey",
+    "image_rotation_deg": "cameras.rotation_deg",
+    "state_dim": "state_dim",
+    "unnorm_key": "benchmark.unnorm_key",
+    "max_episode_steps": "max_episode_steps",
+}
+"""Names in `meta/embodyrl.json`, and the attributes of the environment's specification."""
+
+
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:
     """Return the part of an environment spec that describes the data."""
-    space = {"kind": env.action.kind, "sizes": env.action.sizes, "low": env.action.low, "high": env.action.high}
-    return {
-        "name": env.name,
-        "action_dim": env.action.dim,
-        "action_space": space,
-        "gripper": asdict(env.action.gripper) if env.action.gripper else None,
-        "tasks": env.tasks,
-        "states_per_task": env.states_per_task,
-        "instructions": env.instructions,
-        "cameras": env.cameras.names,
-        "image_size": env.cameras.size,
-        "grey": env.cameras.grey,
-        "image_rotation_deg": env.cameras.rotation_deg,
-        "state_dim": env.state_dim,
-        "unnorm_key": env.benchmark.unnorm_key,
-        "max_episode_steps": env.max_episode_steps,
-    }
+    fields = {name: attrgetter(path)(env) for name, path in ENV_FIELDS.items()}
+    space = {name: getattr(env.action, name) for name in ("kind", "sizes", "low", "high")}
+    return fields | {"gripper": env.action.gripper and asdict(env.action.gripper), "action_space": space}
 
 
 def _env_from_json(raw: Mapping[str, Any]) -> EnvSpec:

@@ -33,12 +33,10 @@ from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.vla.folder import check_statistics
+from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
 from embodyrl.specs import convert_gripper, picture_names
 from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
-STATISTICS_FILE = "dataset_statistics.json"
-"""File of the normalization statistics in the public layout of VLA models."""
 _SMALL = 16 * 2**20
 _VALIDATION_EPISODES = "sft-validation"
 

@@ -133,16 +133,21 @@ def without_controls(text: str, controls: Iterable[str]) -> str:
     return text
 
 
-def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
-    """Return a problem if the end-of-turn token of the template is not an end token of the folder, else None."""
+def turn_ends(template: ChatTemplate, folder: Path, *, parts: bool = False) -> dict[str, int]:
+    """Return texts and ids of the control tokens that the template may add after a reply."""
     mark = "0x0"
     contents: list[Any] = [[{"type": "text", "text": text}] if parts else text for text in ("?", mark)]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), contents, strict=True)]
     try:
         after = template.render(turns, reply=False).rpartition(mark)[2].lstrip()
     except RefusedMessages:
-        return None  # reported by the check of roles
-    found = {text: token for text, token in control_tokens(folder).items() if after.startswith(text)}
+        return {}  # reported by the check of roles
+    return {text: token for text, token in control_tokens(folder).items() if after.startswith(text)}
+
+
+def unnamed_end(template: ChatTemplate, folder: Path, *, parts: bool) -> str | None:
+    """Return a problem if the end-of-turn token of the template is not an end token of the folder, else None."""
+    found = turn_ends(template, folder, parts=parts)
     settings = {**_json(folder / "config.json"), **_json(folder / "generation_config.json")}
     named = settings.get("eos_token_id")
     ends = named if isinstance(named, list) else [named]

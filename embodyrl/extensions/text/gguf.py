@@ -11,7 +11,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
-from embodyrl.extensions.text.chat import ChatTemplate, control_tokens
+from embodyrl.extensions.text.chat import ChatTemplate, turn_ends
 from embodyrl.files import replacing
 
 _PACKAGE = "package:"
@@ -116,9 +116,7 @@ def _add_end_of_turn(folder: Path) -> None:
     template = ChatTemplate.read(folder)
     if template is None:
         return
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "0x0"}]
-    after = template.render(turns, reply=False).rpartition("0x0")[2].strip()
-    end = next((i for text, i in control_tokens(folder).items() if after.startswith(text)), None)
+    end = next(iter(turn_ends(template, folder).values()), None)
     path = folder / "generation_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     ends = config.get("eos_token_id")

@@ -12,7 +12,7 @@ from embodyrl.config.settings import Count, Must, Share, only
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
-from embodyrl.types import PolicyCosts, PolicySpec
+from embodyrl.types import EnvSpec, GripperConvention, PolicyCosts, PolicySpec
 
 Likelihood = StrEnum("Likelihood", ["flow_sde", "flow_cps", "flow_noise", "fpo", "dsrl", "residual"])
 JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
@@ -119,6 +119,12 @@ class FlowSettings(ResidualSettings):
             )
         elif self.likelihood is Likelihood.flow_cps and self.num_steps == 1:
             yield "model.num_steps=1: the last step of flow_cps is deterministic; set model.num_steps to 2 or more."
+
+
+def flow_gripper(env: EnvSpec) -> GripperConvention | None:
+    """Return the gripper convention of flow policies: that of LIBERO's simulator and demonstrations."""
+    gripper = env.action.gripper
+    return None if gripper is None else GripperConvention(open=-1.0, closed=1.0, index=gripper.index)
 
 
 def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> SteeringShape:

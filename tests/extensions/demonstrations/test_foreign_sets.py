@@ -210,7 +210,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
             ),
             "is a depth map",
         ),
-        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")), "v3.1; v3.0 is read. Write it with"),
+        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")), "v3.1, not v3.0. Write it with"),
         (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
         (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is not a PNG, JPEG"),
         (

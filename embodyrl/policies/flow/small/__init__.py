@@ -9,13 +9,20 @@ from pydantic import Field
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
-from embodyrl.policies.flow.settings import FlowSettings, check_steering, described, described_costs, record_of
+from embodyrl.policies.flow.settings import (
+    FlowSettings,
+    check_steering,
+    described,
+    described_costs,
+    flow_gripper,
+    record_of,
+)
 from embodyrl.policies.flow.small.config import SmallConfig, Units, units_of
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.policies.vla.folder import CONFIG_FILE
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.weights import count, weight_sizes
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 _NETWORK = "embodyrl.policies.flow.small.network:SmallFlow"
 
@@ -66,7 +73,7 @@ class SmallFlowFactory:
             action_dim=env.action.dim,
             tokens_per_chunk=record_of(cfg, plan.shape).tokens,
             value_dim=value_dim,
-            gripper=_gripper(env),
+            gripper=flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
         )
         return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
@@ -104,7 +111,7 @@ class SmallFlowFactory:
 
 def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config, random = SmallConfig.read(_folder(cfg))
-    units = units_of(env, _gripper(env), _folder(cfg))
+    units = units_of(env, flow_gripper(env), _folder(cfg))
     config = replace(
         config,
         num_images=cfg.num_images_in_input,
@@ -118,12 +125,6 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
 
 def _folder(cfg: SmallFlowSettings) -> Path | None:
     return None if cfg.path is None else resolve_asset(cfg.path)
-
-
-def _gripper(env: EnvSpec) -> GripperConvention | None:
-    return (
-        None if env.action.gripper is None else GripperConvention(open=-1.0, closed=1.0, index=env.action.gripper.index)
-    )
 
 
 FACTORY = SmallFlowFactory()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError
-from embodyrl.policies.flow.settings import check_steering, described, described_costs, record_of
+from embodyrl.policies.flow.settings import check_steering, described, described_costs, flow_gripper, record_of
 from embodyrl.policies.flow.specs import FlowSpec
 from embodyrl.policies.flow.vla.folder import (
     check_prompts,
@@ -22,7 +22,7 @@ from embodyrl.policies.protocol import Policy, PolicyRequest, seen_problems
 from embodyrl.policies.vla.adapter import adapter_problems
 from embodyrl.policies.vla.folder import lacking
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.types import ActionKind, EnvSpec, GripperConvention, InputSpec, PolicyCosts, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicyCosts, PolicySpec
 
 PUBLIC_LAYOUT = (
     "a local folder, or owner/name on the hub, "
@@ -69,10 +69,7 @@ class VlaFactory:
             tokens_per_chunk=record_of(cfg, shape).tokens,
             imitated=model.horizon,
             value_dim=value_dim,
-            # As LIBERO's simulator and demonstrations have it, and so the checkpoints that were trained on them.
-            gripper=None
-            if env.action.gripper is None
-            else GripperConvention(open=-1.0, closed=1.0, index=env.action.gripper.index),
+            gripper=flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts(folder, cfg),
         )
