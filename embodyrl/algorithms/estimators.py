@@ -15,7 +15,6 @@ from embodyrl.algorithms.settings import (
     DiscountSettings,
     GroupSettings,
     NormalizeSettings,
-    ReturnScaleSettings,
     RewardLevel,
     ValueSettings,
 )
@@ -135,9 +134,11 @@ def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> l
 GIGPO = AdvantageEstimator(compute=_gigpo, settings=GigpoSettings, needs_states=True)
 
 
-class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
+class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     """Settings of generalised advantage estimation."""
 
+    normalize_returns: bool = False
+    """Divide rewards by the running standard deviation of discounted returns; reported returns are unscaled."""
     gae_lambda: Share = 1.0
     """GAE lambda."""
     normalize_per_task: bool = False
@@ -146,10 +147,6 @@ class GaeSettings(ValueSettings, ReturnScaleSettings, NormalizeSettings):
 
 class ReturnSettings(CreditSettings, DiscountSettings):
     """Settings of discounted returns-to-go."""
-
-
-class RemaxSettings(CreditSettings):
-    """Settings of ReMax, whose baseline is the return of a greedy rollout."""
 
 
 def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> list[Credit]:
@@ -193,7 +190,7 @@ def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSett
     return _whitened_credits(episodes, parts, [_credited(episode.valid, cfg) for episode in episodes])
 
 
-def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: RemaxSettings) -> list[Credit]:
+def remax_credits(episodes: Sequence[Episode], scores: Scores, cfg: CreditSettings) -> list[Credit]:
     """Subtract the return of the greedy episode from the same initial state (ReMax, arXiv 2310.10505).
 
     The advantage is 0 where the greedy episode was lost to a worker crash.
@@ -250,5 +247,5 @@ def _credited(valid: BoolArray, cfg: CreditSettings) -> BoolArray:
 
 GAE = AdvantageEstimator(compute=gae_credits, settings=GaeSettings, counts_chunk_steps=True)
 REINFORCE_PP = AdvantageEstimator(compute=reinforce_pp_credits, settings=ReturnSettings)
-REMAX = AdvantageEstimator(compute=remax_credits, settings=RemaxSettings, needs_greedy=True)
+REMAX = AdvantageEstimator(compute=remax_credits, settings=CreditSettings, needs_greedy=True)
 REINFORCE_PP_BASELINE = AdvantageEstimator(compute=reinforce_pp_baseline_credits, settings=GroupSettings)

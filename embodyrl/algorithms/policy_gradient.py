@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Never
 import numpy as np
 
 from embodyrl.algorithms.corrections import importance_weights, off_policy_mask, second_moment_mask
+from embodyrl.algorithms.estimators import GaeSettings
 from embodyrl.algorithms.metrics import batch_metrics, value_metrics
 from embodyrl.algorithms.policy_losses import (
     SUM_MODES,
@@ -27,7 +28,6 @@ from embodyrl.algorithms.settings import (
     AlgorithmSettings,
     GroupSettings,
     OldLogprob,
-    ReturnScaleSettings,
     RewardLevel,
     TokenLevel,
     TruncatedEpisodes,
@@ -97,7 +97,7 @@ class Algorithm:
         self.seen: Outcomes = {}
         """Outcomes of earlier steps for the curriculum; updated by the driver."""
         self._scale = None
-        if isinstance(cfg, ReturnScaleSettings) and cfg.normalize_returns:
+        if isinstance(cfg, GaeSettings) and cfg.normalize_returns:
             self._scale = ReturnScale(cfg.gamma)
 
     def value_dim(self, num_action_chunks: int) -> int:
@@ -262,7 +262,7 @@ class Algorithm:
             advantage=unit_advantage(inputs.advantage, valid, cfg.logprob_type),
             valid=unit_mask(valid, cfg.logprob_type),
         )
-        terms = self._loss.compute(units, self.loss_settings)
+        terms = self._terms(units)
         entropy = self._units(scores.entropy if cfg.entropy_bonus else scores.entropy.detach(), valid, cfg.entropy_type)
         factors = self._factors(units, inputs)
         weighed = terms.loss if factors is None else terms.loss * factors
@@ -299,7 +299,7 @@ class Algorithm:
 
     def _terms(self, units: Units) -> LossTerms:
         """Compute the policy loss of each unit; reject a loss that is already reduced, or has no terms."""
-        terms = self._loss.compute(units, self._cfg)
+        terms = self._loss.compute(units, self.loss_settings)
         if not isinstance(terms, LossTerms):
             found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
             raise ConfigError(f"algorithm.loss_type={self._cfg.loss_type}: the loss {found}.")

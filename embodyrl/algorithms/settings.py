@@ -199,13 +199,6 @@ class DiscountSettings(Settings):
     """Discount per credited step (chunk or action, see reward_type)."""
 
 
-class ReturnScaleSettings(DiscountSettings):
-    """Keys of estimators that optionally normalise the scale of rewards."""
-
-    normalize_returns: bool = False
-    """Divide rewards by the running standard deviation of discounted returns; reported returns are unscaled."""
-
-
 class CreditSettings(AlgorithmSettings):
     """Keys of estimators with one credit per chunk or action."""
 
