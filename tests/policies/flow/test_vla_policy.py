@@ -452,6 +452,14 @@ def test_tiny_vlas_act_on_the_tabletop(name):
     assert policy.imitate(obs, np.zeros((2, 4, 7), np.float32)).loss.requires_grad
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_costs_count_the_trained_parameters(form, tmp_path):
+    lora = {"is_lora": True, "train_expert_only": True}
+    policy = build(form, folder_of(form, tmp_path), **lora)
+    trained = sum(p.numel() for p in policy.module.parameters() if p.requires_grad)
+    assert policy.costs.num_trained == trained
+
+
 @pytest.mark.parametrize("name", ["pi05_tiny", "smolvla_tiny"])
 def test_included_tiny_vlas_are_small_and_tokenize_tasks(name):
     cfg = load_config("eval", [f"model={name}"]).model
