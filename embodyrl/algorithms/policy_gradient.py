@@ -65,29 +65,18 @@ class Algorithm:
         """
         if found := list(cfg.problems()):
             raise ConfigError(found)
-        self._cfg = cfg
         self.settings = cfg
+        self.estimator = ADVANTAGES.get(cfg.adv_type)
         self.critic_warmup = cfg.critic_warmup if isinstance(cfg, ValueSettings) else 0
         """Number of initial training steps that train only the value head."""
         self.filter_refills = cfg.filter_refills if isinstance(cfg, GroupSettings) else 0
         """Number of rounds in which new groups replace filtered groups."""
         self._longest_episode = longest_episode
         self.scored = scored
-        self._estimator = ADVANTAGES.get(cfg.adv_type)
-        self.needs_replay, self.learner = self._estimator.needs_replay, self._estimator.learner
-        self.check = self._estimator.check
         self._loss = LOSSES.get(cfg.loss_type)
         self.loss_settings = self._loss.settings() if cfg.loss is None else cfg.loss
-        self.needs_groups = self._estimator.needs_groups
-        self.needs_values = self._estimator.needs_values
-        self.counts_chunk_steps = self._estimator.counts_chunk_steps
-        self.needs_finals = self.needs_values or cfg.transitions
+        self.needs_finals = self.estimator.needs_values or cfg.transitions
         """True if the final observation of truncated episodes is needed."""
-        self.needs_all_ends = cfg.needs_all_ends
-        """True if the final observation of terminated episodes is needed too: for another goal the episode may not have
-        terminated."""
-        self.needs_states = self._estimator.needs_states
-        self.needs_greedy = self._estimator.needs_greedy
         self.needs_reference = cfg.kl_beta > 0
         self.needs_reference_in_prepare = cfg.kl_in_reward and self.needs_reference
         """True if `prepare` needs `Scores.logprob` and `Scores.ref_logprob`."""
@@ -133,21 +122,21 @@ class Algorithm:
         shaped, metrics = self._shape(episodes, scores)
         # The order matters: filter groups by unshaped rewards, compute credits with masked members, then remove the
         # masked members. Estimators without groups skip masked episodes from the start.
-        keep = [i for i in self.select(episodes) if self._estimator.needs_groups or not self._is_masked(shaped[i])]
+        keep = [i for i in self.select(episodes) if self.estimator.needs_groups or not self._is_masked(shaped[i])]
         kept = [shaped[i] for i in keep]
         scores = Scores(
-            states=tuple(scores.states[i] for i in keep) if self.needs_states else (),
-            greedy=tuple(scores.greedy[i] for i in keep) if self.needs_greedy else (),
+            states=tuple(scores.states[i] for i in keep) if self.estimator.needs_states else (),
+            greedy=tuple(scores.greedy[i] for i in keep) if self.estimator.needs_greedy else (),
             part_weights=scores.part_weights,
         )
-        credits = self._estimator.compute(kept, scores, self._cfg) if kept else []
+        credits = self.estimator.compute(kept, scores, self.settings) if kept else []
         _require_finite(kept, "advantage", [credit.advantage for credit in credits])
         _require_finite(kept, "value target", [credit.returns for credit in credits])
-        if bounds := self._cfg.advantage_clip:
+        if bounds := self.settings.advantage_clip:
             credits = [replace(c, advantage=c.advantage.clip(min=bounds[0], max=bounds[1])) for c in credits]
         pairs = [pair for pair in zip(kept, credits, strict=True) if not self._is_masked(pair[0])]
         actions = episodes[0].valid.shape[1]
-        targets = episodes[0].value.shape[1] if self.needs_values else 0
+        targets = episodes[0].value.shape[1] if self.estimator.needs_values else 0
 
         def stack(parts: Iterable[np.ndarray], shape: tuple[int, ...], dtype: type) -> np.ndarray:
             return np.concatenate([np.zeros((0, *shape), dtype=dtype), *parts]).astype(dtype)
@@ -165,12 +154,12 @@ class Algorithm:
             has_signal=bool(pairs) and (self._has_other_terms or bool(advantage.any())),
             metrics=metrics
             | batch_metrics(episodes, pairs)
-            | (value_metrics(pairs) if pairs and self.needs_values else {}),
+            | (value_metrics(pairs) if pairs and self.estimator.needs_values else {}),
         )
 
     def _shape(self, episodes: Sequence[Episode], scores: Scores) -> tuple[list[Episode], dict[str, float]]:
         """Return the episodes with shaped rewards, and metrics of the KL that was subtracted."""
-        cfg, shaped = self._cfg, shape_rewards(episodes, self._cfg)
+        cfg, shaped = self.settings, shape_rewards(episodes, self.settings)
         if self._scale:
             shaped = self._scale.apply(shaped)
         if not self.needs_reference_in_prepare:
@@ -193,22 +182,22 @@ class Algorithm:
         assert rows.size, "an optimizer step without samples"
         valid = batch.valid[rows]
         weight = action_weights(
-            self._cfg.loss_agg_func,
+            self.settings.loss_agg_func,
             batch.episode[rows],
             valid,
-            level=self._cfg.logprob_type,
+            level=self.settings.logprob_type,
             longest_episode=self._longest_episode,
         )
         targets = batch.returns.shape[1]
         # Targets per action count for executed actions; targets per chunk always count, because empty chunks are
         # dropped.
         counted = valid if targets == valid.shape[1] else np.ones((len(rows), targets), dtype=bool)
-        positive = valid & (batch.advantage[rows] > 0) & (self._cfg.positive_nll_coef > 0)
+        positive = valid & (batch.advantage[rows] > 0) & (self.settings.positive_nll_coef > 0)
         return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def weighs_evenly(self, batch: PreparedBatch) -> bool:
         """Return True if the weights depend only on the number of samples of an optimizer step."""
-        even = self._cfg.loss_agg_func in ("token-mean", "token-sum") and not self._cfg.positive_nll_coef
+        even = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
         return even and bool(batch.valid.all())
 
     def correct(
@@ -225,7 +214,7 @@ class Algorithm:
             Detached factors on the policy loss of each unit, [B, K, P], [B, K, 1] or [B, 1, 1] by `logprob_type`, or
             None; and metrics.
         """
-        cfg = self._cfg
+        cfg = self.settings
         log_weight = self._units(proximal - behaviour, valid, cfg.logprob_type)
         mask = unit_mask(valid, cfg.logprob_type).expand_as(log_weight)
         gap = log_weight.where(mask, 0.0)
@@ -251,7 +240,7 @@ class Algorithm:
 
     def loss(self, scores: PolicyScores, inputs: LossInputs) -> tuple[torch.Tensor, Measured]:
         """Return a micro-batch's share of the optimizer step's loss, and the inputs of its metrics (`metrics_of`)."""
-        cfg, valid = self._cfg, inputs.valid
+        cfg, valid = self.settings, inputs.valid
         assert scores.logprob.shape == inputs.old_logprob.shape, (scores.logprob.shape, inputs.old_logprob.shape)
         assert inputs.advantage.shape == valid.shape == inputs.weight.shape, (inputs.advantage.shape, valid.shape)
         new = self._units(scores.logprob, valid, cfg.logprob_type)
@@ -302,11 +291,11 @@ class Algorithm:
         terms = self._loss.compute(units, self.loss_settings)
         if not isinstance(terms, LossTerms):
             found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
-            raise ConfigError(f"algorithm.loss_type={self._cfg.loss_type}: the loss {found}.")
+            raise ConfigError(f"algorithm.loss_type={self.settings.loss_type}: the loss {found}.")
         shapes = {name: tuple(getattr(terms, name).shape) for name in ("loss", "ratio", "clipped")}
         if wrong := [name for name, shape in shapes.items() if shape != tuple(units.logprob.shape)]:
             raise ConfigError(
-                f"algorithm.loss_type={self._cfg.loss_type}: LossTerms.{wrong[0]} has shape {shapes[wrong[0]]}, "
+                f"algorithm.loss_type={self.settings.loss_type}: LossTerms.{wrong[0]} has shape {shapes[wrong[0]]}, "
                 f"expected {tuple(units.logprob.shape)}, one number per unit. Return it without a mean or sum: "
                 "algorithm.loss_agg_func aggregates the units."
             )
@@ -315,13 +304,13 @@ class Algorithm:
     def _factors(self, units: Units, inputs: LossInputs) -> torch.Tensor | None:
         """Return the detached factors on the policy loss of each unit, or None."""
         factors = inputs.correction
-        if self._cfg.off_policy_masking_delta is None:
+        if self.settings.off_policy_masking_delta is None:
             return factors
         acted = inputs.old_logprob if inputs.behaviour_logprob is None else inputs.behaviour_logprob
-        acted = self._units(acted, inputs.valid, self._cfg.logprob_type)
+        acted = self._units(acted, inputs.valid, self.settings.logprob_type)
         # Detached: the gradient must not flow through the mask.
         drift = units.mean(acted - units.logprob.detach())
-        mask = off_policy_mask(drift, units.advantage, delta=self._cfg.off_policy_masking_delta)
+        mask = off_policy_mask(drift, units.advantage, delta=self.settings.off_policy_masking_delta)
         return mask if factors is None else factors * mask
 
     def _units(self, tokens: torch.Tensor, valid: torch.Tensor, level: TokenLevel) -> torch.Tensor:
@@ -332,18 +321,18 @@ class Algorithm:
         """Return the weighted sum of units [B, K, P], [B, K, 1] or [B, 1, 1]."""
         share = mean_share(units, weight)
         # `mean_share` averages over the tokens of an action; multiply by their number for a sum.
-        return share * units.shape[2] if self._cfg.loss_agg_func in SUM_MODES else share
+        return share * units.shape[2] if self.settings.loss_agg_func in SUM_MODES else share
 
     def select(self, episodes: Sequence[Episode]) -> list[int]:
         """Return the indices of unshaped episodes whose groups are within `filter_rewards` and `filter_returns`."""
-        cfg = self._cfg
+        cfg = self.settings
         if not isinstance(cfg, GroupSettings):
             return list(range(len(episodes)))
         return within_bounds(episodes, success=cfg.filter_rewards, returns=cfg.filter_returns)
 
     def _is_masked(self, episode: Episode) -> bool:
         """Return True if the episode hit a limit and such episodes are excluded from the loss."""
-        return self._cfg.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
+        return self.settings.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
         """Return the mask [B] of samples without gradient; the actor skips their forward and backward pass."""
@@ -355,9 +344,14 @@ class Algorithm:
     @property
     def _has_other_terms(self) -> bool:
         """Return True if samples without advantage still have a gradient."""
-        cfg = self._cfg
+        cfg = self.settings
         values = isinstance(cfg, ValueSettings) and cfg.value_coef > 0
-        return self.needs_replay or values or (cfg.kl_beta > 0 and not cfg.kl_in_reward) or cfg.entropy_bonus != 0
+        return (
+            self.estimator.needs_replay
+            or values
+            or (cfg.kl_beta > 0 and not cfg.kl_in_reward)
+            or cfg.entropy_bonus != 0
+        )
 
 
 def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) -> torch.Tensor:

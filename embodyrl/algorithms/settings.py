@@ -139,7 +139,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """Return whether the last observation of terminated episodes is also stored."""
+        """True if the final observation of terminated episodes is needed: for another goal the episode may continue."""
         return False
 
     def problems(self) -> Iterator[str]:

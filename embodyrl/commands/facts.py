@@ -58,7 +58,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
         a = run_plan.algorithm.settings
         loss = run_plan.algorithm.loss_settings
         clip = f" · clip {loss.clip_ratio_low}/{loss.clip_ratio_high}" if isinstance(loss, ClipSettings) else ""
-        level = "" if run_plan.algorithm.needs_replay else f" · {a.logprob_type.value}"
+        level = "" if run_plan.algorithm.estimator.needs_replay else f" · {a.logprob_type.value}"
         lines["algorithm"] = f"{a.method} · group {a.group_size}{clip}{level}"
     mib = run_plan.layout.offsets(run_plan.capacity)[1] / MIB
     arena = f"shared arena {mib:.0f} MiB ({run_plan.capacity} records)"
@@ -108,7 +108,7 @@ def training_facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """
     cfg = run_plan.cfg
     assert run_plan.algorithm is not None
-    plan = train_episodes(cfg, run_plan.env, 0, counts_chunk_steps=run_plan.algorithm.counts_chunk_steps)
+    plan = train_episodes(cfg, run_plan.env, 0, counts_chunk_steps=run_plan.algorithm.estimator.counts_chunk_steps)
     quota = plan.waves[0].quota_chunks
     if quota is not None:
         per_step = f"{quota} chunk steps x {plan.num_slots} slots x {len(plan.waves)} rollouts"

@@ -198,19 +198,20 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
         problems.append(
             f"model '{policy.name}' cannot be trained: {policy.untrainable}. Fix: another model, or `embodyrl eval`."
         )
-    if "env.train.continue_episodes" in cfg.changed and (env.simulator.lockstep or not algorithm.counts_chunk_steps):
+    estimator = algorithm.estimator
+    if "env.train.continue_episodes" in cfg.changed and (env.simulator.lockstep or not estimator.counts_chunk_steps):
         reason = (
             f"env '{env.name}' steps all slots at once" if env.simulator.lockstep else "steps end with their episodes"
         )
         log.warning("warning: env.train.continue_episodes has no effect: %s.", reason)
-    if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not algorithm.counts_chunk_steps:
+    if "env.train.max_steps_per_rollout_epoch" in cfg.changed and not estimator.counts_chunk_steps:
         log.warning(
             "warning: env.train.max_steps_per_rollout_epoch has no effect: adv_type '%s' counts episodes, not steps.",
             cfg.algorithm.adv_type,
         )
     problems += _weight_problems(cfg, algorithm, env)
     sharded = count_ranks(cfg) > 1 or cfg.actor.fsdp.cpu_offload
-    problems += resolve_name(algorithm.check)(cfg, algorithm, env, policy) if algorithm.check else []
+    problems += resolve_name(estimator.check)(cfg, algorithm, env, policy) if estimator.check else []
     if cfg.algorithm.transitions and (sharded or cfg.algorithm.max_staleness):
         problems.append(
             f"adv_type '{cfg.algorithm.adv_type}' learns in one process, step by step: use actor.fsdp.size=1, "
@@ -222,7 +223,7 @@ def _learning_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: 
             "algorithm.reference_interval: the reference must be a copy of the policy in the same "
             "process. Set actor.fsdp.size=1, actor.fsdp.cpu_offload=false and leave out algorithm.reference_path."
         )
-    if algorithm.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
+    if estimator.needs_groups and not cfg.env.train.use_fixed_reset_state_ids:
         problems.append(
             f"env.train.use_fixed_reset_state_ids=false: adv_type '{cfg.algorithm.adv_type}' compares episodes of one "
             "reset id; set it to true."
@@ -235,7 +236,7 @@ def _weight_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec) -> list[st
     freely.
     """
     split = cfg.env.train
-    if not algorithm.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
+    if not algorithm.estimator.counts_chunk_steps or (split.use_fixed_reset_state_ids and not split.continue_episodes):
         given, wanted = len(split.task_weights or ()), count_weighed(env, split)
         few = f"env.train.task_weights names {given} weights for {wanted} tasks; give one for each."
         return [few] if given not in (0, wanted) else []
@@ -367,7 +368,7 @@ def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
     """Return the maximum number of chunk samples of one training step."""
     split = cfg.env.train
     steps = split.max_episode_steps
-    if algorithm.counts_chunk_steps:
+    if algorithm.estimator.counts_chunk_steps:
         steps = split.max_steps_per_rollout_epoch or steps
     return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
 
@@ -380,7 +381,8 @@ def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num
     finals = 0
     if algorithm.needs_finals:
         # One more record per episode that is truncated or cut, for its last observation; with hindsight of all of them.
-        shortest = 1 if env.simulator.may_truncate or algorithm.needs_all_ends else cfg.env.train.max_episode_steps
+        any_length = env.simulator.may_truncate or cfg.algorithm.needs_all_ends
+        shortest = 1 if any_length else cfg.env.train.max_episode_steps
         # The shortest episode leaves the most last observations.
         per_episode = -(-shortest // cfg.model.num_action_chunks)
         finals = samples // per_episode + cfg.env.train.total_num_envs * cfg.algorithm.rollout_epoch

@@ -47,7 +47,7 @@ class StepRollouts:
 
         rollout.on_episode = note
         collection = self._scheduler.finish(rollout)
-        if self._algorithm.needs_greedy:
+        if self._algorithm.estimator.needs_greedy:
             # Without records: only the returns are compared.
             found = self._scheduler.collect(Rollout(greedy_episodes(self._cfg, rollout.plan), greedy=True, keep=False))
             collection.greedy = {e.spec.group_id: e for e in found.episodes}
@@ -68,10 +68,10 @@ class StepRollouts:
         algorithm, cfg = self._algorithm, self._cfg
         for step in range(first, min(last, self._run_plan.total_steps - 1) + 1):
             if step not in self._rollouts:
-                counts = algorithm.counts_chunk_steps
+                counts = algorithm.estimator.counts_chunk_steps
                 plan = train_episodes(cfg, self._run_plan.env, step, counts_chunk_steps=counts, seen=algorithm.seen)
                 # A batched simulator steps the waiting slots, too.
-                goes_on = cfg.env.train.continue_episodes and algorithm.counts_chunk_steps
+                goes_on = cfg.env.train.continue_episodes and algorithm.estimator.counts_chunk_steps
                 goes_on &= not self._run_plan.env.simulator.lockstep
                 rollout = Rollout(plan, not_before=step - self._lag, continues=goes_on)
                 self._rollouts[step] = self._scheduler.open(rollout)
@@ -131,8 +131,10 @@ class Actors:
         by_record = np.zeros(self._arena.capacity, np.int64)
         held = np.concatenate(list(collection.tickets.values()))
         by_record[records_of(held)] = held
-        finals = [e for e in collection.episodes if e.final_record >= 0] if self._algorithm.needs_replay else []
-        pieces = collection.episodes if self._algorithm.needs_all_ends and collection.continues else []
+        finals = (
+            [e for e in collection.episodes if e.final_record >= 0] if self._algorithm.estimator.needs_replay else []
+        )
+        pieces = collection.episodes if self._algorithm.settings.needs_all_ends and collection.continues else []
         request = UpdateRequest(
             step=step,
             tickets=by_record[batch.records],
@@ -178,7 +180,7 @@ def gather_scores(
     return Scores(
         logprob=tuple(arena[Record.logprob][records] for records in wants),
         ref_logprob=tuple(arena[Record.ref_logprob][records] for records in wants),
-        states=tuple(_hashes(arena, records) for records in rows) if algorithm.needs_states else (),
+        states=tuple(_hashes(arena, records) for records in rows) if algorithm.estimator.needs_states else (),
         greedy=tuple(collection.greedy.get(e.spec.group_id) for e in collection.episodes),
         part_weights=part_weights,
     )

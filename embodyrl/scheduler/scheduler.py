@@ -48,9 +48,9 @@ class RolloutScheduler(EventLoop):
         self._step_timeout_s = cfg.faults.step_timeout_s
         # A single crash is weak evidence: other slots of the worker were busy, too.
         self._max_attempts = max(2, cfg.faults.max_restarts_per_worker)
-        self._needs_values = algorithm is not None and algorithm.needs_values
+        self._needs_values = algorithm is not None and algorithm.estimator.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
-        self._needs_all_ends = algorithm is not None and algorithm.needs_all_ends
+        self._needs_all_ends = algorithm is not None and algorithm.settings.needs_all_ends
         self._value_dim = run_plan.policy.value_dim
         self._lockstep = run_plan.env.simulator.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.

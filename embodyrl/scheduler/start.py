@@ -124,7 +124,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
             learning["gradient_sync"] = planned.gradient_sync
         learning |= {
             "algorithm": learner.algorithm,
-            "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.needs_all_ends else None,
+            "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.settings.needs_all_ends else None,
             "actor": learner.actor,
             "longest_episode": -(-learner.env.train.max_episode_steps // run_plan.policy.num_action_chunks),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,

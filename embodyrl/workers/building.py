@@ -52,8 +52,8 @@ def halves_weights(init: PolicyHostInit, policy: Policy) -> bool:
 
 def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorithm: Algorithm | None) -> Learner:
     """Build the learner of the algorithm's estimator, or of the SFT objective."""
-    rules, reference = algorithm or init.objective, None
-    if rules.needs_reference:
+    reference = None
+    if (algorithm or init.objective).needs_reference:
         # After the policy was sharded, so that two whole models are never in the memory of a GPU at once.
         reference = _build_reference(init, trainer.policy)
         reference.module.requires_grad_(False)
@@ -68,7 +68,7 @@ def build_learner(init: PolicyHostInit, trainer: Trainer, arena: Arena, algorith
         judge=init.env,
         reference=reference,
     )
-    return resolve_name(rules.learner)(context)
+    return resolve_name((init.objective if algorithm is None else algorithm.estimator).learner)(context)
 
 
 def _build_reference(init: PolicyHostInit, policy: Policy) -> Policy:

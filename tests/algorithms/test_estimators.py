@@ -65,7 +65,7 @@ def test_gigpo_compares_steps_from_equal_states_within_a_group():
     cfg = algorithm_of(adv_type="gigpo", group_size=2, gamma=0.5, normalize_advantages=False, step_advantage_weight=2.0)
     states = (np.array([5, 7]), np.array([6, 7]))
     algorithm = Algorithm(cfg)
-    assert algorithm.needs_states
+    assert algorithm.estimator.needs_states
     batch = algorithm.prepare(episodes, Scores(states=states))
     np.testing.assert_allclose(batch.advantage[:, 0], [0.5, 0.5 + 2 * 0.5, -0.5, -0.5 - 2 * 0.5])
 
@@ -89,7 +89,7 @@ def test_remax_applies_reward_shaping_to_the_greedy_episode():
     for scale in (1.0, 3.0):
         cfg = algorithm_of(adv_type="remax", loss_type="pg", group_size=1, reward_scale=scale)
         algorithm = Algorithm(cfg)
-        assert algorithm.needs_greedy
+        assert algorithm.estimator.needs_greedy
         batch = algorithm.prepare(reference_episodes(), scores)
         expected = scale * np.repeat([0.0, -0.5, -0.5, 1.0, -2.0, 0.0], LENGTHS)
         np.testing.assert_allclose(batch.advantage[:, 0], expected, atol=1e-6)

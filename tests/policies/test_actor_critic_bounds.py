@@ -8,7 +8,7 @@ import torch
 from settings import model_of
 
 from embodyrl.policies import POLICIES
-from embodyrl.policies.actor_critic.heads import SquashedHead
+from embodyrl.policies.actor_critic.networks import SquashedHead
 from embodyrl.policies.actor_critic.policy import RunningMoments
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.types import ActionSpec, EnvSpec, Observation

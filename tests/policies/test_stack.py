@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from embodyrl.policies.actor_critic.stack import Stack, stacked
+from embodyrl.policies.actor_critic.networks import Stack, stacked
 
 
 def usual(stack: Stack, x: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,9 @@ from embodyrl.scheduler.rollout import Rollout, RolloutResult
 def collect(stage: Stage, step: int = 0) -> RolloutResult:
     algorithm = stage.run_plan.algorithm
     assert algorithm is not None
-    plan = train_episodes(stage.run_plan.cfg, stage.run_plan.env, step, counts_chunk_steps=algorithm.counts_chunk_steps)
+    plan = train_episodes(
+        stage.run_plan.cfg, stage.run_plan.env, step, counts_chunk_steps=algorithm.estimator.counts_chunk_steps
+    )
     stage.workers.scheduler.publish(step)
     return stage.workers.scheduler.collect(Rollout(plan))
 

@@ -5,7 +5,14 @@ import sys
 from importlib.util import find_spec
 
 from embodyrl.devices import query_gpus, select_visible, visible_gpus
-from embodyrl.envs.renderer import check_egl, cuda_number, draw_frame, egl_device, egl_table, rendering
+from embodyrl.extensions.mujoco_rendering.renderer import (
+    check_egl,
+    cuda_number,
+    draw_frame,
+    egl_device,
+    egl_table,
+    rendering,
+)
 from embodyrl.files import available_cores
 from embodyrl.findings import GpuParts, GpuResult
 

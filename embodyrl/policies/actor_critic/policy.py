@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from embodyrl.config.paths import resolve_asset
 from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.heads import SquashedHead, build_head
+from embodyrl.policies.actor_critic.networks import SquashedHead, Stack, build_head, stacked
 from embodyrl.policies.actor_critic.settings import ActorCriticSettings
 from embodyrl.policies.actor_critic.shape import CHANNELS, IMAGE_FEATURES, WEIGHTS_FILE, NetShape
-from embodyrl.policies.actor_critic.stack import Stack, stacked
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.weights import fill_weights

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from embodyrl.errors import ConfigError
 from embodyrl.policies.actor_critic.critics import Critics
-from embodyrl.policies.actor_critic.heads import SquashedHead
+from embodyrl.policies.actor_critic.networks import SquashedHead
 from embodyrl.policies.steering.settings import WIDTHS, SteeringShape
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.sampling import START, Chosen, normals, seeds_of, spread
