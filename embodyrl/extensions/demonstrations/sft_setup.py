@@ -280,11 +280,13 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
     problems = check_layout(root, cfg.data)
     if problems:
         raise ConfigError(problems)
-    height, width = card.env.cameras.size
-    cameras = f"{', '.join(card.env.cameras.names)} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}"
+    count = POLICIES.get(cfg.model.model_type).spec(cfg.model, card.env, 0).inputs.num_images
+    (height, width), names = card.env.cameras.size, card.env.cameras.names
+    unread = f" · not read: {', '.join(names[count:])}" if names[count:] else ""
+    cameras = f"{', '.join(names[:count])} {height}x{width} · augmentation {'on' if augments(cfg) else 'off'}{unread}"
     return [
         *zip(("data", *("" for _ in cfg.data.more)), map(_counted, (cfg.data.path, *cfg.data.more)), strict=True),
-        ("frames", cameras if card.env.cameras.names else f"{card.env.state_dim} numbers of state, no images"),
+        ("frames", cameras if names[:count] else f"{card.env.state_dim} numbers of state, no images"),
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),

@@ -362,7 +362,18 @@ def test_banner_without_images_omits_image_size(demos: Path, tmp_path: Path) -> 
     collect(load_config("collect", [*play, *quiet, f"collect.out={tmp_path}/states"]))
     facts = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/states", "model=mlp"])))
     assert facts["frames"] == "4 numbers of state, no images"
-    assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}"])))["frames"]
+    assert "augmentation on" in dict(sft_facts(load_config("sft", [f"data.path={demos}", "model=cnn"])))["frames"]
+
+
+@pytest.mark.needs("flow", "tabletop")
+def test_banner_names_the_cameras_that_the_policy_reads(tmp_path: Path) -> None:
+    quiet = ["launcher=inline", "runner.logger.backends=[jsonl]", f"runner.output_dir={tmp_path}/runs"]
+    cameras = "env.init_params.camera_names=[wrist,front]"
+    out = f"collect.out={tmp_path}/both"
+    collect(load_config("collect", ["env=tabletop", cameras, "collect.episodes=1", *quiet, out]))
+    frames = dict(sft_facts(load_config("sft", [f"data.path={tmp_path}/both", "model=flow_small"])))["frames"]
+    assert frames.startswith("wrist 112x112")
+    assert frames.endswith("not read: front")
 
 
 def test_banner_shows_the_stopping_condition(demos: Path, tmp_path: Path) -> None:
