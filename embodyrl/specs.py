@@ -287,8 +287,8 @@ class EnvCosts:
     """GPU memory of an env worker: fixed, and per slot (with `task_bytes` per task)."""
     chunk_s: float = 0.0
     """Core seconds of a chunk of 8 actions with rendering; 0: unknown or negligible."""
-    gpu_frames: int = 0
-    """Frames of a chunk that processes render one after the other on a GPU; 0: on the CPU, or in a batch."""
+    gpu_s: float = 0.0
+    """Seconds in which a chunk occupies the GPU, where processes render one after the other."""
     chunk_name: str = ""
     """Name under which `embodyrl doctor --gpu` measures that time; empty: not at all."""
 

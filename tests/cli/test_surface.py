@@ -40,7 +40,7 @@ SURFACE = {
     "completion": set(),
     "list": {"--json", "--config-dir"},
     "show": {"--json", "--config-dir"},
-    "doctor": {"--json", "--report", "--config-dir"},
+    "doctor": {"--json", "--report", "--gpu", "--out", "--config-dir"},
     "check-env": {"--json", "--config-dir"},
     "new": set(),
 }

@@ -31,13 +31,16 @@ QWEN = {
 }
 
 
+FLOWS = ("smolvla", "pi05")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """One policy process and its config."""
 
     name: str
     model: str
-    """7b, tiny, 0.5b or 1.5b."""
+    """7b, tiny, 0.5b, 1.5b, smolvla or pi05."""
     words: tuple[str, ...] = ()
     lora: bool = False
     """Set in code, because overrides reject adapters on random weights, and the fake GPU has no others."""
@@ -85,6 +88,24 @@ def write_oft(folder: Path, *, layers: int | None, tiny: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_flow(folder: Path, model: str, layers: int | None) -> None:
+    """Write a folder of the public SmolVLA or pi0.5 sizes that asks for random weights."""
+    from dataclasses import asdict
+
+    from embodyrl.config.paths import assets_dir
+    from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA
+
+    spec = SMOLVLA if model == "smolvla" else PI05
+    if layers is not None:
+        parts = {name: replace(getattr(spec, name), depth=layers) for name in ("vision", "language", "expert")}
+        spec = replace(spec, **parts)
+    folder.mkdir(exist_ok=True)
+    shutil.copy(assets_dir() / f"{model}_tiny" / "tokenizer.json", folder)
+    kind = "smolvla" if model == "smolvla" else "pi0"
+    config = {OWN_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_text(folder: Path, model: str, layers: int | None) -> None:
     """Write a folder of the public Qwen2.5 sizes whose weight file is only a header, because only sizes are read."""
     import torch
@@ -125,6 +146,14 @@ def config_of(job: Job, folder: Path) -> Any:
             "env=text/gsm8k",
             "model=causal_lm",
             f"data.path={folder}/rows.jsonl",
+            "env.train.total_num_envs=8",
+        )
+    elif job.model in FLOWS:
+        write_flow(folder, job.model, job.layers)
+        words = (
+            *("env=tabletop", f"model={job.model}_libero", "env.train.max_episode_steps=8"),
+            *("env.init_params.camera_heights=224", "env.init_params.camera_widths=224"),
+            "env.init_params.camera_names=[front,wrist]",
             "env.train.total_num_envs=8",
         )
     else:

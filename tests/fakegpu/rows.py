@@ -26,6 +26,8 @@ HSDP, OFFLOAD = "actor.fsdp.shard_size=4", "actor.fsdp.cpu_offload=true"
 VLLM, GRAPHS = "rollout.backend=vllm", "model.cuda_graphs=true"
 ASLEEP = "rollout.vllm.enable_sleep_mode=true"
 ALL = "actor.global_batch_size=128"
+MANY = "actor.micro_batch_size=32"
+WHOLE = "model.train_expert_only=false"
 LONG = "algorithm.sampling_params.max_new_tokens=1024"
 ROWS = (
     Job(name="7B lora, 1 rank", model="7b", lora=True, words=(ONE,), act=8, train=16),
@@ -60,6 +62,12 @@ ROWS = (
     Job(name="1.5B text, recomputed, vLLM", model="1.5b", words=(ONE, AGAIN, LONG, VLLM), act=0, train=16),
     Job(name="1.5B text, vLLM asleep", model="1.5b", words=(ONE, LONG, VLLM, ASLEEP), act=0, train=16),
     Job(name="1.5B text, adapters", model="1.5b", lora=True, words=(ONE,), act=0, train=16),
+    Job(name="SmolVLA, all weights", model="smolvla", words=(ONE, WHOLE), act=8, train=16),
+    Job(name="SmolVLA, all weights, recomputed", model="smolvla", words=(ONE, WHOLE, AGAIN), act=0, train=16),
+    Job(name="pi0.5, expert", model="pi05", words=(ONE,), act=8, train=16),
+    Job(name="pi0.5, expert, recomputed", model="pi05", words=(ONE, AGAIN), act=0, train=16),
+    Job(name="SmolVLA, all weights, 32", model="smolvla", words=(ONE, WHOLE, MANY), act=0, train=64),
+    Job(name="pi0.5, expert, 32", model="pi05", words=(ONE, MANY), act=0, train=64),
 )
 """`train`: two micro-batches of eight on each rank, or one."""
 STEP_OF_TEXT = Job(name="text, one micro-batch", model="1.5b", words=(ONE, AGAIN, LONG), act=0, train=8)

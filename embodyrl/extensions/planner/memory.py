@@ -358,7 +358,7 @@ def _smaller_on_gpu(run_plan: RunPlan, plan: MemoryPlan) -> str:
     if getattr(cfg.actor, "micro_batch_size", 1) > 1:
         keys.append("a smaller actor.micro_batch_size")
     if run_plan.policy_costs.num_trained is None:
-        keys.append("model.is_lora=true")
+        keys.append("model.is_lora=true" + (" with rollout.backend=hf" if cfg.rollout.backend == "vllm" else ""))
     return ", ".join([*keys, "more actor ranks or actor.fsdp.cpu_offload=true"])
 
 

@@ -47,9 +47,8 @@ UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
 """Time of inference over the time of its matrix products: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
 TRAINING = 2.2
-"""The same for an update: 1.9 in micro-batches of 16 with recomputed layers, 2.6 of 8 without (docs/results/gpu.md)."""
-FRAMES = 300.0
-"""Frames per second that all processes together render on a GPU: an H100, also with 16 processes."""
+"""The same for an update: 1.8 in micro-batches of 16 with recomputed layers, 2.6 to 2.8 of 8 without
+(docs/results/gpu.md)."""
 CHUNK = 8
 """Number of actions of the chunk in `EnvCosts.chunk_s`."""
 
@@ -132,9 +131,9 @@ def predict(run_plan: RunPlan) -> Rates | None:
     chunk = measured.get(env.chunk_name)
     chunk_s = chunk.rates.get("chunk_s", env.chunk_s) if chunk else env.chunk_s
     simulators = workers / (chunk_s * run_plan.policy.num_action_chunks / CHUNK) if chunk_s else 0.0
-    if env.gpu_frames:
+    if env.gpu_s:
         gpus = len({run_plan.devices.of_env_worker(number, on_gpu=True) for number in range(len(run_plan.env_workers))})
-        simulators = min(simulators, FRAMES * gpus * len(run_plan.nodes["env"]) / env.gpu_frames)
+        simulators = min(simulators, gpus * len(run_plan.nodes["env"]) / env.gpu_s)
     samples = run_plan.max_samples
     parts = {
         "simulators": samples / simulators if simulators else 0.0,

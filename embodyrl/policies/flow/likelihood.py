@@ -101,7 +101,7 @@ class ChainLikelihood(GaussianChain):
         if self._noise_std is not None:
             step = flow_noise(x, v, t, end, self._noise_std(hidden))
         else:
-            level = x.new_tensor(self._cfg.noise_level)
+            level = x.new_full((), self._cfg.noise_level)
             step = (flow_cps if self._cfg.likelihood is Likelihood.flow_cps else flow_sde)(x, v, t, end, level)
         return step, ode(x, v, t, end)
 

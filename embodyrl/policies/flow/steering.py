@@ -57,7 +57,7 @@ class SteeredStart(SteeredFlowPolicy):
         if seeds is None or not self._cfg.steered_noise:
             x = follow_ode(velocity, x, steps)
         else:
-            level = x.new_tensor(self._cfg.steered_noise)
+            level = x.new_full((), self._cfg.steered_noise)
             for k in range(steps):
                 t, end = times(torch.full((len(x),), k, device=x.device), steps)
                 step = flow_sde(x, velocity(x, t.flatten())[0], t, end, level)

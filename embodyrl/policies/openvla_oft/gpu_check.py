@@ -43,15 +43,17 @@ def measure_policy(parts: GpuParts, device: str, size: str) -> GpuResult:
         said.append(_norms(parts, device))
     adapted = find_spec("peft") is not None
     plain: PolicyOutput | None = None
-    with _built(parts, device, size, adapted=adapted) as policy, parts.part("acting and scoring"):
-        plain, text = _act(parts, policy, device, "plain")
-        said.append(text)
-    with _built(parts, device, size, adapted=adapted, recorded=True) as policy, parts.part("CUDA graphs"):
-        said.append(_replay(parts, policy, device, plain))
     for adapters in (True, False) if adapted else (False,):
         name = "adapters" if adapters else "all weights"
-        with _built(parts, device, size, adapted=adapters) as policy, parts.part(f"training of {name}"):
-            said.append(_train(parts, policy, device, name, _costs(size, adapted=adapters)))
+        with _built(parts, device, size, adapted=adapters) as policy:
+            if adapters == adapted:
+                with parts.part("acting and scoring"):
+                    plain, text = _act(parts, policy, device, "plain")
+                    said.append(text)
+            with parts.part(f"training of {name}"):
+                said.append(_train(parts, policy, device, name, _costs(size, adapted=adapters)))
+    with _built(parts, device, size, adapted=adapted, recorded=True) as policy, parts.part("CUDA graphs"):
+        said.append(_replay(parts, policy, device, plain))
     return parts.result("; ".join(said))
 
 

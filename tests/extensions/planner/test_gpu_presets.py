@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ from embodyrl.extensions.planner.measured import keep_measured
 from embodyrl.plan import run_plan
 from embodyrl.plan.config import load_config
 from embodyrl.plan.schema import Config
+from embodyrl.policies.flow.specs import OWN_KEY, PI05, SMOLVLA, FlowSpec
 
 GOLDEN = Path(__file__).parent / "dry_runs"
 GPUS = {"1gpu": "0", "8gpu": "0,1,2,3,4,5,6,7"}
@@ -84,10 +85,28 @@ def text(folder: Path) -> list[str]:
     return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
 
 
+def flow(folder: Path, spec: FlowSpec) -> str:
+    """A folder of the public sizes of SmolVLA or pi0.5 that asks for random weights."""
+    kind = "smolvla" if spec is SMOLVLA else "pi0"
+    shutil.copy(assets_dir() / ("smolvla_tiny" if spec is SMOLVLA else "pi05_tiny") / "tokenizer.json", folder)
+    settings = {OWN_KEY: {"kind": kind, **asdict(spec)}, "embodyrl_init": "random"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return f"model.path={folder}"
+
+
+def model_of(preset: str, folder: Path) -> list[str]:
+    if preset.startswith("gsm8k"):
+        return text(folder)
+    for name, spec in (("smolvla", SMOLVLA), ("pi05", PI05)):
+        if name in preset:
+            return [flow(folder, spec)]
+    return [vla(folder, STATISTICS[preset.partition("_")[0]])]
+
+
 def config(preset: str, folder: Path, monkeypatch, *more: str, gl: str = "egl") -> Config:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS[preset.rpartition("_")[2]])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", GPUS.get(preset.rpartition("_")[2], "0"))
     monkeypatch.setenv("MUJOCO_GL", gl)  # egl: a GPU that draws
-    words = text(folder) if preset.startswith("gsm8k") else [vla(folder, STATISTICS[preset.partition("_")[0]])]
+    words = model_of(preset, folder)
     return load_config("train", [f"experiment={preset}", *words, f"runner.output_dir={folder}", *more])
 
 
@@ -129,6 +148,27 @@ def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
     assert "(RTX 4090): 110 TFLOP/s" in describe(cfg)
 
 
+LARGER = ("env.train.total_num_envs=32", "env.eval.total_num_envs=32")
+
+
+@pytest.mark.parametrize(
+    ("preset", "workers"),
+    [("libero_spatial_smolvla_1gpu", 32), ("libero_spatial_pi05_1gpu", 32), ("libero_10_lora_24gb", 16)],
+)
+def test_presets_of_24_gb_fit_24_and_48_gb_with_simulators(preset, workers, tmp_path, monkeypatch):
+    pytest.importorskip("libero.libero")
+    for most, words in ((22, ()), (44, (*LARGER, f"launcher.env_workers={workers}"))):
+        plan = run_plan.build_run_plan(config(preset, tmp_path, monkeypatch, *words), training=True)
+        assert 0.6 * most * 2**30 < memory.fullest_gpu(plan, memory.plan_memory(plan)) < most * 2**30
+
+
+def test_advice_for_a_language_model_on_24_gb_fits(tmp_path, monkeypatch):
+    stub_nvidia_smi(tmp_path, monkeypatch, *of_size(24564))
+    with pytest.raises(ConfigError, match=r"model\.is_lora=true with rollout\.backend=hf"):
+        dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch)
+    assert "memory" in dry_run("gsm8k_vllm_1gpu", tmp_path, monkeypatch, "model.is_lora=true", "rollout.backend=hf")
+
+
 @pytest.mark.parametrize(
     ("name", "speed"),
     [
@@ -153,7 +193,7 @@ def test_measured_rates_replace_assumed_rates(tmp_path, monkeypatch):
     pytest.importorskip("libero.libero")
     assumed = dry_run("libero_10_lora_1gpu", tmp_path, monkeypatch)
     assert "650 TFLOP/s in bfloat16" in assumed
-    assert "simulators 300 chunks/s" in assumed, "all processes share a GPU that renders"
+    assert "simulators 625 chunks/s" in assumed, "all processes share a GPU that renders"
     report = tmp_path / "report.json"
     half = {"flops": 325e12, "slow_flops": 25e12, "bandwidth": 1.4e12}
     keep_measured({"NVIDIA L4": half, H100[-1]: {"flops": 1.0}}, report, "2026-01-02")

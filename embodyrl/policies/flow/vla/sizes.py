@@ -9,6 +9,8 @@ from embodyrl.types import PolicyCosts
 _NETWORK = "embodyrl.policies.flow.vla.network"
 _BACKBONE = ("vision.", "projector.", "language.")
 _PROMPT_TOKENS = 48
+_HALF = 2.5
+"""Bytes of a stored number under autocast: bfloat16, and float32 for a few."""
 
 
 def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
@@ -22,23 +24,24 @@ def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
         adapted = {name: weight for name, weight in adapted.items() if name.startswith(("expert.", *_BACKBONE))}
         whole = count(weight for name, weight in expert.items() if not name.startswith("expert."))
         trained = whole + lora_spec(cfg).r * sum(weight.sides for weight in adapted.values() if weight.adaptable)
-    kept = _activation_bytes(model, cfg.num_images_in_input, expert_only=only)
+    kept = int((_HALF if cfg.half else 4) * _kept_numbers(model, cfg.num_images_in_input, expert_only=only))
     return PolicyCosts(
-        num_parameters=count(weights.values()), num_trained=trained, activation_bytes=kept, recomputed_bytes=kept // 10
+        num_parameters=count(weights.values()), num_trained=trained, activation_bytes=kept, recomputed_bytes=kept // 6
     )
 
 
-def _activation_bytes(model: FlowSpec, images: int, *, expert_only: bool) -> int:
-    """Return the approximate bytes that a pass stores for the backward pass.
+def _kept_numbers(model: FlowSpec, images: int, *, expert_only: bool) -> int:
+    """Return the approximate count of numbers that a pass stores for the backward pass (tests/fakegpu/rows.py).
 
-    Per token: 10 vectors of the width and 4 of the MLP.
+    Per token: 10 vectors of the width and 4 of the MLP; per layer of the expert: keys and values of all tokens.
     """
-    kept = (model.horizon + 1) * _kept(model.expert)
+    expert, tokens = model.expert, images * model.image_tokens + _PROMPT_TOKENS + model.horizon + 1
+    kept = (model.horizon + 1) * _kept(expert) + expert.depth * tokens * 2 * expert.heads * expert.head_dim
     if not expert_only:
         vision = model.vision
         kept += (images * model.image_tokens + _PROMPT_TOKENS) * _kept(model.language)
         kept += images * vision.patches * vision.depth * (8 * vision.width + 2 * vision.mlp)
-    return 4 * kept
+    return kept
 
 
 def _kept(layers: LayersSpec) -> int:
