@@ -86,6 +86,7 @@ def test_episode_row_contains_what_a_repeat_needs(recorded):
         assert row["terminated"] == row["success_once"]
 
 
+@pytest.mark.needs("recording")
 def test_every_episode_is_recorded_with_a_descriptive_file_name(recorded):
     folder, result = recorded
     files = sorted((folder / "videos" / "run").iterdir())
@@ -105,6 +106,7 @@ def test_every_episode_is_recorded_with_a_descriptive_file_name(recorded):
     assert sorted(result.videos) == [str(path) for path in files]
 
 
+@pytest.mark.needs("recording")
 def test_recordings_contain_every_step(recorded):
     folder, result = recorded
     longest = max(episode_rows(result), key=lambda row: row["steps"])
@@ -116,6 +118,7 @@ def test_recordings_contain_every_step(recorded):
     assert not [p for p in (folder / "videos").rglob("*") if p.is_file() and p.suffix != ".mp4"]
 
 
+@pytest.mark.needs("recording")
 @pytest.mark.integration
 def test_video_mode_failures_keeps_only_failed_episodes(tmp_path):
     result = evaluate_toy(tmp_path, "video=failures")
@@ -126,6 +129,7 @@ def test_video_mode_failures_keeps_only_failed_episodes(tmp_path):
     assert len(names) == len(failed)
 
 
+@pytest.mark.needs("recording")
 def test_video_mode_first_n_keeps_the_first_episodes(tmp_path):
     evaluate_toy(tmp_path, "video=first:3")
     names = sorted(p.name for p in (tmp_path / "videos" / "run").iterdir())

@@ -139,6 +139,7 @@ def test_environment_crash_becomes_an_error(name, reason, tmp_path, monkeypatch)
         described(tmp_path, name, monkeypatch)
 
 
+@pytest.mark.needs("untrained")
 def test_workers_do_not_probe_the_environment_again(tmp_path, monkeypatch):
     (tmp_path / "counted_env.py").write_text(
         ENV.replace("super().reset", "open('resets', 'a').write('.'); super().reset")
