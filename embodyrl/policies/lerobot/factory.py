@@ -135,7 +135,7 @@ class LeRobotFactory(ABC):
         """Return the numbers of parameters and forward passes."""
         config, _ = self.plan(cfg, env)
         costs = PolicyCosts(
-            num_parameters=count(weight_sizes(self.network, config).values()), act_passes=self.passes(cfg, config)
+            num_parameters=count(weight_sizes(self.network, config)), act_passes=self.passes(cfg, config)
         )
         shape = self.steering(cfg, config)
         return costs if shape is None else steering_costs(costs, shape)

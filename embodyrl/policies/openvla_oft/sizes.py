@@ -1,7 +1,7 @@
 """Parameters, memory and work of OpenVLA-OFT. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from embodyrl.policies.openvla_oft.config import OftConfig, OftOptions
 from embodyrl.policies.openvla_oft.settings import ActionHead
@@ -19,25 +19,9 @@ _LAYERS = "language_model.model.layers."
 _VOCABULARY = ("language_model.model.embed_tokens.", "language_model.lm_head.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSize:
-    """Bytes and FLOPs of one sample in a precision."""
-
-    kept: int
-    """Bytes stored by a forward pass for its backward pass."""
-    recomputed: int
-    """Bytes stored with recomputed layers: their inputs."""
-    layer: int
-    """Bytes stored by the largest layer while it is recomputed."""
-    acting: int
-    """Maximum bytes without gradients."""
-    flops: float
-    """FLOPs of the forward pass."""
-
-
-def sample_size(
+def _sample_costs(
     config: OftConfig, weights: Mapping[str, WeightSize], *, images: int, tokens: int, half: bool, adapters: bool
-) -> SampleSize:
+) -> PolicyCosts:
     """Return the memory and FLOPs of one sample, counted tensor by tensor.
 
     Bytes that a layer stores per token, with width D and MLP width M (`tests/fakegpu` measures the same sums):
@@ -60,18 +44,20 @@ def sample_size(
         blocks.append(images * (vit.num_patches + vit.num_prefix) * (block if half else 4 * (8 * w + 2 * hidden)))
     inputs = sum(stream * v.depth * images * (v.num_patches + v.num_prefix) * v.width for v in towers)
     matrices = {name: weight for name, weight in weights.items() if weight.adaptable and weight.trained}
-    language = count(weight for name, weight in matrices.items() if name.startswith(_LAYERS))
-    vision = count(weight for name, weight in matrices.items() if name.startswith(("vision_backbone.", "projector.")))
+    language, vision = count(matrices, _LAYERS), count(matrices, "vision_backbone.", "projector.")
     attention = 2 * tokens**2 * d * llama.num_hidden_layers
-    return SampleSize(
-        kept=llama.num_hidden_layers * tokens * per_token
+    return PolicyCosts(
+        activation_bytes=llama.num_hidden_layers * tokens * per_token
         + sum((v.depth - 1) * b for v, b in zip(towers, blocks, strict=True)),
-        recomputed=llama.num_hidden_layers * tokens * stream * d + inputs,
+        recomputed_bytes=llama.num_hidden_layers * tokens * stream * d + inputs,
         # And equally many gradients: of gate, SiLU, up, product and the inputs of the adapters or weights.
-        layer=max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
+        largest_layer=(
+            count(matrices, f"{_LAYERS}0."),
+            max(tokens * (per_token + 12 * m * (1 if half else 2)), *blocks),
+        ),
         # Gate, SiLU, up and product; embeddings, stream, a norm's output and the tables of positions.
-        acting=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
-        flops=2.0 * (tokens * language + images * towers[0].num_patches * vision) + 2.0 * attention,
+        acting_bytes=tokens * ((8 * m + 3 * d) * (1 if half else 2) + 2 * stream * d),
+        forward_flops=2.0 * (tokens * language + images * towers[0].num_patches * vision) + 2.0 * attention,
     )
 
 
@@ -81,28 +67,24 @@ def oft_costs(config: OftConfig, options: OftOptions) -> PolicyCosts:
     repeated = cfg.action_head == ActionHead.diffusion and (cfg.every_step or cfg.corrects)
     passes = cfg.num_diffusion_steps_inference if repeated else 1
     weights = weight_sizes(NETWORK, config, options)
-    size = sample_size(config, weights, images=images, tokens=tokens, half=cfg.half, adapters=cfg.is_lora)
+    sample = _sample_costs(config, weights, images=images, tokens=tokens, half=cfg.half, adapters=cfg.is_lora)
     body = {name: weight for name, weight in weights.items() if name.startswith(_BODY)}
-    heads = count(weights.values()) - count(body.values())
-    layer = (weight for name, weight in body.items() if name.startswith(f"{_LAYERS}0.") and weight.adaptable)
-    outside = (weight for name, weight in body.items() if name.startswith(("projector.", *_VOCABULARY)))
+    heads = count(weights) - count(body)
     sides = sum(weight.sides for weight in body.values() if weight.adaptable and weight.trained)
-    return PolicyCosts(
-        num_parameters=count(weights.values()),
+    return replace(
+        sample,
+        num_parameters=count(weights),
         # Adapters on all layers (an upper bound for selected targets), and fully trained heads.
         num_trained=lora_spec(cfg).r * sides + heads if cfg.is_lora else None,
         # A frozen model stores no activations for backward.
-        activation_bytes=size.acting if cfg.corrects else passes * size.kept,
-        recomputed_bytes=size.acting if cfg.corrects else passes * size.recomputed,
-        largest_layer=(count(layer), size.layer),
-        outside_layers=count(outside) + heads,
-        acting_bytes=size.acting,
-        forward_flops=passes * size.flops,
+        activation_bytes=sample.acting_bytes if cfg.corrects else passes * sample.activation_bytes,
+        recomputed_bytes=sample.acting_bytes if cfg.corrects else passes * sample.recomputed_bytes,
+        outside_layers=count(body, "projector.", *_VOCABULARY) + heads,
+        forward_flops=passes * sample.forward_flops,
         act_passes=cfg.action_dim if options.autoregressive else passes,
     )
 
 
 def value_parameters(config: OftConfig, options: OftOptions) -> int:
     """Return the number of parameters of the value head."""
-    weights = weight_sizes(NETWORK, config, options)
-    return count(weight for name, weight in weights.items() if name.startswith("value_head."))
+    return count(weight_sizes(NETWORK, config, options), "value_head.")

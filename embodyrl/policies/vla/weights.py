@@ -10,7 +10,7 @@ import pickle
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,9 +48,9 @@ class WeightSize(NamedTuple):
         return self.shape[0] + math.prod(self.shape[1:])
 
 
-def count(sizes: Iterable[WeightSize]) -> int:
-    """Return the number of parameters."""
-    return sum(size.count for size in sizes)
+def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
+    """Return the number of parameters whose names begin with one of the prefixes; without prefixes, of all."""
+    return sum(size.count for name, size in weights.items() if name.startswith(prefixes or ""))
 
 
 def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightSize]:

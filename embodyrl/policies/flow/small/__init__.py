@@ -82,7 +82,7 @@ class SmallFlowFactory:
         """Return the number of parameters."""
         plan = _plan(cfg, env)
         weights = weight_sizes(_NETWORK, plan.config, plan.shape, plan.units, words=1)
-        costs = PolicyCosts(num_parameters=count(weights.values()))
+        costs = PolicyCosts(num_parameters=count(weights))
         return described_costs(costs, cfg, plan.shape, plan.config.width)
 
     def compare(self, cfg: SmallFlowSettings, env: EnvSpec, folder: Path) -> None:

@@ -17,17 +17,13 @@ def vla_costs(model: FlowSpec, cfg: VlaSettings) -> PolicyCosts:
     """Estimate size and memory of a model."""
     only = cfg.train_expert_only
     weights = weight_sizes(f"{_NETWORK}:{'Pi0' if isinstance(model, Pi0Spec) else 'SmolVla'}", model)
-    expert = {name: weight for name, weight in weights.items() if not name.startswith(_BACKBONE)}
-    trained = count(expert.values()) if only else None
+    total, backbone, layers = count(weights), count(weights, *_BACKBONE), ("expert.", *(() if only else _BACKBONE))
+    trained = total - backbone if only else None
     if cfg.is_lora:  # adapters on all layers, and the fully trained projections of the flow
-        adapted = {name: weight for name, weight in weights.items() if name.startswith("expert.") or not only}
-        adapted = {name: weight for name, weight in adapted.items() if name.startswith(("expert.", *_BACKBONE))}
-        whole = count(weight for name, weight in expert.items() if not name.startswith("expert."))
-        trained = whole + lora_spec(cfg).r * sum(weight.sides for weight in adapted.values() if weight.adaptable)
+        adapted = [w for name, w in weights.items() if w.adaptable and name.startswith(layers)]
+        trained = total - backbone - count(weights, "expert.") + lora_spec(cfg).r * sum(w.sides for w in adapted)
     kept = int((_HALF if cfg.half else 4) * _kept_numbers(model, cfg.num_images_in_input, expert_only=only))
-    return PolicyCosts(
-        num_parameters=count(weights.values()), num_trained=trained, activation_bytes=kept, recomputed_bytes=kept // 6
-    )
+    return PolicyCosts(num_parameters=total, num_trained=trained, activation_bytes=kept, recomputed_bytes=kept // 6)
 
 
 def _kept_numbers(model: FlowSpec, images: int, *, expert_only: bool) -> int:
