@@ -31,6 +31,12 @@ SWEEPERS: Registry[Callable[[str, Sequence[str], Sequence[Path]], int]] = Regist
     wants="a function of a command, its arguments and folders that returns an exit code",
     fits=takes(3),
 )
+SEQUENTIAL_TESTS: Registry[Callable[[Sequence[str], Sequence[str], Sequence[Path], bool], int]] = Registry(
+    "sequential test",
+    group="embodyrl.sequential_tests",
+    wants="a function of two runs, arguments, folders and the choice of JSON that returns an exit code",
+    fits=takes(4),
+)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +55,12 @@ def run(args: argparse.Namespace) -> int:
         for sweep in SWEEPERS.every():
             return sweep(args.command, args.words, args.config_dir)
         raise ConfigError("-m: the extension 'sweep' is missing; reinstall embodyrl to get it.")
+    if args.command == "eval" and args.until_significant:
+        if args.resume or args.print_config or args.dry_run:
+            raise ConfigError("--resume, --print-config and --dry-run cannot be combined with --until-significant.")
+        for test in SEQUENTIAL_TESTS.every():
+            return test(args.until_significant, args.words, args.config_dir, args.json)
+        raise ConfigError("--until-significant: the extension 'results' is missing; reinstall embodyrl to get it.")
     with no_collecting():
         cfg, more = _compose(args)
     if only_look(args, cfg):

@@ -29,13 +29,14 @@ from embodyrl.plan.saved import save_config
 RUN = {"--print-config", "--dry-run", "--json", "--config-dir"}
 SURFACE = {
     "train": RUN | {"--resume", "--multirun"},
-    "eval": RUN | {"--resume"},
+    "eval": RUN | {"--resume", "--until-significant"},
     "collect": RUN,
     "sft": RUN | {"--resume"},
     "serve": RUN,
     "dagger": RUN,
     "report": {"--out", "--open", "--json"},
     "view": {"--follow"},
+    "results": {"--all", "--table", "--out", "--json"},
     "bench": set(),
     "completion": set(),
     "list": {"--json", "--config-dir"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from embodyrl.extensions.reporting.seeds import (
 )
 from embodyrl.monitor.intervals import Mean, Rate
 
+STATISTICS = Path(__file__).parents[3] / "docs" / "results" / "statistics.md"
 Interval = tuple[float, float]
 Draw = Callable[[np.random.Generator], tuple[float, Interval]]
 """One simulated experiment: the true value and the interval."""
@@ -90,4 +92,6 @@ def test_intervals_have_nominal_coverage(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_intervals_have_nominal_coverage_in_many_samples(kind: str) -> None:
-    assert 0.92 <= covered(kind, 5 * KINDS[kind][1]) <= 0.98
+    share = covered(kind, 5 * KINDS[kind][1])
+    assert 0.92 <= share <= 0.98
+    assert f"| {kind} | {100 * share:.1f} |" in STATISTICS.read_text(encoding="utf-8")

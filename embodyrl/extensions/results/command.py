@@ -1,0 +1,133 @@
+"""The command `results`: show the table, run recipes again, compare, accept and import cards, write the page."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from embodyrl.cli.output import show_result
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.reporting.card import CARD_JSON, CARD_TEXT
+from embodyrl.extensions.results.drift import compare, differences
+from embodyrl.extensions.results.foreign import read_foreign
+from embodyrl.extensions.results.page import PAGE, page_text, summary
+from embodyrl.extensions.results.queue import Job, jobs_of, run_queue
+from embodyrl.extensions.results.table import (
+    AFTER,
+    BEFORE,
+    CARDS,
+    Card,
+    Recipe,
+    Table,
+    open_table,
+    read_card,
+    score_text,
+)
+from embodyrl.files import json_text, write_atomically
+from embodyrl.registry import closest
+
+
+def results(args: argparse.Namespace) -> int:
+    """Run `embodyrl results`."""
+    action, *names = args.words or ["show"]
+    if action not in _ACTIONS:
+        raise ConfigError(f"no action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
+    table = open_table(args.table)
+    args.out = Path(args.out)
+    try:
+        return _ACTIONS[action](args, table, names)
+    except OSError as error:
+        raise EmbodyError(
+            f"Cannot write {error.filename}: {error.strerror}. Choose another --table or --out."
+        ) from error
+
+
+def _show(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    rows = [
+        {"name": row.name, "cards": len(row.cards)}
+        | {word: score_text(row.cards, end) for word, end in (("before", BEFORE), ("after", AFTER))}
+        for row in table.rows()
+    ]
+    show_result(args, rows, summary(table))
+    return 0
+
+
+def _run(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    jobs = jobs_of(table.select(names, all_of_them=args.all), args.out)
+    failed = run_queue(jobs, Console(file=sys.stderr))
+    lines = [f"{len(jobs) - len(failed)} of {len(jobs)} runs have a card in {args.out}"]
+    lines += [f"failed  {job.run}" for job in failed] or [f"next    embodyrl results check --out {args.out}"]
+    show_result(args, {"runs": len(jobs), "failed": [str(job.run) for job in failed]}, lines)
+    return int(bool(failed))
+
+
+def _check(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    """Compare all new cards with the stored cards; return 3 if a recipe drifted."""
+    found, lines = [], []
+    for recipe in table.select(names, all_of_them=not names):
+        new, stored = _new_cards(recipe, args.out), table.stored(recipe)
+        if not new:
+            continue
+        if not stored:
+            lines.append(f"{recipe.name}: no stored card; store the new ones: embodyrl results accept {recipe.name}")
+            continue
+        compared = compare(recipe.name, stored, new)
+        found += compared
+        lines += [*map(str, compared), *differences(stored, new)]
+    if not lines:
+        raise ConfigError(f"{args.out}: no new card of these recipes. Run them: embodyrl results run NAME.")
+    drifted = list(dict.fromkeys(one.name for one in found if one.drifted))
+    lines.append(f"drift: {', '.join(drifted)}" if drifted else "no drift")
+    show_result(args, [asdict(one) | {"drift": one.drifted} for one in found], lines)
+    return 3 if drifted else 0
+
+
+def _new_cards(recipe: Recipe, out: Path) -> list[Card]:
+    return [read_card(job.run / CARD_JSON) for job in jobs_of([recipe], out) if job.done]
+
+
+def _accept(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    """Copy the new cards into the table and write the page."""
+    jobs: list[Job] = [job for job in jobs_of(table.select(names, all_of_them=args.all), args.out) if job.done]
+    place = table.folder / CARDS
+    place.mkdir(exist_ok=True)
+    for job in jobs:
+        read_card(job.run / CARD_JSON)
+        for name, end in ((CARD_JSON, ".json"), (CARD_TEXT, ".md")):
+            shutil.copyfile(job.run / name, place / f"{job.run.name}{end}")
+    return _write_page(args, table, [f"card  {place / job.run.name}.json" for job in jobs])
+
+
+def _import(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    if len(names) != 1:
+        raise ConfigError("embodyrl results import takes one file of vla-eval or lerobot-eval.")
+    path = Path(names[0])
+    name = args.name or path.stem
+    if not name.replace("-", "_").isidentifier() or name in table.recipes:
+        raise ConfigError(f"--name {name}: use letters, digits, - and _, and no name of a recipe.")
+    target = table.folder / CARDS / f"{name}.json"
+    target.parent.mkdir(exist_ok=True)
+    write_atomically(target, json_text(read_foreign(path, args.protocol)))
+    return _write_page(args, table, [f"card  {target}"])
+
+
+def _page(args: argparse.Namespace, table: Table, names: list[str]) -> int:
+    return _write_page(args, table, [])
+
+
+def _write_page(args: argparse.Namespace, table: Table, lines: list[str]) -> int:
+    page = table.folder / PAGE
+    write_atomically(page, page_text(table))
+    show_result(args, {"page": page, "cards": len(lines)}, [*lines, f"page  {page}"])
+    return 0
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace, Table, list[str]], int]] = {
+    "show": _show, "run": _run, "check": _check, "accept": _accept, "import": _import, "page": _page
+}  # fmt: skip

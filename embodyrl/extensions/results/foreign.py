@@ -1,0 +1,99 @@
+"""Result cards from result files of other tools: vla-eval 0.8 and lerobot-eval (eval_info.json).
+
+File formats: allenai/vla-evaluation-harness, src/vla_eval/results/collector.py; huggingface/lerobot,
+src/lerobot/scripts/lerobot_eval.py, `eval_policy_all`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.results.table import Card
+from embodyrl.monitor.intervals import Rate
+
+Outcomes = dict[str, list[bool]]
+"""Successes of the episodes of each task."""
+
+
+def read_foreign(path: Path, protocol: str | None) -> Card:
+    """Return the result card of a file of vla-eval or lerobot-eval.
+
+    Args:
+        path: the JSON file.
+        protocol: name of the evaluation protocol; None: from the file.
+
+    Raises:
+        ConfigError: the file has another format, no episodes, or names no protocol.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(raw, dict) and "harness_version" in raw:
+            source, outcomes, dropped = _vla_eval(raw)
+            protocol = protocol or _vla_eval_protocol(raw)
+        elif isinstance(raw, dict) and "per_task" in raw:
+            source, dropped = "lerobot-eval", 0
+            outcomes = _lerobot(raw)
+        else:
+            raise ValueError("no results of vla-eval or lerobot-eval")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: cannot be imported ({error}).") from error
+    if not any(outcomes.values()):
+        raise ConfigError(f"{path}: contains no episode with an outcome.")
+    if not protocol:
+        raise ConfigError(f"{path}: {source} files name no protocol. Add --protocol 'benchmark, version, episodes'.")
+    rates = {task: Rate(sum(found), len(found)) for task, found in outcomes.items() if found}
+    every = Rate(sum(rate.successes for rate in rates.values()), sum(rate.episodes for rate in rates.values()))
+    rows = [_row("all tasks", every), *(_row(task, rate) for task, rate in rates.items() if len(rates) > 1)]
+    return {
+        "card": 1,
+        "imported": source,
+        "protocol": {"name": protocol, "departures": []},
+        "figures": [{"step": None, "rows": rows}],
+        "dropped_episodes": dropped,
+    }
+
+
+def _row(name: str, rate: Rate) -> dict[str, Any]:
+    low, high = rate.interval
+    values = {"value": rate.value, "low": low, "high": high, "episodes": rate.episodes, "states": None}
+    return {"name": name, "kind": "success", **values, "text": str(rate)}
+
+
+def _outcome(value: object) -> bool:
+    """Convert a success, which tools also store as 0.0 or 1.0."""
+    if value not in (0, 1):
+        raise ValueError(f"a success is {value!r} instead of true or false")
+    return bool(value)
+
+
+def _vla_eval(raw: Mapping[str, Any]) -> tuple[str, Outcomes, int]:
+    """Return source, successes by task, and the number of episodes with an infrastructure error, which do not count."""
+    outcomes: Outcomes = {}
+    dropped = 0
+    for task in raw["tasks"]:
+        episodes = task["episodes"]
+        finished = [one for one in episodes if not one.get("failure_reason")]
+        dropped += len(episodes) - len(finished)
+        outcomes[str(task["task"])] = [_outcome(one["metrics"]["success"]) for one in finished]
+    return f"vla-eval {raw['harness_version']}", outcomes, dropped
+
+
+def _vla_eval_protocol(raw: Mapping[str, Any]) -> str:
+    parts = [str(raw["benchmark"]), f"{raw['mode']} mode"]
+    settings = raw.get("config", {}).get("params", {})
+    parts += [f"{key} {value}" for key, value in sorted(settings.items()) if isinstance(value, str | int | float)]
+    return ", ".join(parts)
+
+
+def _lerobot(raw: Mapping[str, Any]) -> Outcomes:
+    """Return successes by task."""
+    return {
+        f"{task['task_group']} {task['task_id']}": [_outcome(one) for one in task["metrics"]["successes"]]
+        for task in raw["per_task"]
+    }

@@ -1,0 +1,107 @@
+"""Write the table of results as Markdown, from cards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from embodyrl.extensions.results.table import AFTER, BEFORE, CARDS, Card, Row, Table, score_text
+
+PAGE = "index.md"
+_INTRO = """# Table of results
+
+`embodyrl results page` generates this page from `recipes.toml` and the cards in `cards/`. Every row is one recipe.
+
+- Before, after: success (or return) in the first and the last evaluation of the training command, on test states that
+  training does not use. Several seeds: mean with the 95 % interval of Student's t over seeds, then each seed. One seed:
+  Wilson interval over initial states.
+- CPU-seconds and wall time include both evaluations; other programs share the machine. MiB: memory of the largest
+  process.
+
+`embodyrl results run NAME` runs a row again, `embodyrl results check` compares the new cards with the stored cards
+([guide](../howto/results.md)). The [coverage](statistics.md) of the intervals is measured.
+"""
+_COLUMNS = ("recipe", "before", "after", "seeds", "test states", "CPU-s", "wall s", "MiB", "commit", "machine", "cards")
+_IMPORTED = ("result", "score", "episodes", "protocol", "source")
+
+
+def page_text(table: Table) -> str:
+    """Return the page of a table."""
+    rows = table.rows()
+    measured = [row for row in rows if row.recipe and row.cards]
+    lines = [_INTRO, *_markdown(_COLUMNS, map(_cells, measured)), "", "## Commands", ""]
+    for row in measured:
+        assert row.recipe is not None
+        seeds = ",".join(map(str, row.recipe.seeds))
+        lines.append(f"- {row.recipe.title}: `embodyrl {row.recipe.command}` with `seed={seeds}`")
+    if imported := [row for row in rows if row.recipe is None]:
+        lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
+    if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
+        lines += ["", "## Claimed without a card", "", "The run folders of these results no longer exist.", ""]
+        cells = ((_linked(one.title, one.page), one.claimed or "not run", f"`{one.command}`") for one in claimed)
+        lines += _markdown(("recipe", "claimed", "command"), cells)
+    return "\n".join(lines) + "\n"
+
+
+def summary(table: Table) -> list[str]:
+    """Return the table for a terminal."""
+    found = [("recipe", "before", "after", "cards")]
+    for row in table.rows():
+        wanted = len(row.recipe.seeds) if row.recipe else 1
+        ends = score_text(row.cards, BEFORE), score_text(row.cards, AFTER)
+        found.append((row.name, *ends, f"{len(row.cards)}/{wanted}"))
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in found]
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield f"|{'---|' * len(head)}"
+    for cells in rows:
+        yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    recipe, cards = row.recipe, row.cards
+    assert recipe is not None
+    links = [f"[{card['seeds']['run']}]({CARDS}/{recipe.run_name(card['seeds']['run'])}.md)" for card in cards]
+    links += [f"[video]({recipe.video})"] if recipe.video else []
+    return (
+        _linked(recipe.title, recipe.page),
+        score_text(cards, BEFORE),
+        score_text(cards, AFTER),
+        ", ".join(str(card["seeds"]["run"]) for card in cards),
+        _each(cards, _states),
+        _cost(cards, "cpu_hours", 3600),
+        _cost(cards, "wall_hours", 3600),
+        _cost(cards, "largest_process_mib", 1),
+        _each(cards, lambda card: (card["commit"] or "not known")[:8]),
+        _each(cards, lambda card: f"{card['machine'].get('cores', '?')} x {card['machine'].get('processor', 'CPU')}"),
+        ", ".join(links),
+    )
+
+
+def _imported(row: Row) -> tuple[str, ...]:
+    card = row.cards[0]
+    score = card["figures"][AFTER]["rows"][0]
+    return row.name, score["text"], str(score["episodes"]), card["protocol"]["name"], card["imported"]
+
+
+def _linked(text: str, page: str) -> str:
+    return f"[{text}]({page})" if page else text
+
+
+def _each(cards: Sequence[Card], value: Callable[[Card], str]) -> str:
+    """Return the different values of the cards."""
+    return ", ".join(dict.fromkeys(map(value, cards)))
+
+
+def _states(card: Card) -> str:
+    states = card["states"]
+    span = states.get("evaluation", "all")
+    named = f"{span[0]} to {span[1]}" if isinstance(span, list) else str(span)
+    return f"{named} ({states.get('evaluated', '?')})"
+
+
+def _cost(cards: Sequence[Card], name: str, scale: float) -> str:
+    found = [card["costs"].get(name) for card in cards]
+    return ", ".join("-" if value is None else f"{scale * value:.0f}" for value in found)

@@ -1,0 +1,129 @@
+"""Run recipes one by one; a later call continues where an earlier one stopped."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from embodyrl.errors import PARENT_EXITED, EmbodyError
+from embodyrl.extensions.reporting.card import CARD_JSON, write_card
+from embodyrl.extensions.results.table import Recipe
+from embodyrl.leftovers import signal_at_parents_end
+from embodyrl.monitor.history import METRICS_FILE, newest_values
+
+QUEUE_FILE = "queue.jsonl"
+"""Attempts of a queue: run, exit code, wall-clock seconds."""
+_POLL_S, _STOP_S = 1.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One recipe with one seed."""
+
+    recipe: Recipe
+    seed: int
+    out: Path
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return self.out / self.recipe.run_name(self.seed)
+
+    @property
+    def done(self) -> bool:
+        """True if the run has a card, which is written last."""
+        return (self.run / CARD_JSON).is_file()
+
+    def words(self) -> list[str]:
+        """Return the command line; an interrupted run resumes from its newest checkpoint."""
+        place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
+        command = [sys.executable, "-m", "embodyrl.cli.main"]
+        return [*command, *self.recipe.words(self.seed), *place, "runner.on_existing=resume"]
+
+
+def jobs_of(recipes: Sequence[Recipe], out: Path) -> list[Job]:
+    """Return one job for each recipe and seed."""
+    return [Job(recipe, seed, out) for recipe in recipes for seed in recipe.seeds]
+
+
+def run_queue(jobs: Sequence[Job], console: Console) -> list[Job]:
+    """Run the jobs without a card, show progress, and return the failed jobs.
+
+    Raises:
+        EmbodyError: a folder is not writable.
+    """
+    failed: list[Job] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=1) as bar:
+        task = bar.add_task("", total=len(jobs), completed=sum(job.done for job in jobs))
+        for job in jobs:
+            if job.done:
+                bar.console.print(f"{job.run}: has a card; remove the folder to run the recipe again")
+                continue
+            job.out.mkdir(parents=True, exist_ok=True)
+            for step in _run(job):
+                bar.update(task, description=job.run.name + (f", step {step}" if step is not None else ""))
+            if job.done:
+                bar.advance(task)
+                bar.console.print(f"{job.run}: done")
+            else:
+                failed.append(job)
+                bar.console.print(f"{job.run}: failed; the last lines of {_log(job)} name the cause")
+    return failed
+
+
+def _log(job: Job) -> Path:
+    return job.out / f"{job.run.name}.log"
+
+
+def _run(job: Job) -> Iterator[int | None]:
+    """Run a job and yield its newest step about once a second; write its card and a row of the queue."""
+    began = time.time()
+    try:
+        with open(_log(job), "ab") as log, _process(job.words(), log.fileno()) as process:
+            while process.poll() is None:
+                try:
+                    process.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    yield newest_values(job.run / METRICS_FILE, ("step",))[0]
+        if process.returncode == 0:
+            write_card(job.run)
+        row = {"run": job.run.name, "exit": process.returncode, "wall_s": round(time.time() - began, 1)}
+        with open(job.out / QUEUE_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise EmbodyError(f"Cannot write to {job.out}: {error.strerror}. Choose another place with --out.") from error
+
+
+@contextmanager
+def _process(words: Sequence[str], log: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run; at the end of the block, for example after Ctrl-C, let it save a checkpoint and exit."""
+    # Without a terminal signal of its own: this process forwards the interruption once.
+    process = subprocess.Popen(
+        words,
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=partial(signal_at_parents_end, PARENT_EXITED),
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(PARENT_EXITED)
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(_STOP_S)

@@ -1,0 +1,189 @@
+"""Compare two policies on the same episodes and stop as soon as the difference is significant.
+
+The test is anytime-valid: the probability that it ever reports a difference between equal policies is at most 5 %, for
+any number of looks at the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from embodyrl.cli.run import compose_with_ckpt
+from embodyrl.commands.eval_result import EvalResult
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.config.settings import plain
+from embodyrl.config.words import write_word
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.history import other_worlds
+from embodyrl.files import json_text
+from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
+from embodyrl.monitor.intervals import Rate
+from embodyrl.monitor.paired import SIGNIFICANT
+from embodyrl.plan.episodes import eval_episodes
+from embodyrl.plan.keys import state_keys
+from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.plan.schema import Config
+
+_FIRST, _GROWTH = 20, 1.5
+"""Number of pairs at the first look, and its growth from look to look."""
+
+
+def log_e_value(wins: int, losses: int) -> float:
+    """Return the logarithm of the e-value of the null hypothesis that both policies win equally often.
+
+    Of n pairs with different outcomes the second policy wins w. The likelihood ratio of a win rate with a uniform
+    prior to 1/2 is E = 2^n w! (n - w)! / (n + 1)! (Robbins 1970). E is a martingale under the null hypothesis, so
+    P(E ever reaches 1 / alpha) <= alpha (Ville 1939; Grünwald, de Heide and Koolen, arXiv 1906.07801).
+
+    >>> round(math.exp(log_e_value(9, 0)), 2), log_e_value(0, 0)
+    (51.2, 0.0)
+    """
+    n = wins + losses
+    return n * math.log(2) + math.lgamma(wins + 1) + math.lgamma(losses + 1) - math.lgamma(n + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """State of the test after some pairs."""
+
+    pairs: int
+    """Number of pairs that were needed, or of all pairs without a decision."""
+    only_first: int
+    only_second: int
+    p_value: float
+    """Anytime-valid p-value: the inverse of the largest e-value."""
+
+    @property
+    def decided(self) -> bool:
+        """True if the policies differ at the 5 % level."""
+        return self.p_value <= SIGNIFICANT
+
+
+def run_test(differences: Iterable[int]) -> Verdict:
+    """Process pairs in order until the policies differ significantly.
+
+    Args:
+        differences: success of the second minus success of the first policy (-1, 0 or 1), one pair per initial state.
+
+    >>> run_test([0, 1] * 20)
+    Verdict(pairs=16, only_first=0, only_second=8, p_value=0.03515625)
+    """
+    wins, pairs, largest = {1: 0, -1: 0, 0: 0}, 0, 0.0
+    for difference in differences:
+        pairs += 1
+        wins[difference] += 1
+        largest = max(largest, log_e_value(wins[1], wins[-1]))
+        if math.exp(-largest) <= SIGNIFICANT:
+            break
+    return Verdict(pairs, wins[-1], wins[1], round(math.exp(-largest), 10))
+
+
+def until_significant(runs: Sequence[str], words: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> int:
+    """Run `embodyrl eval --until-significant RUN_A RUN_B`.
+
+    Raises:
+        ConfigError: the runs have different initial states, or an initial state occurs several times.
+    """
+    sides = [_Side(run, words, config_dirs) for run in runs]
+    first, second = (side.compose() for side in sides)
+    if differs := other_worlds(plain(first), plain(second), state_keys()):
+        raise ConfigError(f"--until-significant: the initial states of the runs are different ({differs}).")
+    most = min(map(_most_pairs, (first, second)))
+    say = partial(print, file=sys.stderr if as_json else sys.stdout, flush=True)
+    say(f"at most {most} episodes of each policy; level 5 % at every number of episodes")
+    verdict = run_test([])
+    for count in _looks(most):
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():
+            for side in sides:
+                side.play(count)
+        verdict = run_test(_differences(*(side.rows for side in sides)))
+        if verdict.decided:
+            break
+        say(f"{count} of {most} episodes: no decision, p = {verdict.p_value:.3g}")
+    lines = [*(side.line() for side in sides), _sentence(verdict, runs, most)]
+    values = {"pairs": verdict.pairs, "only_first": verdict.only_first, "only_second": verdict.only_second}
+    found = values | {"p": verdict.p_value, "most": most, "folders": [str(side.folder) for side in sides]}
+    print(json_text(found) if as_json else "\n".join(lines), end="" if as_json else "\n")
+    return 0
+
+
+def _sentence(verdict: Verdict, runs: Sequence[str], most: int) -> str:
+    counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
+    test = f"sequential test p = {verdict.p_value:.3g}"
+    if not verdict.decided:
+        return f"{most} episodes: {counts}; {test}: no significant difference"
+    better = runs[verdict.only_second > verdict.only_first]
+    return f"{verdict.pairs} of at most {most} episodes: {counts}; {test}: {better} succeeds more often"
+
+
+def _looks(most: int) -> Iterator[int]:
+    count = float(_FIRST)
+    while count < most:
+        yield int(count)
+        count *= _GROWTH
+    yield most
+
+
+def _most_pairs(cfg: Config) -> int:
+    """Return the number of episodes; every initial state occurs once, as pairs must be independent.
+
+    Raises:
+        ConfigError: an initial state occurs several times.
+    """
+    run_plan = build_run_plan(cfg, training=False)
+    plan = eval_episodes(cfg, run_plan.env, run_plan.policy)
+    states = len({episode.reset_id for episode in plan.episodes})
+    if states < plan.num_episodes:
+        raise ConfigError(
+            f"--until-significant: {plan.num_episodes} episodes have only {states} initial states, so pairs are not "
+            f"independent. Set eval.samples=1 eval.episodes={states}, or evaluate more states (env.eval.state_ids)."
+        )
+    return states
+
+
+class _Side:
+    """The evaluation of one policy, which grows from look to look."""
+
+    def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
+        self.run = run
+        self.rows: Sequence[EpisodeRow] = ()
+        self.folder: Path | None = None
+        self._words = [*words, write_word("ckpt", run)]
+        self._config_dirs = config_dirs
+
+    def compose(self, *more: str) -> Config:
+        """Compose the config of the evaluation."""
+        words = [*self._words, *more]
+        return compose_with_ckpt(argparse.Namespace(command="eval", words=words, config_dir=self._config_dirs))
+
+    def play(self, count: int) -> None:
+        """Evaluate until the first `count` episodes of the plan are finished."""
+        more = (f"eval.episodes={count}",)
+        result: EvalResult = evaluate(self.compose(*more), overrides=[*self._words, *more], resume=self.folder)
+        self.folder = result.folder.parents[1]
+        self.rows = read_episodes(result.folder / EPISODES_FILE)
+
+    def line(self) -> str:
+        """Return the success rate of the policy."""
+        rate = Rate(sum(bool(row.success_once) for row in self.rows), len(self.rows))
+        return f"{self.run}: {rate}, {self.folder}"
+
+
+def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[int]:
+    """Return the differences of success in the order of the episodes.
+
+    Raises:
+        ConfigError: the environment does not report success.
+    """
+    if all(row.success_once is None for row in (*first, *second)):
+        raise ConfigError("--until-significant needs an environment that reports success; compare returns by report.")
+    before = {(row.reset_id, row.seed): bool(row.success_once) for row in first}
+    pairs = ((before.get((row.reset_id, row.seed)), bool(row.success_once)) for row in second)
+    return [now - then for then, now in pairs if then is not None]

@@ -1,0 +1,154 @@
+"""The table of results: recipes (recipes.toml), stored result cards (cards/), and one row for each recipe."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import embodyrl
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.reporting.seeds import mean_interval
+from embodyrl.registry import closest
+
+Card = dict[str, Any]
+RECIPES, CARDS = "recipes.toml", "cards"
+BEFORE, AFTER = 0, -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A training command that produces one row of the table."""
+
+    name: str
+    title: str
+    command: str
+    """Command and overrides without `embodyrl`, seed and place of the run; the last evaluation uses test states."""
+    seeds: tuple[int, ...] = (0,)
+    page: str = ""
+    """Page with details, relative to the folder of the table."""
+    video: str = ""
+    claimed: str = ""
+    """Earlier result whose run folders no longer exist."""
+
+    def words(self, seed: int) -> list[str]:
+        """Return the arguments of `embodyrl` for one seed."""
+        return [*shlex.split(self.command), f"seed={seed}"]
+
+    def run_name(self, seed: int) -> str:
+        """Return the name of the run and of its card."""
+        return f"{self.name}_seed{seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table: a recipe, or an imported result, with its cards in the order of their seeds."""
+
+    name: str
+    cards: tuple[Card, ...]
+    recipe: Recipe | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A folder with recipes and cards."""
+
+    folder: Path
+    recipes: dict[str, Recipe]
+
+    def select(self, names: Sequence[str], *, all_of_them: bool) -> list[Recipe]:
+        """Return recipes by name.
+
+        Raises:
+            ConfigError: unknown names, or no name and not all.
+        """
+        for name in names:
+            if name not in self.recipes:
+                hint = closest(name, self.recipes)
+                raise ConfigError(f"no recipe '{name}'.{hint} {self.folder / RECIPES} has: {', '.join(self.recipes)}.")
+        if not names and not all_of_them:
+            raise ConfigError(f"name a recipe, or use --all. Recipes: {', '.join(self.recipes)}.")
+        return [self.recipes[name] for name in names] or [*self.recipes.values()]
+
+    def stored(self, recipe: Recipe) -> tuple[Card, ...]:
+        """Return the stored cards of a recipe."""
+        paths = [self.folder / CARDS / f"{recipe.run_name(seed)}.json" for seed in recipe.seeds]
+        return tuple(read_card(path) for path in paths if path.is_file())
+
+    def rows(self) -> list[Row]:
+        """Return all rows: recipes in their order, then imported results by name."""
+        rows = [Row(recipe.name, self.stored(recipe), recipe) for recipe in self.recipes.values()]
+        named = {recipe.run_name(seed) for recipe in self.recipes.values() for seed in recipe.seeds}
+        others = [path for path in sorted((self.folder / CARDS).glob("*.json")) if path.stem not in named]
+        for path in others:
+            card = read_card(path)
+            if "imported" not in card:
+                raise ConfigError(f"{path}: no recipe has this name and seed. Add it to {RECIPES}, or remove the card.")
+            rows.append(Row(path.stem, (card,)))
+        return rows
+
+
+def open_table(folder: Path | None) -> Table:
+    """Read a table; None: the table of the source checkout.
+
+    Raises:
+        ConfigError: there is no table, or its recipes are wrong.
+    """
+    folder = folder or Path(embodyrl.__file__).parents[1] / "docs" / "results"
+    path = folder / RECIPES
+    if not path.is_file():
+        raise ConfigError(f"no {path}. Use a source checkout, or pass a folder with {RECIPES}: --table DIR.")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        recipes = {name: _recipe(name, entry) for name, entry in raw.items()}
+    except (tomllib.TOMLDecodeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}. A recipe has title, command, seeds, page, video, claimed.") from error
+    return Table(folder, recipes)
+
+
+def _recipe(name: str, entry: dict[str, Any]) -> Recipe:
+    recipe = Recipe(**{**entry, "name": name, "seeds": tuple(entry.get("seeds", (0,)))})
+    if not recipe.command.startswith("train ") or not recipe.seeds:
+        raise ValueError(f"{name}: the command must begin with 'train', and seeds must not be empty")
+    return recipe
+
+
+def read_card(path: Path) -> Card:
+    """Read a result card.
+
+    Raises:
+        ConfigError: the file is no result card with an evaluation.
+    """
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+        rows = [figures["rows"][0] for figures in card["figures"]]
+        good = bool(rows) and all({"kind", "value", "low", "high", "episodes", "text"} <= row.keys() for row in rows)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
+        good = False
+    if not good:
+        raise ConfigError(f"{path}: not a result card with an evaluation. Write one: embodyrl card RUN.")
+    return card
+
+
+def score_row(card: Card, end: int) -> dict[str, Any]:
+    """Return the overall score of the first (`BEFORE`) or the last evaluation (`AFTER`)."""
+    return card["figures"][end]["rows"][0]
+
+
+def score_text(cards: Sequence[Card], end: int) -> str:
+    """Return a score with its 95 % interval: over seeds, or for one card over initial states."""
+    if not cards or (end == BEFORE and any(len(card["figures"]) < 2 for card in cards)):
+        return "-"
+    rows = [score_row(card, end) for card in cards]
+    if len(rows) == 1 or (end == BEFORE and len({row["text"] for row in rows}) == 1):  # one checkpoint for all seeds
+        return rows[0]["text"]
+    values = [row["value"] for row in rows]
+    mean, low, high = mean_interval(values)
+    if rows[0]["kind"] != "success":
+        return f"{mean:.4g} [{low:.4g}, {high:.4g}] ({', '.join(f'{value:.4g}' for value in values)})"
+    each = ", ".join(f"{100 * value:.1f}" for value in values)
+    return f"{100 * mean:.1f} % [{100 * max(low, 0):.1f}, {100 * min(high, 1):.1f}] ({each})"

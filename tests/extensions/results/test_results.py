@@ -1,0 +1,133 @@
+"""The table of results: page, reruns, drift."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from embodyrl.cli.main import main
+from embodyrl.extensions.reporting.card import card_text
+from embodyrl.extensions.results.drift import prediction_interval
+from embodyrl.extensions.results.page import page_text
+from embodyrl.extensions.results.table import open_table, read_card, score_text
+
+TABLE = open_table(None)
+TINY = "train experiment=cartpole runner.max_steps=5 runner.val_check_interval=5 eval.episodes=10"
+"""Five steps: from a return of about 10 to more than 40, a second or two."""
+
+
+def test_page_matches_the_cards() -> None:
+    page = (TABLE.folder / "index.md").read_text(encoding="utf-8")
+    assert page == page_text(TABLE), "run embodyrl results page"
+
+
+def test_every_card_has_a_readable_page() -> None:
+    cards = sorted((TABLE.folder / "cards").glob("*.json"))
+    assert len(cards) >= 6
+    for path in cards:
+        card = read_card(path)
+        stored = path.with_suffix(".md").read_text(encoding="utf-8")
+        for figures in card["figures"]:
+            assert figures["rows"][0]["text"] in stored, path
+        assert card["command"] in stored
+        assert card_text(card).splitlines()[0] == stored.splitlines()[0]
+
+
+def test_cards_belong_to_the_command_of_their_recipe() -> None:
+    for recipe in TABLE.recipes.values():
+        for card in TABLE.stored(recipe):
+            typed = card["command"].replace("'", "").split()
+            assert [word for word in recipe.command.split() if word not in typed] == [], recipe.name
+
+
+def test_recipes_compose() -> None:
+    from embodyrl.plan.config import load_config
+
+    for recipe in TABLE.recipes.values():
+        if "ckpt=" not in recipe.command:
+            assert load_config("train", recipe.words(recipe.seeds[0])[1:]).seed == recipe.seeds[0]
+
+
+def card(value: float, episodes: int = 100) -> dict[str, object]:
+    row = {"kind": "success", "value": value, "low": 0, "high": 1, "episodes": episodes, "text": f"{value}"}
+    return {"figures": [row | {"rows": [row]}]}
+
+
+def test_score_of_several_seeds_has_an_interval_over_seeds() -> None:
+    cards = [card(value) for value in (0.8, 0.9, 1.0)]
+    assert score_text(cards, -1) == "90.0 % [65.2, 100.0] (80.0, 90.0, 100.0)"
+    assert score_text(cards, 0) == "-", "without an evaluation before training"
+
+
+@pytest.mark.parametrize("seeds", [1, 3, 10])
+def test_prediction_interval_has_nominal_coverage(seeds: int) -> None:
+    """Seeds differ by ten points where several are stored; a single one shows its episodes alone."""
+    rng = np.random.default_rng(0)
+    spread = 0.1 if seeds > 1 else 0.0
+    inside = 0
+    for _ in range(3000):
+        chances = rng.normal(0.6, spread, 2 * seeds).clip(0, 1)
+        values = rng.binomial(100, chances) / 100
+        rows = [{"kind": "success", "value": value, "episodes": 100} for value in values[:seeds]]
+        low, high = prediction_interval(rows, seeds)
+        inside += low <= values[seeds:].mean() <= high
+    assert 0.92 <= inside / 3000 <= 0.98
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table with one tiny recipe and the stored cards of three real runs."""
+    folder = tmp_path_factory.mktemp("table")
+    (folder / "recipes.toml").write_text(f'[tiny]\ntitle = "Tiny"\ncommand = "{TINY}"\nseeds = [0, 1, 2]\n')
+    place = ["--table", str(folder), "--out", str(folder / "first")]
+    assert main(["results", "run", "--all", *place]) == 0
+    assert main(["results", "accept", "--all", *place]) == 0
+    return folder
+
+
+def test_accepted_cards_are_on_the_page(table: Path) -> None:
+    row = next(line for line in (table / "index.md").read_text().splitlines() if line.startswith("| Tiny"))
+    assert "[0](cards/tiny_seed0.md), [1](cards/tiny_seed1.md), [2]" in row
+    stored = read_card(table / "cards" / "tiny_seed0.json")
+    assert stored["figures"][-1]["rows"][0]["value"] > 2 * stored["figures"][0]["rows"][0]["value"]
+    assert stored["costs"]["largest_process_mib"] > 50
+
+
+def test_queue_skips_finished_runs(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = (table / "first" / "queue.jsonl").read_text()
+    assert [json.loads(row)["exit"] for row in rows.splitlines()] == [0, 0, 0]
+    assert main(["results", "run", "tiny", "--table", str(table), "--out", str(table / "first")]) == 0
+    assert (table / "first" / "queue.jsonl").read_text() == rows
+    assert "3 of 3 runs have a card" in capfd.readouterr().out
+
+
+def test_unchanged_recipe_does_not_drift(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["results", "check", "--table", str(table), "--out", str(table / "first")]) == 0
+    assert "no drift" in capsys.readouterr().out
+
+
+def test_changed_learning_rate_is_drift(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipes = table / "recipes.toml"
+    saved = recipes.read_text()
+    recipes.write_text(saved.replace(TINY, TINY + " actor.optim.lr=1e-7 actor.optim.value_lr=1e-7"))
+    place = ["--table", str(table), "--out", str(tmp_path / "changed")]
+    try:
+        assert main(["results", "run", "tiny", *place]) == 0
+        capsys.readouterr()
+        assert main(["results", "check", *place]) == 3
+    finally:
+        recipes.write_text(saved)
+    lines = capsys.readouterr().out
+    assert "drift: tiny" in lines
+    assert "actor.optim.lr=1e-7" in lines, "the command is named as a possible cause"
+
+
+def test_failed_run_is_named_and_has_no_card(table: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipes.toml").write_text('[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n')
+    place = ["--table", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["results", "run", "bad", *place]) == 1
+    assert "failed" in capfd.readouterr().out
+    assert main(["results", "check", *place]) == 2

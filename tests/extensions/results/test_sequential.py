@@ -1,0 +1,104 @@
+"""The sequential test of two policies: false alarms and power by simulation, and real evaluations."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_runs import toy_words, train_toy
+
+from embodyrl.cli.main import main
+from embodyrl.extensions.results.sequential import log_e_value, run_test
+
+STATISTICS = Path(__file__).parents[3] / "docs" / "results" / "statistics.md"
+CASES = {
+    "0.5, 0.5": (0.5, 0.5, 200),
+    "0.9, 0.9": (0.9, 0.9, 1000),
+    "0.5, 0.7": (0.5, 0.7, 200),
+    "0.4, 0.8": (0.4, 0.8, 200),
+    "0.8, 0.9": (0.8, 0.9, 500),
+}
+"""Success rates of both policies and maximum number of episodes."""
+
+
+def simulated(case: str, times: int) -> tuple[float, float]:
+    """Return the share of tests that report a difference, and the mean number of episodes."""
+    first, second, most = CASES[case]
+    rng = np.random.default_rng(7)
+    verdicts = []
+    for _ in range(times):
+        outcomes = (rng.random(most) < second).astype(int) - (rng.random(most) < first).astype(int)
+        verdicts.append(run_test(outcomes.tolist()))
+    return float(np.mean([v.decided for v in verdicts])), float(np.mean([v.pairs for v in verdicts]))
+
+
+def test_e_value_is_a_martingale_under_the_null_hypothesis() -> None:
+    for wins, losses in ((0, 0), (3, 1), (10, 7)):
+        following = [math.exp(log_e_value(wins + 1, losses)), math.exp(log_e_value(wins, losses + 1))]
+        assert sum(following) / 2 == pytest.approx(math.exp(log_e_value(wins, losses)))
+
+
+@pytest.mark.parametrize("case", ["0.5, 0.5", "0.9, 0.9"])
+def test_equal_policies_rarely_differ_at_any_look(case: str) -> None:
+    assert 0.005 < simulated(case, 2000)[0] <= 0.05
+
+
+def test_rates_that_vary_between_states_cause_no_false_alarm() -> None:
+    rng = np.random.default_rng(3)
+    alarms = 0
+    for _ in range(1000):
+        chance = rng.beta(0.3, 0.3, 300)
+        alarms += run_test(((rng.random(300) < chance) * 1 - (rng.random(300) < chance) * 1).tolist()).decided
+    assert alarms <= 50
+
+
+def test_large_differences_are_found_with_few_episodes() -> None:
+    power, episodes = simulated("0.4, 0.8", 500)
+    assert power > 0.99
+    assert episodes < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_documented_power_matches_the_simulation(case: str) -> None:
+    found, episodes = simulated(case, 4000)
+    assert f"| {case} | {CASES[case][2]} | {100 * found:.1f} % | {episodes:.0f} |" in STATISTICS.read_text()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A trained and an untrained policy."""
+    folder = tmp_path_factory.mktemp("policies")
+    words = ("env.kwargs.goal=0.9", "actor.optim.lr=3e-3", "runner.save_interval=30", "env.train.total_num_envs=16")
+    return tuple(
+        str(train_toy(folder, *words, f"runner.max_steps={steps}", name=name))
+        for name, steps in (("untrained", 1), ("trained", 30))
+    )
+
+
+def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, object]:
+    words = toy_words(folder, "launcher=inline", "runner.logger.backends=[]", *more, command="eval")
+    words = [word for word in words if not word.startswith("runner.experiment_name=")]
+    assert main(["eval", "--until-significant", *runs, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.integration
+def test_comparison_of_equal_policies_runs_all_episodes(
+    tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compared(tmp_path, (runs[0], runs[0]), capsys, "env.kwargs.goal=0.9", "eval.episodes=4")
+    assert (found["only_first"], found["only_second"], found["p"]) == (0, 0, 1.0)
+    assert (found["pairs"], found["most"], len(set(found["folders"]))) == (4, 4, 2)
+
+
+@pytest.mark.integration
+def test_repeated_states_are_refused(tmp_path: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = toy_words(
+        tmp_path, "launcher=inline", "eval.sampling_params.do_sample=true", "eval.samples=4", command="eval"
+    )
+    assert main(["eval", "--until-significant", *runs, *words]) == 2
+    assert "initial states, so pairs are not independent" in capsys.readouterr().err
