@@ -14,6 +14,7 @@ from embodyrl.extensions.results.drift import prediction_interval
 from embodyrl.extensions.results.page import page_text
 from embodyrl.extensions.results.table import open_table, read_card, score_text
 
+pytestmark = pytest.mark.timeout(900)
 TABLE = open_table(None)
 TINY = "train experiment=cartpole runner.max_steps=5 runner.val_check_interval=5 eval.episodes=10"
 """Five steps: from a return of about 10 to more than 40, a second or two."""
@@ -88,6 +89,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.integration
 def test_accepted_cards_are_on_the_page(table: Path) -> None:
     row = next(line for line in (table / "index.md").read_text().splitlines() if line.startswith("| Tiny"))
     assert "[0](cards/tiny_seed0.md), [1](cards/tiny_seed1.md), [2]" in row
@@ -96,6 +98,7 @@ def test_accepted_cards_are_on_the_page(table: Path) -> None:
     assert stored["costs"]["largest_process_mib"] > 50
 
 
+@pytest.mark.integration
 def test_queue_skips_finished_runs(table: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = (table / "first" / "queue.jsonl").read_text()
     assert [json.loads(row)["exit"] for row in rows.splitlines()] == [0, 0, 0]
@@ -104,11 +107,13 @@ def test_queue_skips_finished_runs(table: Path, capfd: pytest.CaptureFixture[str
     assert "3 of 3 runs have a card" in capfd.readouterr().out
 
 
+@pytest.mark.integration
 def test_unchanged_recipe_does_not_drift(table: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["results", "check", "--table", str(table), "--out", str(table / "first")]) == 0
     assert "no drift" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_changed_learning_rate_is_drift(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipes = table / "recipes.toml"
     saved = recipes.read_text()
@@ -125,6 +130,7 @@ def test_changed_learning_rate_is_drift(table: Path, tmp_path: Path, capsys: pyt
     assert "actor.optim.lr=1e-7" in lines, "the command is named as a possible cause"
 
 
+@pytest.mark.integration
 def test_failed_run_is_named_and_has_no_card(table: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "recipes.toml").write_text('[bad]\ntitle = "Bad"\ncommand = "train env=no_such_env"\n')
     place = ["--table", str(tmp_path), "--out", str(tmp_path / "out")]
