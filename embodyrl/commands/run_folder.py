@@ -31,7 +31,7 @@ from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
-from embodyrl.policies.inputs import input_problems
+from embodyrl.policies.inputs import InputProblem, input_problems
 from embodyrl.policies.settings import AdapterSettings, ModelSettings
 from embodyrl.types import EnvSpec
 from embodyrl.version import __version__
@@ -264,7 +264,7 @@ def first_weights(cfg: Config, env: EnvSpec) -> Path | None:
     """
     model = cfg.model
     if cfg.ckpt is None:
-        if model.weights is not None and (problems := _input_problems(model, env, resolve_asset(model.weights))):
+        if model.weights is not None and (problems := weight_problems(model, env, resolve_asset(model.weights))):
             raise ConfigError([f"model.path={model.weights}: {problem}" for problem in problems])
         return None
     folder = resolve_weights(cfg.ckpt)
@@ -333,10 +333,11 @@ def _compare(cfg: Config, env: EnvSpec, folder: Path, asked: str) -> None:
             raise ConfigError(
                 f"{asked}: {error} Without env, model or model.* arguments, the settings of the run apply."
             ) from error
-    if problems := _input_problems(cfg.model, env, folder):
+    if problems := weight_problems(cfg.model, env, folder):
         raise ConfigError([f"{asked}: {problem}" for problem in problems])
 
 
-def _input_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[str]:
+def weight_problems(model: ModelSettings, env: EnvSpec, folder: Path) -> list[InputProblem]:
+    """Compare the inputs that the weights in a folder were trained on with those of an environment."""
     spec = POLICIES.get(model.model_type).spec(model, env, 0)
     return input_problems(folder, spec, env, getattr(model, "cameras", None))

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,19 @@ def _inputs_of(policy: PolicySpec, env: EnvSpec) -> dict[str, Any]:
     }
 
 
-def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None) -> list[str]:
-    """Compare the inputs of a policy's training with an environment; return one line per difference.
+@dataclass(frozen=True, slots=True)
+class InputProblem:
+    """Difference between the inputs of a policy's training and an environment."""
+
+    difference: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.difference} {self.fix}"
+
+
+def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequence[str] | None) -> list[InputProblem]:
+    """Compare the inputs of a policy's training with an environment.
 
     Args:
         folder: folder of the weights; without the file there is no check.
@@ -41,12 +52,10 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         CheckpointError: the file is damaged.
     """
     cameras = list(env.cameras.names[: policy.inputs.num_images])
-    problems = []
+    problems: list[InputProblem] = []
     if renamed is not None and list(renamed) != cameras:
-        problems.append(
-            f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]; select those cameras "
-            "in that order (env.init_params.camera_names)."
-        )
+        given = f"model.cameras=[{','.join(renamed)}]: env '{env.name}' has [{','.join(cameras)}]."
+        problems.append(InputProblem(given, "Select those cameras in that order (env.init_params.camera_names)."))
     path = folder / INPUTS_FILE
     if not path.is_file():
         return problems
@@ -58,21 +67,30 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
         raise CheckpointError(f"{path} is damaged ({reason_of(error)}); use another checkpoint.") from error
     if renamed is None and seen != cameras:
         problems.append(
-            f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "
-            f"[{','.join(cameras)}]. Set env.init_params.camera_names=[{','.join(seen)}], or, if only the names of the "
-            f"views differ, model.cameras=[{','.join(cameras)}]."
+            InputProblem(
+                f"The policy was trained on the cameras [{','.join(seen)}] of '{where}', but env '{env.name}' has "
+                f"[{','.join(cameras)}].",
+                f"Set env.init_params.camera_names=[{','.join(seen)}], or, if only the names of the views differ, "
+                f"model.cameras=[{','.join(cameras)}].",
+            )
         )
     now = _inputs_of(policy, env)["image_rotation_deg"]
     if cameras and turned != now:
         problems.append(
-            f"The policy was trained on frames of '{where}' with image_rotation_deg={turned}, but env '{env.name}' "
-            f"has frames with {now}. Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation "
-            f"of the data with data.image_rotation_deg."
+            InputProblem(
+                f"The policy was trained on frames of '{where}' with image_rotation_deg={turned}, but env "
+                f"'{env.name}' has frames with {now}.",
+                "Use a model that rotates frames (openvla_oft, pi0, ...), or set the orientation of the data with "
+                "data.image_rotation_deg.",
+            )
         )
     if _ends(gripper, env) != _ends(policy.gripper, env):
         problems.append(
-            f"The policy was trained on '{where}' with {gripper_text(gripper)}, but env '{env.name}' needs "
-            f"{gripper_text(policy.gripper)}. Train it on data with data.gripper=[open,closed] set."
+            InputProblem(
+                f"The policy was trained on '{where}' with {gripper_text(gripper)}, but env '{env.name}' needs "
+                f"{gripper_text(policy.gripper)}.",
+                "Train it on data with data.gripper=[open,closed] set.",
+            )
         )
     return problems
 

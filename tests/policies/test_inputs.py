@@ -44,7 +44,8 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
     cameras, action = (
         replace(part, **env.pop(name, {})) for name, part in (("cameras", ENV.cameras), ("action", ENV.action))
     )
-    return input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
+    found = input_problems(tmp_path, shown, replace(ENV, cameras=cameras, action=action, **env), renamed)
+    return [str(problem) for problem in found]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def compare(tmp_path: Path, policy: dict[str, Any], env: dict[str, Any], renamed
             {},
             {"cameras": {"names": ("wrist", "front")}},
             ["front", "wrist"],
-            r"has \[wrist,front\]; select those cameras",
+            r"has \[wrist,front\]. Select those cameras",
         ),
         ({"inputs": {"num_images": 1}}, {}, None, r"has \[front\]"),
         ({}, {"cameras": {"rotation_deg": 180}}, None, "image_rotation_deg=0, but env 'shop' has frames with 180"),

@@ -12,6 +12,7 @@ import numpy as np
 
 from embodyrl.channels.layout import RecordLayout, record_layout
 from embodyrl.commands.facts import precision_facts
+from embodyrl.commands.run_folder import weight_problems
 from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
@@ -290,8 +291,15 @@ def sft_facts(cfg: Config) -> list[tuple[str, str]]:
         ("as stored", f"{gripper_text(card.env.action.gripper)} · image_rotation_deg {card.env.cameras.rotation_deg}"),
         ("model", f"{cfg.model.weights or cfg.model.model_type} · {cfg.model.precision_name}"),
         *precision_facts(cfg),
+        *(("warning", doubt) for doubt in _input_doubts(cfg.model, card.env)),
         training,
     ]
+
+
+def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
+    """Describe how the inputs of the data differ from those of the initial weights."""
+    found = [] if model.weights is None else weight_problems(model, env, resolve_asset(model.weights))
+    return [f"{each.difference} SFT adapts the weights to the inputs of data.path." for each in found]
 
 
 def _counted(folder: str) -> str:

@@ -159,6 +159,19 @@ def test_sft_checkpoint_rejects_other_inputs(trained: SftResult, tmp_path: Path)
     assert first_weights(cfg.updated({"model.cameras": list(env.cameras.names[:1])}), env) == policy
 
 
+def test_sft_banner_warns_of_weights_trained_on_other_inputs(trained: SftResult, demos: Path, tmp_path: Path) -> None:
+    policy = shutil.copytree(trained.checkpoint / "policy", tmp_path / "policy")
+    cfg = config(tmp_path, demos, f"model.path={policy}")
+    assert "warning" not in dict(sft_facts(cfg))
+    inputs = json.loads((policy / "embodyrl_inputs.json").read_text())
+    (policy / "embodyrl_inputs.json").write_text(json.dumps(inputs | {"cameras": ["elsewhere"]}))
+    warning = dict(sft_facts(cfg))["warning"]
+    camera = inputs["cameras"][0]
+    assert warning.startswith("The policy was trained on the cameras [elsewhere] of 'toy', ")
+    assert f"has [{camera}]. SFT adapts" in warning
+    assert "warning" not in dict(sft_facts(cfg.updated({"model.cameras": [camera]})))
+
+
 def test_validation_episodes_are_excluded_from_training(demos: Path, tmp_path: Path) -> None:
     cfg = config(tmp_path, demos, "data.val_share=0.25")
     training, validation = load_samples(cfg, toy_spec(2), TOY_POLICY)
