@@ -18,7 +18,7 @@ PICTURE = "<image>"
 """Placeholder of an image in a message, as in data sets."""
 _TURN, _ROLE = "\x1e", "\x1f"
 MARK = "\x1d"
-"""Separator of image sizes in a message."""
+"""Text between the image sizes in a message."""
 _NO_TURNS = dict.fromkeys(map(ord, _TURN + _ROLE))
 
 

@@ -1,4 +1,4 @@
-"""Findings of `embodyrl doctor`, and its checks of a GPU, which extensions add to."""
+"""Findings and GPU checks of `embodyrl doctor`; extensions can add checks."""
 
 import sys
 import traceback
@@ -31,25 +31,25 @@ class GpuCheck:
     timeout_s: float
     needs_gpu: bool = True
     needs: tuple[str, ...] = ()
-    """Modules without which the check is skipped."""
+    """Required modules; the check is skipped if a module is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuResult:
-    """Result of a check of a GPU."""
+    """Result of a GPU check."""
 
     level: str
     """ok, warn, FAIL or skip."""
     text: str
     fix: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-    """Everything that was measured, for the JSON file."""
+    """All measured values, for the JSON file."""
     measured: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Rates that replace assumptions of the planner: by the name of a GPU or of `EnvCosts.chunk_name`."""
+    """Rates that replace the planner's assumptions, by GPU name or `EnvCosts.chunk_name`."""
 
 
 class GpuParts:
-    """Measurements of a check in parts; a part that fails does not end the check.
+    """Collector of the results of a GPU check with several parts; a failed part does not end the check.
 
     Values are also printed to standard error, where they remain if the process is killed.
     """
@@ -62,7 +62,7 @@ class GpuParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Record an exception of the block as a failure, with its traceback among the values."""
+        """Context that records an exception as a failed part, with the traceback among the values."""
         print(f"{name} ...", file=sys.stderr, flush=True)  # noqa: T201
         try:
             yield
@@ -72,7 +72,7 @@ class GpuParts:
             self.note(f"traceback of {name}", traceback.format_exc())
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a value."""
+        """Store a measured value."""
         self.values[name] = value
         print(f"{name}: {value}", file=sys.stderr, flush=True)  # noqa: T201
 

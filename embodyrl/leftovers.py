@@ -31,7 +31,7 @@ _OWNER = "EMBODYRL_OWNER"
 """Environment variable that marks worker processes and is inherited by their child processes."""
 _POLL_S = 0.2
 _FORKS_FD = 3
-"""File descriptor of the list of forks in the process that waits for the end of another one."""
+"""File descriptor of the list of forks in the watching process."""
 
 
 def signal_at_parents_end(signum: int) -> None:
@@ -65,7 +65,7 @@ def end_owned(name: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _mark(pid: int) -> tuple[str, int]:
-    """Start the process that waits for the end of this process.
+    """Start the watching process, which waits for the end of this process.
 
     Returns:
         The mark of this process's children, and the file descriptor of the list of those that were forked: a fork has

@@ -18,7 +18,7 @@ class Extension:
 
     summary: str
     guide: str
-    """Page of the manual, relative to docs/."""
+    """Page of the manual about the extension, relative to docs/."""
     paths: tuple[str, ...]
     """Folders of the extension, and its files in other folders, relative to the package."""
     imports: tuple[str, ...] = ()

@@ -126,7 +126,7 @@ class TextSpec:
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
     prompt_tokens: int = 0
-    """Tokens of the longest instruction for the language model of the run; 0: estimated from `prompt_bytes`."""
+    """Number of tokens of the longest instruction for the run's language model; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
     """Sequences of roles of the conversations of a run."""
     max_replies: int = 0
@@ -184,7 +184,7 @@ class EnvSpec:
     max_episode_steps: int = 0
     """Horizon of the benchmark, env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
-    """Warnings of the banner, one line each. They may quote observations, so equal specs may have different ones."""
+    """Warnings of the banner, one line each. Warnings may quote observations, and so differ between equal specs."""
 
     def suite_of(self, task_id: int) -> str:
         """Return the name of a task's suite."""
@@ -290,7 +290,7 @@ class EnvCosts:
     gpu_s: float = 0.0
     """Seconds in which a chunk occupies the GPU, where processes render one after the other."""
     chunk_name: str = ""
-    """Name under which `embodyrl doctor --gpu` measures that time; empty: not at all."""
+    """Name under which `embodyrl doctor --gpu` stores the measured chunk time; empty: the time is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

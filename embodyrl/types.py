@@ -237,7 +237,7 @@ class PolicyOutput:
     replies: tuple[str, ...] = ()
     """Text of each chunk; empty without text."""
     top: tuple[str, ...] = ()
-    """JSON of each reply: for each token [[text, log-probability], ...], first the token, then the most probable."""
+    """JSON of each reply: [[text, log-probability], ...] for each token: the sampled one, then the most probable."""
     cut_off: BoolArray | None = None
     """[B] True for replies that hit the token limit; None without replies."""
     cost: IntArray | None = None

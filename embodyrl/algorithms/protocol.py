@@ -183,7 +183,7 @@ class PolicyLoss:
     compute: Callable[[Units, Any], LossTerms]
     """Function that returns the loss of each unit; for sequence-level methods, a sample is the sequence."""
     settings: type[Settings] = Settings
-    """Settings class of this loss's own keys, which users write below `algorithm`; `compute` gets an instance."""
+    """Settings class of the loss's own keys, which are set below `algorithm`; `compute` receives an instance."""
     needs_all_samples: bool = False
     """Keep samples with advantage 0: for losses with a term without advantage, or with batch statistics."""
 
@@ -209,7 +209,7 @@ for _name in (
 
 
 def algorithm_settings(adv_type: str, loss_type: str) -> tuple[type[AlgorithmSettings], type[Settings]]:
-    """Return the settings class of an estimator, and that of a loss, which is the class of its field `loss`.
+    """Return the settings class of an estimator, with the settings class of the loss as the type of its field `loss`.
 
     Raises:
         UnknownNameError: no such estimator or loss.

@@ -59,7 +59,7 @@ class AlgorithmSettings(ActingAlgorithm):
     loss_type: str = "ppo_clip"
     """Policy loss."""
     loss: SkipJsonSchema[Settings | None] = None
-    """Keys of the loss; None: their defaults."""
+    """Settings of the loss; None: the defaults."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
     """Episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1

@@ -126,9 +126,9 @@ class Launcher(Protocol):
 
     @classmethod
     def nodes(cls, cluster: ClusterSettings | None, *, separate: bool = True) -> Mapping[str, tuple[int, ...]]:
-        """Return the hosts of each component, by number; 0 is the driver's.
+        """Return the host numbers of each component; 0 is the driver's host.
 
-        Unless they are `separate`, rollout and actor need the same hosts.
+        Unless the placement is `separate`, rollout and actor need the same hosts.
 
         Raises:
             ConfigError: a component or a host does not exist.

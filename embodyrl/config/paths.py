@@ -20,7 +20,7 @@ def assets_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Return the folder of files that are made again if they are deleted."""
+    """Return the folder of cache files, which are recreated if deleted."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "embodyrl"
 
 

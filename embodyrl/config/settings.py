@@ -1,6 +1,6 @@
 """Base classes of all settings.
 
-A class is defined next to the code that reads it; `plan/schema.py` joins them to the config of a command.
+A settings class is defined next to the code that uses it; `plan/schema.py` combines the classes into a config.
 
 A field defines type, range and default of a key; the string below it is its documentation. Values come
 from YAML and the command line, so they are checked as JSON is: no text becomes a number, no number a truth value.
@@ -88,9 +88,9 @@ class Settings(BaseModel):
     that start with / are those of the whole config. "never: reason" never holds."""
 
     flattened: ClassVar[str] = ""
-    """Name of a field with settings whose keys are at the level of this class."""
+    """Name of the field whose settings are written at the level of this class, without a section of their own."""
     inlined: ClassVar[Mapping[str, type[Settings]]] = {}
-    """Class of the flattened field of each section that has one."""
+    """Class of the flattened field, for each section with such a field."""
 
     def __eq__(self, other: object) -> bool:
         """Compare class and values; the sources of values do not matter."""

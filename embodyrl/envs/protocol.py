@@ -133,7 +133,7 @@ class EnvFactory(Protocol):
     settings: type[EnvSettings]
     """Settings class of the keys below `env`. The methods receive an instance, with the splits of the command."""
     reads_rows: bool
-    """True if the environment uses rows of `data` and rewards of `reward`, with both groups of keys. Optional, False by
+    """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
     default."""
     sections: Mapping[str, type[Settings]]
     """Further config sections of runs with this environment, by name. Optional."""
@@ -167,7 +167,7 @@ class EnvFactory(Protocol):
         ...
 
     def costs(self, cfg: Any, spec: EnvSpec) -> EnvCosts:
-        """Estimate memory and time of the environment; imports nothing heavy. Optional."""
+        """Estimate memory and time of the environment without slow imports. Optional."""
         ...
 
 

@@ -33,7 +33,7 @@ def remove_videos(stem: Path) -> None:
 
 
 class Recorder(Protocol):
-    """The video of one episode."""
+    """Writer of the video of one episode."""
 
     success: bool
     """The goal was reached in some frame."""

@@ -43,9 +43,9 @@ _INERT = (
 def validated(
     root: type[S], values: Mapping[str, Any], problems: list[str], last: Mapping[str, Setting] = MappingProxyType({})
 ) -> S | None:
-    """Return the settings of these values by dotted name; None after a wrong one, with a line in `problems` for each.
+    """Return the settings for values by dotted name; None if a value is invalid, with a line in `problems` for each.
 
-    Values are checked as JSON, strictly: no text becomes a number, no number a truth value. `last` contains the source
+    Types are strict: a string is not converted to a number, nor a number to a boolean. `last` contains the source
     of each value.
     """
     tree, below, wrong = nested(values), {}, []
@@ -142,7 +142,7 @@ def _sections(node: Settings, prefix: str = "") -> Iterator[tuple[str, Settings]
 
 
 def contradictions(cfg: Config) -> Iterator[str]:
-    """Yield contradictory values of a whole config, one line each with the fix."""
+    """Yield one line per contradiction between values of a config, with the fix."""
     for node in nodes(cfg):
         yield from node.problems()
     for section in sections_of(cfg).values():

@@ -51,7 +51,7 @@ SELECTORS: dict[str, tuple[str, Callable[[Mapping[str, Any]], tuple[type[Setting
     "launcher": ("name", lambda values: (LAUNCHERS.get(name_of(values, "launcher.name", "local")).settings,)),
     "algorithm": ("adv_type", _algorithm),
 }
-"""Groups whose keys depend on a choice: the key of the choice, and the base class of the keys; an algorithm has a class
+"""Groups whose keys depend on a selected component: the selecting key and the base class; an algorithm has a class
 for its estimator and one for its loss."""
 
 
@@ -68,14 +68,14 @@ def name_of(values: Mapping[str, Any], key: str, default: str | None = None) -> 
 
 
 def selected(command: str, group: str) -> str | None:
-    """Return the key that selects the class of a group in this command; None: the group has no choice there."""
+    """Return the key that selects the class of a group in this command; None: the class is fixed."""
     learns = reads(command, "critic") or group != "algorithm"  # acting alone takes keys that all algorithms have
     return SELECTORS[group][0] if group in SELECTORS and learns and reads(command, group) else None
 
 
 @functools.cache
 def config_class(command: str, fields: tuple[tuple[str, tuple[type[Settings], ...]], ...] = ()) -> type[Config]:
-    """Return the config of a command, with the classes of some sections: a class, and one for its flattened field."""
+    """Return the config class of a command for given section classes (each with the class of its flattened field)."""
     given: dict[str, Any] = {name: (ClassVar[None], None) for name in Config.model_fields if not reads(command, name)}
     if selected(command, "algorithm") is None and reads(command, "algorithm"):
         given["algorithm"] = (ActingAlgorithm, ActingAlgorithm())
@@ -114,7 +114,7 @@ def sort_values(
     emptied: Container[str],
     problems: list[str],
 ) -> tuple[type[Config], dict[str, Any], list[str]]:
-    """Choose the class of a config, and separate the values of its keys from all others.
+    """Choose the config class, and separate the values of its keys from all others.
 
     Args:
         command: the command, which determines the keys together with the group choices.
@@ -296,7 +296,7 @@ def _trains_with(name: str, values: Mapping[str, Any], problems: list[str]) -> b
 
 
 def _is_unclear(group: str, root: type[Settings], unclear: frozenset[str]) -> bool:
-    """Return whether the keys of a group are unknown because of a wrong choice."""
+    """Return whether the keys of a group are unknown because the selected component is invalid."""
     return group in unclear or (bool(unclear) and group not in root.model_fields)
 
 

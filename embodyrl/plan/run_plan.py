@@ -328,7 +328,7 @@ def count_ranks(cfg: Config) -> int:
 
 
 def component_nodes(cfg: Config) -> Mapping[str, tuple[int, ...]]:
-    """Return the hosts of each component by number; 0 is the driver's."""
+    """Return the host numbers of each component; 0 is the driver's host."""
     return LAUNCHERS.get(cfg.launcher.name).nodes(getattr(cfg, "cluster", None))
 
 

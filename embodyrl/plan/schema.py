@@ -1,4 +1,4 @@
-"""The config: one tree for all commands, of which each command reads some sections."""
+"""The config: one tree for all commands; each command uses some of the sections."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ THIS_HOST = "this host"
 
 
 class Config(Settings):
-    """All sections of the core. A config has those that its command reads; the others are None (`READS`)."""
+    """All sections of the core. Sections that the command does not use are None (`READS`)."""
 
     command: ClassVar[str] = ""
 
@@ -80,12 +80,12 @@ class Config(Settings):
 
     @property
     def trains(self) -> bool:
-        """The command is `train`."""
+        """True for `train`."""
         return self.command == "train"
 
     @property
     def acts(self) -> bool:
-        """The command has rollouts."""
+        """True if the command has rollouts."""
         return self.has("rollout")
 
     @property
@@ -122,7 +122,7 @@ class Config(Settings):
         return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 
     def has(self, section: str) -> bool:
-        """Return whether the command reads a section."""
+        """Return whether the command uses a section."""
         return section in type(self).model_fields
 
     def typed(self, name: str) -> bool:
@@ -132,16 +132,16 @@ class Config(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Sections of the config that a command reads, and conditions of their keys."""
+    """Sections of the config that a command uses, and conditions of their keys."""
 
     sections: str
-    """Names of its sections in addition to `seed`; extensions add theirs."""
+    """Names of the sections in addition to `seed`; extensions can add sections."""
     dry_run: str = ""
     """`module:function` that returns the lines of `--dry-run` from the config."""
     plays: tuple[str, ...] = ("train", "eval")
-    """Splits of the environment that it runs."""
+    """Splits of the environment in which the command runs episodes."""
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Conditions for keys that have no effect without them, as in `Settings.needs`."""
+    """Conditions under which keys have an effect, as in `Settings.needs`."""
 
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
@@ -214,7 +214,7 @@ READS: dict[str, Reads] = {
 
 
 def reads(command: str, section: str) -> bool:
-    """Return whether a command reads a section of the core."""
+    """Return whether a command uses a section of the core."""
     return section == "seed" or section in READS[command].sections.split()
 
 

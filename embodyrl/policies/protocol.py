@@ -74,7 +74,7 @@ class Policy(Protocol):
         """Return a chunk for each observation, without gradients.
 
         `noise` [B, L] contains one uniform number in [0, 1) per token (inverse-CDF sampling); None means greedy.
-        `temperature` overrides the request's (evaluation). A row's result depends only on the row, its index and the
+        In evaluations `temperature` overrides the request. A row's result depends only on the row, its index and the
         batch shape.
         """
         ...
@@ -210,7 +210,7 @@ class PolicyFactory(Protocol):
         ...
 
     def compare(self, cfg: Any, env: EnvSpec, folder: Path) -> None:
-        """Compare a config's model with the weights of a folder, by its small files. Optional.
+        """Compare a config's model with the weights in a folder, without reading the large files. Optional.
 
         Raises:
             CheckpointError: contains the first difference.

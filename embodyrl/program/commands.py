@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> Any:
     """Compose and check the config of `train`, `eval`, `collect` or `sft` from command-line arguments.
 
-    With `ckpt=RUN`, the config of that run is the base, as on the command line.
+    With `ckpt=RUN`, the config of run RUN is the base, as on the command line.
 
     Raises:
         ConfigError: one line per problem.

@@ -58,13 +58,13 @@ def take(request: LoadWeightsRequest, module: nn.Module, bucket_arena: Arena) ->
 
 
 def _weight(module: nn.Module, name: str) -> Tensor:
-    """Return a parameter or buffer; listing all of a large model for each bucket takes longer than its copies."""
+    """Return a parameter or buffer; listing all parameters for each bucket would take longer than copying them."""
     owner, _, attribute = name.rpartition(".")
     return getattr(module.get_submodule(owner), attribute)
 
 
 def _bucket(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Tensor:
-    """Return the bytes of a bucket that its parts take."""
+    """Return the number of bytes of a bucket that the parts of weights use."""
     return torch.from_numpy(bucket_arena[BUCKET][record])[: parts[-1].offset + _num_bytes(parts[-1])]
 
 

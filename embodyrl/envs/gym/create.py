@@ -144,7 +144,7 @@ def is_vector(cfg: GymSettings) -> bool:
 
 
 def prepare_rendering() -> None:
-    """Prepare libraries that render for a machine without a display."""
+    """Prepare rendering libraries for a machine without a display."""
     for prepare in RENDERING.every():
         prepare()
 

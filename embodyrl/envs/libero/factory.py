@@ -112,7 +112,7 @@ class ExpertGrasps(StrEnum):
 
 
 class SettleGripper(StrEnum):
-    """Command of the gripper while objects settle."""
+    """Gripper command while objects settle."""
 
     open = "open"
     hold = "hold"
@@ -135,7 +135,7 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
     settle_gripper: SettleGripper = SettleGripper.open
-    """Command of the gripper in these steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
+    """Gripper command in the settling steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of
     the hand, which is easier to learn for policies that predict the actions of a chunk independently)."""

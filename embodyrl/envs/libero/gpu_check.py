@@ -1,4 +1,4 @@
-"""GPU check of LIBERO: the time of a chunk, physics and rendering separately."""
+"""GPU check of LIBERO: time of an action chunk, with physics and rendering measured separately."""
 
 import os
 import time
@@ -22,11 +22,11 @@ CHECK = GpuCheck(
 )
 _SUITE, _CHUNK, _CHUNKS = "libero_10", 8, 3
 _SLOW = 1.5
-"""Ratio to the assumed time above which a measured one is reported."""
+"""Ratio of measured to assumed time above which a warning is reported."""
 
 
 def check_chunk() -> GpuResult:
-    """Step and render one task with both physics loops.
+    """Step and render one task with each of the two physics loops.
 
     Raises:
         MissingDependencyError: LIBERO, the OpenGL library or the assets are missing.
@@ -83,7 +83,7 @@ def _measure(parts: GpuParts, *, fast: bool, on_gpu: bool) -> str:
 
 
 def _time(call: Callable[[], None]) -> tuple[float, float]:
-    """Return CPU and wall seconds."""
+    """Return the CPU seconds and the wall-clock seconds."""
     cpu, wall = time.process_time(), time.perf_counter()
     call()
     return time.process_time() - cpu, time.perf_counter() - wall

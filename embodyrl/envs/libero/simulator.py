@@ -88,7 +88,7 @@ class TaskSimulator:
             lean: Visuals for software rendering (see `lean.py`); states stay bit-identical.
             fast: The faster inner loop (see `fast.py`); states agree up to rounding.
             settle_steps: Steps after an initial state is set: objects are stored in the air and fall.
-            settle_open: Open the gripper in these steps; False: keep its command.
+            settle_open: Open the gripper while objects settle; False: send no gripper command.
         """
         self._settle_steps, self._settle_action = settle_steps, SETTLE_ACTION * settle_open
         from libero.libero.envs import OffScreenRenderEnv  # pyright: ignore[reportMissingImports]

@@ -27,7 +27,7 @@ _ENVS, _STEPS = 16, 20
 
 
 def check_batch() -> GpuResult:
-    """Start SAPIEN on the GPU, load PhysX for GPUs, and step a batch."""
+    """Start SAPIEN on the GPU, load the GPU library of PhysX, and step a batch."""
     parts = GpuParts()
     if problem := vulkan_problem("cuda"):
         parts.failures.append(f"SAPIEN cannot render on the GPU: {problem}")

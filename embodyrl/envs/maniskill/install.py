@@ -64,7 +64,7 @@ def vulkan_problem(device: str) -> str | None:
 
 
 def physx_file() -> Path:
-    """Return the path of PhysX for GPUs, which SAPIEN downloads."""
+    """Return the path of the GPU library of PhysX, which SAPIEN downloads."""
     found = run_isolated(_FIND_PHYSX)
     version = found.output.strip() if found.code == 0 else "VERSION"
     return Path.home() / ".sapien" / "physx" / version / PHYSX

@@ -1,4 +1,4 @@
-"""Answers of a text environment, and their rewards."""
+"""Interfaces of the replies of a text environment and of their rewards."""
 
 from dataclasses import dataclass
 

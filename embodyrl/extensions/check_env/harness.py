@@ -256,7 +256,7 @@ def trace_difference(one: Trace, other: Trace) -> str | None:
 
 
 _NEAR = 0.003
-"""Maximum difference of nearly equal episodes, relative to the largest number; of pixels, one grey level on average."""
+"""Tolerance for equal episodes, relative to the largest value; for pixels, a mean difference of one grey level."""
 
 
 def nearly_equal(one: Trace, other: Trace) -> bool:

@@ -29,14 +29,14 @@ from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
 _FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
-"""Keys that only apply to data sets of other programs."""
+"""Keys that only apply to data sets recorded by other programs."""
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
 
 
 PLAIN = DemonstrationSettings()
-"""Settings of a data set that contains its description."""
+"""Settings of a data set that contains the description of its environment."""
 
 
 def camera_column(data: DemonstrationSettings, camera: str) -> str:

@@ -22,7 +22,7 @@ from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
-"""Names of `ENV_FIELDS` that determine the shape and meaning of frames."""
+"""Names among `ENV_FIELDS` that determine the shape and meaning of frames."""
 _TOLERANCE_S = 1e-4
 """Largest deviation of a time stamp from frame_index / fps that readers of this layout accept."""
 

@@ -99,7 +99,7 @@ ENV_FIELDS = {
     "unnorm_key": "benchmark.unnorm_key",
     "max_episode_steps": "max_episode_steps",
 }
-"""Names in `meta/embodyrl.json`, and the attributes of the environment's specification."""
+"""Names in `meta/embodyrl.json`, and the attribute of the environment's specification for each."""
 
 
 def _env_to_json(env: EnvSpec) -> dict[str, Any]:

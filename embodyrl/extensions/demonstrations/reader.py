@@ -74,7 +74,7 @@ class Demonstrations:
         return self.action[self.window(steps, length)[0]]
 
     def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
-        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K] of steps in the episode.
+        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K]: inside the episode.
 
         Masked positions repeat the first or the last step of the episode.
         """

@@ -1,4 +1,4 @@
-"""Checks of `embodyrl doctor --gpu` that need no other extension."""
+"""Declarations of the checks of `embodyrl doctor --gpu` that need no other extension."""
 
 from embodyrl.findings import GpuCheck
 

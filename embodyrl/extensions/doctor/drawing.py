@@ -1,4 +1,4 @@
-"""Rendering on each GPU by EGL: device table, a frame, frames per second of several processes, memory of a context."""
+"""GPU check of EGL rendering: devices, a frame, frames per second of several processes, and memory of a context."""
 
 import subprocess
 import sys
@@ -18,9 +18,9 @@ from embodyrl.findings import GpuParts, GpuResult
 
 _MIB = 2**20
 _MOST = 32
-"""Maximum number of rendering processes."""
+"""Largest number of rendering processes that is measured."""
 _SCALES = 1.5
-"""Ratio to one process's frames per second below which several processes do not help."""
+"""Speed-up over one process below which the report says that more processes do not render faster."""
 _FRAMES = """
 import sys, time
 import mujoco
@@ -75,7 +75,7 @@ def check_drawing() -> GpuResult:
 
 
 def measure_frames(parts: GpuParts, backend: str, device: str, gpu: str) -> str:
-    """Measure the total frames per second of 1, 8 and as many processes as cores, and the GPU memory of a context."""
+    """Measure total frames per second with 1, 8, and one process per core, and the GPU memory of a context."""
     cores, said, rates = min(available_cores(), _MOST), list[str](), list[float]()
     for count in sorted({1, min(8, cores), cores}):
         before = _free(gpu)
@@ -100,7 +100,7 @@ def _free(gpu: str) -> int:
 
 
 def _frames(backend: str, device: str, count: int, gpu: str) -> tuple[float, int]:
-    """Return the frames per second of processes that render together, and the free memory while all have a context."""
+    """Return the total frames per second of concurrent processes, and the free memory while each has a context."""
     environ = rendering(backend, device)
     command = [sys.executable, "-c", _FRAMES]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -28,13 +28,13 @@ GPU_CHECKS: Registry[GpuCheck] = Registry(
 )
 _PACKAGES = ("torch", "transformers", "numpy", "peft", "mujoco", "robosuite", "sapien", "mani_skill", "vllm", "ray")
 _LOG_LINES = 40
-"""Lines of a failed check's log on the page."""
+"""Number of log lines of a failed check in the report."""
 
 
 def check_gpus(args: argparse.Namespace) -> int:
-    """Run the checks that `args.words` names, default all; return 3 if one fails.
+    """Run the checks named in `args.words` (default: all); return 3 if a check fails.
 
-    The JSON file is rewritten after each check; the page of Markdown follows at the end.
+    The JSON file is rewritten after each check; the Markdown report is written at the end.
     """
     chosen = _chosen(args.words)
     path = Path(args.out or "gpu_report.json").absolute()
@@ -86,7 +86,7 @@ def _header() -> dict[str, Any]:
 
 
 def _run(name: str, check: GpuCheck) -> dict[str, Any]:
-    """Return the entry of a check, also if its process fails."""
+    """Return the report entry of a check, even if its process fails."""
     begun, log = time.monotonic(), ""
     missing = [module for module in check.needs if find_spec(module) is None]
     if check.needs_gpu and not visible_gpus():
@@ -105,7 +105,7 @@ def _run(name: str, check: GpuCheck) -> dict[str, Any]:
 
 
 def _keep_rates(report: dict[str, Any], path: Path) -> str:
-    """Write the measured rates for predictions; return a sentence about them."""
+    """Save the measured rates for predictions; return a sentence about the saved rates."""
     measured: dict[str, dict[str, float]] = {}
     for entry in report["checks"]:
         measured |= entry["measured"]
@@ -124,7 +124,7 @@ def _line(entry: dict[str, Any]) -> str:
 
 
 def page_of(report: dict[str, Any]) -> list[str]:
-    """Return the report as Markdown for a bug report: all results, values, and logs of what failed."""
+    """Return the results as Markdown for a bug report: all results and values, and the logs of failed checks."""
     packages = ", ".join(f"{name} {version}" for name, version in report["packages"].items())
     gpus = [
         f"GPU {gpu['number']}: {gpu['name']}, {gpu['free'] / 2**30:.1f} of {gpu['total'] / 2**30:.1f} GiB free, "

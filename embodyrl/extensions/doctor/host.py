@@ -1,4 +1,4 @@
-"""Limits of a host: shared memory, ulimits, control groups, cores, and the NUMA node of each GPU."""
+"""Check of a host's limits: shared memory, ulimits, control groups, cores, and the NUMA node of each GPU."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def _limit(value: int) -> str:
 
 
 def cgroup_limits() -> dict[str, str]:
-    """Return the limits of this process's control groups and all their parents, by file."""
+    """Return the limits of this process's control groups and all parent groups, by file."""
     found = {}
     for controller in ("memory", "cpu", "pids", "cpuset"):
         for folder, unified in control_groups(controller):
@@ -66,7 +66,7 @@ def cgroup_limits() -> dict[str, str]:
 
 
 def parse_cpus(text: str) -> set[int]:
-    """Return the numbers of a list of CPUs.
+    """Return the CPU numbers in a list such as `0-2,8`.
 
     >>> sorted(parse_cpus("0-2,8"))
     [0, 1, 2, 8]

@@ -1,4 +1,4 @@
-"""Collectives between processes that each have one GPU, like the ranks of a run."""
+"""GPU check of collectives: one process per GPU, as for the ranks of a training run."""
 
 import json
 import os
@@ -37,10 +37,10 @@ def check_links() -> GpuResult:
 
 
 def measure_links(parts: GpuParts, gpus: tuple[str, ...], backend: str, size: int) -> str:
-    """Run one process for each GPU; return a sentence about seconds and transports.
+    """Run one process for each GPU; return a sentence with the seconds and transports.
 
     Raises:
-        RuntimeError: a process failed; the message contains the end of its log.
+        RuntimeError: a process failed; the message contains the last lines of its log.
     """
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)
@@ -87,7 +87,7 @@ def _start(folder: Path, rank: int, world: int, gpu: str, port: int, backend: st
 
 
 def take_part(out: str, rank: str, world: str, backend: str, size: str) -> None:
-    """Run as one rank and write the median seconds of each collective."""
+    """Run as one rank and write the median time of each collective in seconds."""
     device = torch.device("cuda:0" if backend == "nccl" else "cpu")
     dist.init_process_group(backend, rank=int(rank), world_size=int(world), timeout=timedelta(seconds=_JOIN_S))
     count = int(size) // 2 // int(world)

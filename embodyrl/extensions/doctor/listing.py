@@ -15,7 +15,7 @@ _MORE = "driver_version,pci.bus_id,pcie.link.gen.max,pcie.link.width.max,clocks.
 
 
 def check_devices() -> GpuResult:
-    """Compare the lists of GPUs, by UUID where possible, and read the free memory of each."""
+    """Compare the three lists of GPUs, by UUID where possible, and read the free memory of each GPU."""
     parts, visible, listed = GpuParts(), visible_gpus(), query_gpus()
     parts.note("visible", list(visible))
     parts.note("nvidia-smi", [f"{gpu.number} {gpu.uuid} {gpu.name}" for gpu in listed])
@@ -66,13 +66,13 @@ def _compare(parts: GpuParts, visible: tuple[str, ...], listed: tuple[Gpu, ...])
 
 
 def _uuid(properties: object) -> str:
-    """Return a UUID as `nvidia-smi` prints it; empty in versions of torch that have none."""
+    """Return a GPU's UUID in the format of `nvidia-smi`; empty for versions of torch without UUIDs."""
     found = str(getattr(properties, "uuid", ""))
     return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
 
 
 def details() -> str:
-    """Return what `nvidia-smi` reports about driver, PCI, clocks and power, and its list of GPUs and slices."""
+    """Return the output of `nvidia-smi` about driver, PCI, clocks and power, and its list of GPUs and MIG slices."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return "there is no nvidia-smi"

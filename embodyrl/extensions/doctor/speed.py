@@ -1,4 +1,4 @@
-"""Rates of a device: matrix products, copies, and an optimizer step that continues a CPU checkpoint."""
+"""GPU check of speed: matrix products, copies, and an optimizer step from a checkpoint written on the CPU."""
 
 import time
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from embodyrl.policies.tensors import best_device
 GIB = 2**30
 _SECONDS = 1.0
 _SLOW = 0.6
-"""Share of the assumed rate below which a measured one is reported."""
+"""Ratio of measured to assumed rate below which a warning is reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rates of a device, per second."""
+    """Measured rates of a device, per second."""
 
     flops: float
     """FLOP/s of a large matrix product."""
     bandwidth: float
-    """Bytes read and written by a large copy."""
+    """Bytes per second, read plus written, of a large copy."""
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device."""
+    """Wait until all work of the device is done."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
@@ -66,7 +66,7 @@ def measure_limits(device: str, dtype: torch.dtype, seconds: float) -> Limits:
 
 
 def check_speed() -> GpuResult:
-    """Measure each visible GPU."""
+    """Measure the speed of each visible GPU."""
     best_device()  # raises torch's reason if it cannot use the GPUs
     parts, lines = GpuParts(), list[str]()
     for number in range(torch.cuda.device_count()):
@@ -75,7 +75,7 @@ def check_speed() -> GpuResult:
 
 
 def measure_device(parts: GpuParts, device: str, name: str) -> str:
-    """Measure one device; return a sentence. Its rates are those of the slowest device of its name."""
+    """Measure one device; return a sentence. Among devices with the same name, the slowest rates are kept."""
     rates, said = dict[str, float](), [f"{device} ({name})"]
     on_gpu = device.startswith("cuda")
     with parts.part(f"{device} products and copies"):
@@ -122,7 +122,7 @@ def _host_copies(parts: GpuParts, device: str) -> str:
 
 
 def resume_adam(device: str) -> None:
-    """Continue AdamW on a device from the state of a CPU; the next step must agree.
+    """Continue AdamW on a device from a state saved on the CPU; the next step must agree with that on the CPU.
 
     Raises:
         AssertionError: a state tensor is on another device, or the weights differ.

@@ -1,1 +1,1 @@
-"""Rendering of MuJoCo on this machine: EGL on a GPU, OSMesa on the CPU."""
+"""Choice of MuJoCo's rendering library on this machine: EGL on a GPU, OSMesa on the CPU."""

@@ -152,7 +152,7 @@ def without_egl_device() -> Iterator[None]:
 
 
 def rendering(backend: str, device: str) -> dict[str, str]:
-    """Return the environment variables of a process that renders."""
+    """Return the environment variables for rendering processes."""
     # PyOpenGL keeps the platform of the first imported backend, also in child processes.
     environ = {name: value for name, value in os.environ.items() if name != "PYOPENGL_PLATFORM"}
     return environ | {"MUJOCO_GL": backend} | ({_EGL_ID: device} if device else {})

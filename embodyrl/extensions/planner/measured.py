@@ -1,4 +1,4 @@
-"""Rates measured by `embodyrl doctor --gpu`, in a file of the user's cache, from which predictions are computed."""
+"""Rates measured by `embodyrl doctor --gpu`, stored in the user's cache and used for predictions."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from embodyrl.files import json_text, write_atomically
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Rates of a GPU or an environment, and the report that they are from."""
+    """Measured rates of a GPU or an environment, and the path of the report."""
 
     rates: Mapping[str, float]
     report: str
@@ -31,7 +31,7 @@ def rates_file() -> Path:
 
 
 def read_measured() -> dict[str, Measured]:
-    """Return the measurements by name; empty without a readable file."""
+    """Return the measurements by name; empty if the file is missing or unreadable."""
     try:
         return _FILE.validate_json(rates_file().read_bytes())
     except (OSError, ValidationError):
@@ -39,7 +39,7 @@ def read_measured() -> dict[str, Measured]:
 
 
 def keep_measured(found: Mapping[str, Mapping[str, float]], report: Path, day: str) -> None:
-    """Add measurements to the file; those of the same name are replaced.
+    """Add measurements to the file; older measurements of the same name are replaced.
 
     Raises:
         OSError: the cache cannot be written.

@@ -22,7 +22,7 @@ class Speed:
     bandwidth: float
     """Memory bandwidth, bytes."""
     source: str = ""
-    """Report in which the rates were measured."""
+    """Path of the report with the measured rates; empty: assumed rates."""
 
 
 SPEEDS = (
@@ -45,7 +45,7 @@ SPEEDS = (
 float32 accumulation."""
 UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
-"""Time of inference over the time of its matrix products: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
+"""Ratio of inference time to the time of the matrix products alone: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
 TRAINING = 2.2
 """The same for an update: 1.8 in micro-batches of 16 with recomputed layers, 2.6 to 2.8 of 8 without
 (docs/results/gpu.md)."""
@@ -70,7 +70,7 @@ class Rates:
     known: bool
     """True if the GPUs of this host are in the table."""
     chunk_source: str = ""
-    """Report in which the time of an env chunk was measured."""
+    """Path of the report with the measured time of an environment chunk; empty: assumed time."""
 
     def lines(self, samples: int) -> list[tuple[str, str]]:
         """Return name and text of the lines of a dry run."""
@@ -173,7 +173,7 @@ def _source(one: Measured) -> str:
 
 
 def _speed(gpus: Gpus, measured: Mapping[str, Measured]) -> Speed | None:
-    """Return the rates of the slowest GPU that is visible; None if one of them is neither measured nor in the table."""
+    """Return the rates of the slowest visible GPU; None if a visible GPU is neither measured nor in the table."""
     fitting = [_measured_speed(kind, measured) or known_speed(kind) for kind in gpus.kinds]
     known = [one for one in fitting if one is not None]
     return min(known, key=lambda one: one.flops) if known and len(known) == len(fitting) else None

@@ -1,4 +1,4 @@
-"""Placement of the components of a run on hosts."""
+"""Assignment of the components of a run to hosts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Videos of episodes."""
+"""Recording of episodes as videos."""

@@ -1,4 +1,4 @@
-"""Rows of text tasks, and the images in their messages."""
+"""Rows of text tasks, and images in messages."""
 
 import re
 from collections.abc import Sequence

@@ -33,18 +33,18 @@ _VALUE_BYTES = 32
 
 @dataclass(frozen=True)
 class TextRows:
-    """Rows of one or two sources. Picklable: other processes read the sources again."""
+    """Rows of one or two sources. Picklable: after unpickling, another process reads the sources again."""
 
     cfg: RowSettings
     name: str
     held_out: int
-    """Rows at the end that are held out for evaluation."""
+    """Number of rows at the end that are held out for evaluation."""
     repeated: int = 0
     """Validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
     """UTF-8 bytes of the longest conversation of a row."""
     prompt_tokens: int = 0
-    """Tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
+    """Number of tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
     keep: IntArray | None = field(default=None, compare=False)
     """Indices of rows below the length limit; None: all rows."""
     pictures: int = 0
@@ -147,7 +147,7 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
 
 
 def _undivided(rows: Sequence[TextRow], keep: IntArray, held_out: int) -> int:
-    """Return the number of held-out rows after rows of a divided group are moved to training."""
+    """Return the number of held-out rows, reduced so that no group has rows in both training and validation."""
     border = len(keep) - held_out
     while 0 < border < len(keep):
         before, after = (rows[i].group for i in keep[border - 1 : border + 1])

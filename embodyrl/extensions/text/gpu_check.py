@@ -1,4 +1,4 @@
-"""GPU check of vLLM: versions, and an engine of 0.5B that generates, sleeps, and loads new weights."""
+"""GPU check of vLLM: versions, and an engine with 0.5B parameters: generation, sleep mode, and new weights."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ CHECK = GpuCheck(
 )
 _GIB = 2**30
 _GAP = 0.1
-"""Rounding in bfloat16 changes log-probabilities by less."""
+"""Tolerance for log-probabilities, above the rounding error of bfloat16."""
 _SIZES = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -36,13 +36,13 @@ _SIZES = {
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
-"""Sizes of a public 0.5B model."""
+"""Layer sizes of a public model with 0.5B parameters."""
 _TEXTS = ("What is 3 plus 4?", "Name a colour.")
 _REPLY = 32
 
 
 def check_vllm() -> GpuResult:
-    """Import vLLM, compare versions, and run a policy whose replies vLLM generates.
+    """Import vLLM, compare versions, and test a policy whose replies vLLM generates.
 
     Raises:
         MissingDependencyError: vLLM cannot be imported.
@@ -94,7 +94,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vllm") -> str:
-    """Generate, sleep, change the weights, wake up and generate again; memory and seconds of each."""
+    """Generate, sleep, change the weights, wake up and generate again; record memory and seconds of each step."""
     import torch
 
     from embodyrl.config.shared import Precision

@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Numbers n up to the largest with n mod 5 = 3 occur in validation only, all others in training only."""
+"""Numbers n up to the largest: those with n mod 5 = 3 occur only in validation, all others only in training."""
 _TRIES = 100
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")

@@ -1,4 +1,4 @@
-"""Hidden states of replies to repeated prompts: each prompt passes through the network once, also for gradients."""
+"""Hidden states of replies to repeated prompts: each distinct prompt is computed once, also for gradients."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from embodyrl.policies.causal_lm.prompts import Prompt, pad_left
 from embodyrl.policies.tensors import on_device
 
 _PAYS = 0.5
-"""Share of the tokens that is left, at most: a second forward pass has a cost."""
+"""Largest fraction of remaining tokens for which sharing is used, because a second forward pass has a cost."""
 
 
 def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
     """Return True if sharing at least halves the tokens and the model supports it.
 
     Args:
-        net: not sharded: ranks of a sharded model need the same number of forward passes.
-        prompts: of each reply; equal ones are the same object.
-        longest: tokens of the longest reply.
+        net: unsharded model, because the ranks of a sharded model need equal numbers of forward passes.
+        prompts: prompt of each reply; equal prompts are the same object.
+        longest: number of tokens of the longest reply.
     """
     width, unique = max(map(len, prompts)), len({id(p) for p in prompts})
     left = unique * width + len(prompts) * (longest - 1)

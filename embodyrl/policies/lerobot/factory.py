@@ -34,7 +34,7 @@ class LeRobotFactory(ABC):
     config: ClassVar[type[LeRobotConfig]]
     settings: ClassVar[Any]
     network: ClassVar[str]
-    """package.module:class of the network, which takes the config."""
+    """package.module:class of the network, constructed with the config."""
 
     @abstractmethod
     def features(self, config: Any) -> int:

@@ -238,7 +238,7 @@ class OftConfig:
     random_init: bool
     """True if the folder requests random initial weights instead of containing weights."""
     random_on_device: bool
-    """Generate them on the model's device: fast, but other weights on each kind of device; for measurements."""
+    """Generate the weights on the model's device: fast, but the values depend on the kind of device; for benchmarks."""
 
     @property
     def image_size(self) -> int:

@@ -27,7 +27,7 @@ class DiscreteTokens:
         acting: Callable[[ModelInputs], tuple[Tensor, Tensor]],
         tokenizer: ActionTokenizer,
     ) -> None:
-        """Set up the head with a forward pass, possibly compiled, and one without gradients, possibly a CUDA graph."""
+        """Store the forward pass (may be compiled) and the forward pass without gradients (may be a CUDA graph)."""
         self._model, self._forward, self._acting, self._tokenizer = model, forward, acting, tokenizer
         self._columns = model.action_columns
         self._chunk = model.options.cfg.num_action_chunks, model.options.cfg.action_dim

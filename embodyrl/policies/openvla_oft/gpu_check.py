@@ -1,4 +1,4 @@
-"""GPU check of OpenVLA-OFT: acting, scoring, CUDA graphs and training of a 7B model with two layers."""
+"""GPU check of OpenVLA-OFT: rollouts, log-probabilities, CUDA graphs and training with two layers of the 7B model."""
 
 import tempfile
 import time
@@ -26,9 +26,9 @@ from embodyrl.types import PolicyCosts, PolicyOutput
 _GIB = 2**30
 _LAYERS, _BATCH = 2, 8
 _GAP = 0.05
-"""Rounding in bfloat16 changes log-probabilities by less."""
+"""Tolerance for log-probabilities, above the rounding error of bfloat16."""
 _PEAK = 0.15
-"""Relative difference of peak memory from the plan that is reported."""
+"""Relative difference between measured and planned peak memory above which a warning is reported."""
 
 
 def check_policy() -> GpuResult:
@@ -37,7 +37,7 @@ def check_policy() -> GpuResult:
 
 
 def measure_policy(parts: GpuParts, device: str, size: str) -> GpuResult:
-    """Build the policy with and without CUDA graphs, act, score and train."""
+    """Build the policy with and without CUDA graphs; measure rollouts, log-probabilities and training."""
     said: list[str] = []
     with parts.part("norms"):
         said.append(_norms(parts, device))
@@ -72,7 +72,7 @@ def _settings(folder: Path, *, adapted: bool, recorded: bool = False) -> OftSett
 
 @contextmanager
 def _built(parts: GpuParts, device: str, size: str, *, adapted: bool, recorded: bool = False) -> Iterator[list[Policy]]:
-    """Provide a list with a policy, whose memory is freed at the end; it is empty if building fails."""
+    """Yield a list with the policy and free its memory at the end; the list is empty if construction fails."""
     holder: list[Policy] = []
     with tempfile.TemporaryDirectory() as name:
         write_checkpoint(Path(name), size, _LAYERS)
@@ -123,7 +123,7 @@ def _noise(batch: int, seed: int) -> np.ndarray:
 
 
 def _act(parts: GpuParts, holder: list[Policy], device: str, name: str) -> tuple[PolicyOutput, str]:
-    """Compare log-probabilities of acting with those of scoring, and measure the time of acting."""
+    """Compare log-probabilities from `act` and from `score`, and measure the time of `act`."""
     (policy,) = holder
     obs, noise = observe(_BATCH), _noise(_BATCH, 1)
     out = policy.act(obs, noise=noise)
@@ -141,7 +141,7 @@ def _act(parts: GpuParts, holder: list[Policy], device: str, name: str) -> tuple
 
 
 def _replay(parts: GpuParts, holder: list[Policy], device: str, plain: PolicyOutput | None) -> str:
-    """Act by recordings: equal for equal inputs, and equal to the plain forward pass of the same weights."""
+    """Act with CUDA graphs: results must repeat for equal inputs and agree with the forward pass without graphs."""
     (policy,) = holder
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
@@ -164,7 +164,7 @@ def _replay(parts: GpuParts, holder: list[Policy], device: str, plain: PolicyOut
 
 
 def _train(parts: GpuParts, holder: list[Policy], device: str, name: str, costs: PolicyCosts) -> str:
-    """Take optimizer steps; compare the peak of memory with the plan."""
+    """Take optimizer steps; compare peak memory with the plan."""
     (policy,) = holder
     planned = planned_bytes(costs, _BATCH)
     on_gpu = device.startswith("cuda")
@@ -207,9 +207,9 @@ def _train(parts: GpuParts, holder: list[Policy], device: str, name: str, costs:
 
 
 def planned_bytes(costs: PolicyCosts, batch: int) -> int:
-    """Return the planned peak of memory of an optimizer step on one GPU.
+    """Return the planned peak memory of an optimizer step on one GPU.
 
-    Trained weights are float32, with gradients and moments; frozen weights and copies for autocast are bfloat16.
+    Trained weights, their gradients and moments are float32; frozen weights and copies for autocast are bfloat16.
     """
     activations = batch * costs.activation_bytes + costs.scoring_bytes[0]
     if costs.num_trained is not None:

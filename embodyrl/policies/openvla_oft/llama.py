@@ -21,7 +21,7 @@ from embodyrl.policies.openvla_oft.config import LlamaSpec
 
 
 def linears(layers: Sequence[nn.Module], x: Tensor, onto: Tensor | None = None) -> list[Tensor]:
-    """Return outputs [..., out] of layers with one input x [..., in]; `onto` [..., out] is added to a single output."""
+    """Return outputs [..., out] of linear layers with one input x [..., in]; `onto` [..., out] is added to one."""
     half = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     if not x.is_cuda or not all(hasattr(layer, "lora_A") for layer in layers):
         out = [layer(x) for layer in layers]

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights and observations of noise, for measurements of speed and memory."""
+"""Checkpoints with random weights and observations of noise, for benchmarks of speed and memory."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ LARGE = {
     "text_config": {"model_type": "llama", "vocab_size": 32064},
     RANDOM_INIT_KEY: RANDOM_ON_DEVICE,
 }
-"""The public sizes of 7B. On a CPU a thread generates a billion weights in ten seconds, on a GPU in milliseconds."""
+"""Layer sizes of the public 7B model. A CPU thread generates a billion weights in 10 s, a GPU in milliseconds."""
 ENV = EnvSpec(
     name="synthetic",
     action=ActionSpec(dim=7),
@@ -33,9 +33,9 @@ def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
     """Write a checkpoint folder without weights, which are initialised randomly.
 
     Args:
-        folder: existing folder.
-        size: tiny (the shipped checkpoint), or 7b.
-        layers: of the language model; None: all.
+        folder: an existing folder.
+        size: `tiny` (size of the included checkpoint) or `7b`.
+        layers: number of layers of the language model; None: all.
     """
     source = assets_dir() / "openvla_oft_tiny"
     for path in source.iterdir():
@@ -47,6 +47,6 @@ def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
 
 
 def observe(batch: int) -> Observation:
-    """Return observations of `ENV` with images of noise, the same in each call."""
+    """Return observations of `ENV` with noise as images, equal in each call."""
     images = np.random.default_rng(0).integers(0, 256, (batch, 1, 256, 256, 3), dtype=np.uint8)
     return Observation(images=images, state=np.zeros((batch, 0), np.float32), instructions=(TASK,) * batch)

@@ -73,7 +73,7 @@ class SteeringActor(nn.Module):
 
 
 class HeadedModule(nn.Module):
-    """A network, and the heads that RL adds to it."""
+    """A network with the heads that RL adds."""
 
     def __init__(self, network: Any) -> None:
         super().__init__()

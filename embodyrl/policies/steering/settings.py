@@ -74,7 +74,7 @@ class SteeringShape:
 
     @classmethod
     def correcting(cls, cfg: ResidualSettings, hidden: int, action_dim: int) -> "SteeringShape":
-        """Return the shape for corrections of actions with A dimensions, by an actor with `hidden` more features."""
+        """Return the actor's shape for corrections of A-dimensional actions; `hidden`: additional input features."""
         actions = cfg.num_action_chunks
         return cls(
             features=hidden + actions * action_dim,

@@ -1,4 +1,4 @@
-"""Sizes of a network's weights, from its module on the meta device. Importing this module does not import torch."""
+"""Sizes of a network's weights, from the module on the meta device. Importing this file does not import torch."""
 
 import contextlib
 import hashlib
@@ -29,13 +29,13 @@ _known: dict[str, Mapping[str, "WeightSize"]] = {}
 
 
 class WeightSize(NamedTuple):
-    """Size of one parameter."""
+    """Shape of one parameter."""
 
     shape: tuple[int, ...]
     trained: bool
-    """False for a part of the checkpoint that the output does not depend on."""
+    """False for a parameter in the checkpoint that does not affect the output."""
     adaptable: bool
-    """Weight of a linear layer or a convolution."""
+    """True for the weight of a linear layer or a convolution, which LoRA can adapt."""
 
     @property
     def count(self) -> int:
@@ -54,9 +54,9 @@ def count(weights: Mapping[str, WeightSize], *prefixes: str) -> int:
 
 
 def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightSize]:
-    """Return the size of each parameter of a network by its name.
+    """Return the size of each parameter of a network by name.
 
-    In a process without torch, such as the driver of a run, another process measures them, once for each network.
+    Without torch in this process, as in the driver of a run, a child process measures the sizes once per network.
 
     Args:
         network: package.module:class of the module.

@@ -37,7 +37,7 @@ def gsm8k_flexible(prompt: str, response: str, reference: str) -> float:
 
 
 def number(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response is one number and nothing else, right or wrong: a format reward."""
+    """Return 1 if the response is only a number, correct or not: a format reward."""
     return float(re.fullmatch(r"\s*[-+]?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?\s*", response) is not None)
 
 

@@ -71,7 +71,7 @@ def overlong_penalty(tokens: int, *, limit: int, buffer: int, factor: float) -> 
 
 @dataclass
 class RewardJudge:
-    """Computes rewards of replies. Each env worker unpickles its own, whose processes start with the first answers."""
+    """Computes rewards of replies. Each env worker unpickles a copy, whose processes start with the first replies."""
 
     cfg: JudgeSettings
     names: tuple[str, ...]
