@@ -287,7 +287,7 @@ class Algorithm:
         return loss, Measured(rows=rows, sums=sums)
 
     def _terms(self, units: Units) -> LossTerms:
-        """Compute the policy loss of each unit; reject a loss that is already reduced, or has no terms."""
+        """Compute the policy loss of each unit; reject a loss that is already averaged, or that returns no terms."""
         terms = self._loss.compute(units, self.loss_settings)
         if not isinstance(terms, LossTerms):
             found = f"returned {type(terms).__name__}, expected LossTerms(loss=..., ratio=..., clipped=...)"
