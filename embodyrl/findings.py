@@ -62,7 +62,7 @@ class GpuParts:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Context that records an exception as a failed part, with the traceback among the values."""
+        """Record an exception of the block as a failed part, with the traceback among the values."""
         print(f"{name} ...", file=sys.stderr, flush=True)  # noqa: T201
         try:
             yield

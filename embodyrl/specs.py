@@ -124,7 +124,7 @@ class TextSpec:
     instructed: bool = True
     """True if the environment has instructions; False: `EnvSpec.tasks` are names."""
     prompt_bytes: int = 0
-    """UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
+    """Number of UTF-8 bytes of the longest instruction; 0: the longest of `EnvSpec.tasks`."""
     prompt_tokens: int = 0
     """Number of tokens of the longest instruction for the run's language model; 0: estimated from `prompt_bytes`."""
     roles: tuple[tuple[str, ...], ...] = ()
@@ -301,7 +301,7 @@ class PolicyCosts:
     num_trained: int | None = None
     """Number of additional trained parameters (adapters); None: all parameters are trained."""
     activation_bytes: int = 0
-    """Bytes stored by the forward pass of a sample for its backward pass."""
+    """Number of bytes that the forward pass of a sample stores for the backward pass."""
     recomputed_bytes: int = 0
     """Bytes stored with actor.gradient_checkpointing: the inputs of all layers."""
     largest_layer: tuple[int, int] = (0, 0)
@@ -311,7 +311,7 @@ class PolicyCosts:
     scoring_bytes: tuple[int, int] = (0, 0)
     """Bytes of log-probabilities, independent of the batch: logits of a vocabulary; the same with recomputed layers."""
     acting_bytes: int = 0
-    """Bytes of acting per sample of a batch: the widest layer, or keys and values of replies."""
+    """Number of bytes per sample of an inference batch: the widest layer, or keys and values of replies."""
     sample_tokens: int = 1
     """Number of tokens of the longest sample, as in `Record.cost`."""
     forward_flops: float = 0.0

@@ -61,11 +61,11 @@ class AlgorithmSettings(ActingAlgorithm):
     loss: SkipJsonSchema[Settings | None] = None
     """Settings of the loss; None: the defaults."""
     group_size: Annotated[int, Field(ge=1, le=65536)] = 8
-    """Episodes per group; all episodes of a group share a reset id."""
+    """Number of episodes per group; all episodes of a group share a reset id."""
     rollout_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of rollouts of all env slots per training step."""
     update_epoch: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Passes over the collected batch."""
+    """Number of passes over the collected batch."""
     loss_agg_func: AggregationMode = "token-mean"
     """Aggregation of token losses: mean or sum over tokens, sequences or the batch."""
     logprob_type: TokenLevel = TokenLevel.token_level

@@ -151,7 +151,7 @@ class InferRequest(Request):
     temperature: float | None = None
     """Sampling temperature; None: the training temperature."""
     padded_size: int = 0
-    """Fixed batch size; 0: number of tickets."""
+    """Fixed batch size; 0: the number of tickets."""
     rows: Sequence[int] | IntArray = ()
     """Rows of the tickets in the batch of fixed size."""
 

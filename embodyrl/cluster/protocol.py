@@ -140,7 +140,7 @@ class Launcher(Protocol):
         ...
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """Send a request; its reply is due within `timeout_s` after the reply to the worker's previous one."""
+        """Send a request; the reply is due within `timeout_s` after that to the worker's previous request."""
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:

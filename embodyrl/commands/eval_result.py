@@ -31,7 +31,7 @@ class TaskResult:
     states: int
     """Number of different initial states."""
     solved: int | None
-    """Share of states with at least one success; None: the environment does not report success."""
+    """Number of states with at least one success; None: the environment does not report success."""
     voted: float | None
     """Share of states whose most frequent final answer is correct; None: one answer per state, or no text."""
     effective_episodes: float
@@ -50,7 +50,7 @@ class TaskResult:
     suite: str = ""
     """Results per task suite, if there are several."""
     number: int = -1
-    """The task's number in its suite."""
+    """Number of the task in the suite."""
 
     @property
     def rate(self) -> Rate:
@@ -72,7 +72,7 @@ class EvalResult:
     """Results and files of an evaluation."""
 
     dropped: int
-    """Episodes dropped after repeated worker crashes; the results exclude them."""
+    """Number of episodes dropped after repeated worker crashes; the results exclude them."""
     overall: TaskResult
     """Results of the environment's own suite."""
     tasks: tuple[TaskResult, ...]

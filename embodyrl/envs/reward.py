@@ -153,10 +153,10 @@ class StepReward:
             value = self._function(step)
             # The parts are columns of metrics and records, which are allocated before the first step.
             if isinstance(value, Mapping) and {*value} != {*self._names}:
-                raise ValueError(f"it returned the components {', '.join(value)}, not {', '.join(self._names)}")
+                raise ValueError(f"the function returned {', '.join(value)}, not {', '.join(self._names)}")
             parts = [float(value[name]) for name in self._names] if isinstance(value, Mapping) else [float(value)]
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
-                raise ValueError(f"it returned {value!r:.80}, not {len(self._names)} finite number(s)")
+                raise ValueError(f"the function returned {value!r:.80}, not {len(self._names)} finite number(s)")
         except Exception as error:  # errors of a user's function are counted and reported
             parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300]
         return [*parts, *([simulated] if self._adds else []), float(why is not None)], why

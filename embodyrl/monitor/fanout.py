@@ -62,7 +62,7 @@ class BackgroundMonitor(Monitor):
             self._hand_on(None)
         self._thread.join(self._close_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"its last calls did not finish within {self._close_s:g} s and are lost")
+            raise TimeoutError(f"the last calls did not finish within {self._close_s:g} s and are lost")
         if self._failure is not None:
             raise self._failure
 

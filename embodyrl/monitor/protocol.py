@@ -20,7 +20,7 @@ class RunInfo:
     offline: bool = False
     """Write local files only, without contacting a server."""
     total_steps: int = 0
-    """Training steps of the whole run; 0 if there is no training."""
+    """Number of training steps of the whole run; 0 if there is no training."""
     resume_step: int | None = None
     """First step that this process logs; rows of this and later steps of an earlier process are discarded."""
     tasks: Sequence[str] = ()

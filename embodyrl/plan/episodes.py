@@ -36,7 +36,7 @@ class EpisodeList:
     num_slots: int
     """Number of slots for the episodes, in all env workers."""
     max_episode_steps: int
-    """Env steps after which an episode is truncated."""
+    """Number of env steps after which an episode is truncated."""
     ignore_terminations: bool
     """Continue after a success until the time limit."""
     waves: tuple[Wave, ...]

@@ -20,7 +20,7 @@ class Resources:
     engine_share: float = 0.4
     """Fraction of a GPU's memory for vLLM."""
     checkpoint: int = 0
-    """Bytes of a checkpoint on disk; 0: unknown."""
+    """Size of a checkpoint on disk in bytes; 0: unknown."""
 
     def facts(self, run_plan: Any) -> list[tuple[str, str]]:
         """Return name and text of the lines of `--dry-run` about memory and speed.

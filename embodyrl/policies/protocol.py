@@ -35,7 +35,7 @@ class PolicyRequest:
 
     env: EnvSpec
     value_dim: int = 0
-    """V: 0 (no value head), 1 or K."""
+    """V: number of values per chunk, 0 (no value head), 1 or K."""
     temperature: float = 1.0
     device: str
     seed: int

@@ -18,7 +18,7 @@ class ModelSettings(Settings):
     model_type: str
     """Policy: a registered name or package.module:attr."""
     num_action_chunks: Annotated[int, Field(ge=1, le=100_000)] = 8
-    """K: actions per inference of the policy."""
+    """K: number of actions per inference of the policy."""
 
     @property
     def weights(self) -> str | None:

@@ -49,7 +49,7 @@ class RolloutResult:
     tickets: dict[int, IntArray] = field(default_factory=dict)
     """Records of each episode by episode id; empty without records."""
     dropped: int = 0
-    """Planned episodes that were dropped after repeated worker crashes."""
+    """Number of planned episodes that were dropped after repeated worker crashes."""
     filtered: list[Episode] = field(default_factory=list)
     """Filtered episodes that refill groups replaced; their records are freed."""
     refills: int = 0
@@ -174,7 +174,7 @@ class Rollout:
         self._spent[slot] += chunks
 
     def left(self, slot: int) -> int:
-        """Return the remaining chunk steps of an idle slot in this wave; `NO_QUOTA`: unlimited."""
+        """Return the number of chunk steps left for an idle slot in this wave; `NO_QUOTA`: unlimited."""
         return NO_QUOTA if self._quota is None else self._quota - self._spent[slot]
 
     def ended(self) -> None:

@@ -58,7 +58,7 @@ class Slot:
     """Fields `KEPT` of the chunks so far, without records."""
     started: float = 0.0
     room: int = NO_QUOTA
-    """Remaining chunk steps of the quota at the start of the episode."""
+    """Number of chunk steps left in the quota at the start of the episode."""
     open: Open | None = None
     """Cut episode that the simulator still contains; only while idle."""
     earlier: EarlierPart | None = None

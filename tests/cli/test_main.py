@@ -139,7 +139,7 @@ def test_train_help_lists_every_option_and_common_keys(capsys: pytest.CaptureFix
             assert option in text
     assert "* openvla_oft_tiny" in text
     assert "algorithm.group_size: int = 8" in text
-    assert "Episodes per group; all episodes of a group share a reset id." in text
+    assert "Number of episodes per group; all episodes of a group share a reset id." in text
 
 
 @pytest.mark.needs("demonstrations", "doctor", "reporting", "serving", "templates")

@@ -76,7 +76,7 @@ NONSENSE = [
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("words", NONSENSE, ids=[w[:50] for w in NONSENSE])
-def test_malformed_override_is_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_override_gives_one_line_and_exit_code_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", *words.split(), "--dry-run"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1

@@ -104,7 +104,7 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
     names = tuple(found)
     matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
     if not matching:
-        raise ConfigError(f"env.suite={cfg.suite} is not in env.id={cfg.id}: {', '.join(names) or 'it is empty'}.")
+        raise ConfigError(f"env.suite={cfg.suite} is not in env.id={cfg.id}: {', '.join(names) or 'empty'}.")
     chosen = found.pop(matching[0])
     for other in found.values():
         if other is not chosen and hasattr(other, "close"):

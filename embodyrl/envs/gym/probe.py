@@ -59,7 +59,7 @@ class Probe:
     instruction: str | None = None
     """Instruction of the first episode; None: no instruction."""
     goals: bool = False
-    """True if the environment computes the rewards of other goals."""
+    """True if the environment can compute rewards for relabelled goals."""
 
 
 WARNINGS: Registry[Callable[[gymnasium.Space[Any], Sequence[Any], Any], Iterable[str]]] = Registry(

@@ -43,7 +43,7 @@ SEEDS = 100_000
 _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding="utf-8"))
 
 BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
-"""Tasks whose initial states are numbered placements instead of seeds, and their number."""
+"""Number of initial states of tasks whose initial states are numbered placements instead of seeds."""
 
 HAND_CAMERA = "hand_camera"
 

@@ -53,7 +53,7 @@ class Axis(StrEnum):
 
 
 class Skill(StrEnum):
-    """Skill of a task."""
+    """Skill that a task requires."""
 
     touch = "touch"
     push = "push"

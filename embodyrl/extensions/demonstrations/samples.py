@@ -23,7 +23,7 @@ class Samples:
     valid: BoolArray
     """[M, K] True for actions of the episode; the others repeat its first or last action."""
     history: int = 1
-    """Observed steps of a sample, oldest first."""
+    """Number of observed steps of a sample."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1

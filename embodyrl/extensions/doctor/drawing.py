@@ -20,7 +20,7 @@ _MIB = 2**20
 _MOST = 32
 """Largest number of rendering processes that is measured."""
 _SCALES = 1.5
-"""Speed-up over one process below which the report says that more processes do not render faster."""
+"""Minimum speed-up over one process; below it the report contains "more processes do not render faster"."""
 _FRAMES = """
 import sys, time
 import mujoco

@@ -39,14 +39,14 @@ class MemoryPlan:
     weights: int
     """Weights, and during training also their average, if the policy uses it."""
     gathered: int
-    """Full weights while acting, if training shards them."""
+    """Full weights during rollouts, if training shards the weights."""
     reference: int
     gradients: int
     optimizer: int
     activations: int
     """Activations of a micro-batch: backward pass plus log-probabilities."""
     in_use: int
-    """Gathered weights during sharded training."""
+    """Bytes of gathered weights during sharded training."""
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool

@@ -40,9 +40,9 @@ class TextRows:
     held_out: int
     """Number of rows at the end that are held out for evaluation."""
     repeated: int = 0
-    """Validation rows whose prompt also occurs in training; rows with images are not compared."""
+    """Number of validation rows whose prompt also occurs in training; rows with images are not compared."""
     prompt_bytes: int = 0
-    """UTF-8 bytes of the longest conversation of a row."""
+    """Number of UTF-8 bytes of the longest conversation of a row."""
     prompt_tokens: int = 0
     """Number of tokens of the longest prompt, with the chat template; 0: not counted, because no length is limited."""
     keep: IntArray | None = field(default=None, compare=False)

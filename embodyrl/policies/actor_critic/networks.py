@@ -187,7 +187,7 @@ class GaussianHead(nn.Module):
         return mean + deviation * self._linked(standard_normal(noise))
 
     def score(self, outputs: Tensor, choice: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log density and entropy of choices, all [B, K, A]."""
+        """Return the log density and the entropy of actions, all [B, K, A]."""
         mean, log_std = self.spread(outputs)
         log_std = log_std if temperature == 1.0 else log_std + math.log(temperature)
         if not self._correlation and not choice.requires_grad and torch.is_grad_enabled():

@@ -23,14 +23,14 @@ class NetShape:
     """All sizes and options that determine shapes and meaning of the weights."""
 
     state_dim: int
-    """S: dimensions of the state."""
+    """S: dimension of the state."""
     num_images: int
-    """C; 0: no convolutions."""
+    """C: number of images; 0: no convolutions."""
     image_size: tuple[int, int]
     """H and W, pixels."""
     action_kind: ActionKind
     sizes: tuple[int, ...]
-    """Categories of each action dimension; empty for `box`."""
+    """Number of categories of each action dimension; empty for `box`."""
     low: tuple[float | None, ...]
     high: tuple[float | None, ...]
     """Bounds of each action dimension; None: unbounded. Empty for discrete actions."""
@@ -57,7 +57,7 @@ class NetShape:
 
     @property
     def outputs(self) -> int:
-        """Outputs of the policy network per action: logits, or means and possibly deviations."""
+        """Number of outputs of the policy network per action: logits, or means and possibly deviations."""
         return sum(self.sizes) or self.action_dim * (2 if self.squashed else 1)
 
     @property
@@ -105,7 +105,7 @@ class NetShape:
         try:
             saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
             if "hidden" not in saved:
-                raise ValueError("it has no hidden layers")
+                raise ValueError("the network has no hidden layers")
         except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error}); use a folder saved by a run with model=mlp or model=cnn."

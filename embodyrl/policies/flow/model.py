@@ -96,9 +96,9 @@ class SiglipTower(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Initialise the weights for training from scratch.
 
-        Position embeddings: sine and cosine of column and row, from a quarter of a wave across the image to the finest
-        of the grid, with larger amplitudes for longer waves. Patch filters: random mixtures of their slowest cosines.
-        Blocks start as the identity.
+        Position embeddings: sine and cosine of column and row, from a quarter period across the image to the highest
+        frequency of the grid, with larger amplitudes at low frequencies. Patch filters: random mixtures of
+        low-frequency cosines. Blocks start as the identity.
         """
         for block in self.encoder["layers"]:  # type: ignore[union-attr]
             assert isinstance(block, SiglipBlock)

@@ -43,7 +43,7 @@ class FlowSettings(ResidualSettings):
     """Names of the environment's cameras with the views of the checkpoint's cameras, in the checkpoint's order;
     default: the checkpoint's names."""
     num_steps: Count = 10
-    """Euler steps from noise to an action chunk."""
+    """Number of Euler steps from noise to an action chunk."""
     greedy_start: GreedyStart = GreedyStart.zero
     """Initial noise of greedy actions: zero, or a random function of the observation's bytes (as in published
     evaluations, but reproducible)."""

@@ -39,7 +39,7 @@ class Feature(BaseModel):
 
 
 class LeRobotConfig(BaseModel):
-    """Keys of config.json that both policies have; unknown keys are kept in the file and ignored."""
+    """Keys of config.json that ACT and Diffusion Policy share; unknown keys are kept in the file and ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 

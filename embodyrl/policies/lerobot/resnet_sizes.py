@@ -16,7 +16,7 @@ EXPANSION = 4
 
 
 def last_channels(name: str) -> int:
-    """Return the channels of the last feature map."""
+    """Return the number of channels of the last feature map."""
     return WIDTHS[-1] * (1 if name in PLAIN else EXPANSION)
 
 

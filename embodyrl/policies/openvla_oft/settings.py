@@ -72,7 +72,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     action_std: Positive = 0.1
     """l1: initial standard deviation of normalised actions (-1..1) for RL; the standard deviation is learned."""
     num_diffusion_steps_inference: Annotated[int, Field(ge=1, le=50)] = 50
-    """Denoising steps of the diffusion head, at most 50 (the steps in training)."""
+    """Number of denoising steps of the diffusion head, at most 50 (the number in training)."""
     stochastic_steps: Stochastic = Stochastic.one
     """diffusion: train on one random step per chunk, or on all; each step costs a forward pass."""
     diffusion_eta: Share = 1.0

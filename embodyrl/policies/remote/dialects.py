@@ -214,7 +214,7 @@ class Names:
             raise MessageError(f"'{self.group}' must be a mapping of images. {_received(message)}")
         names: Sequence[Any] = list(held) if self.by_position else self.images
         if len(names) < count or any(name not in held for name in names[:count]):
-            wanted = f"{count} images" if self.by_position else ", ".join(f"'{name}'" for name in names[:count])
+            wanted = f"{count} image{'s' * (count > 1)}" if self.by_position else ", ".join(map(repr, names[:count]))
             raise MessageError(f"The observation lacks {wanted}. {_received(held)} Fix: list the keys in image_names.")
         pictures = tuple(np.asarray(held[name]) for name in names[:count])
         for name, picture in zip(names, pictures, strict=False):

@@ -104,8 +104,8 @@ class RemotePolicy(OnlyActs):
             raise self._error(f"the reply has actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
         if len(actions) < wanted[0]:
             raise self._error(
-                f"it returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but model.num_action_chunks="
-                f"{wanted[0]}. Fix: model.num_action_chunks={len(actions)}."
+                f"the server returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but "
+                f"model.num_action_chunks={wanted[0]}. Fix: model.num_action_chunks={len(actions)}."
             )
         return actions[: wanted[0]]
 
@@ -120,9 +120,9 @@ class RemotePolicy(OnlyActs):
         while time.monotonic() < due:
             said = self._receive()
             if not isinstance(said, dict) or not isinstance(payload := said.get("payload"), dict):
-                raise self._error("it does not support vla-eval's protocol. Fix: model.protocol=openpi.")
+                raise self._error("the server does not support vla-eval's protocol. Fix: model.protocol=openpi.")
             if said.get("type") == "error":
-                raise self._error(f"it reports: {str(payload.get('error', payload))[:2000]}")
+                raise self._error(f"the server reports: {str(payload.get('error', payload))[:2000]}")
             # By sequence number: a late reply to an earlier request must be ignored.
             if said.get("type") == kind and said.get("seq") == self._sequence:
                 return payload
@@ -132,7 +132,7 @@ class RemotePolicy(OnlyActs):
         try:
             self._socket.send(data)
         except Exception as error:  # websockets' own kinds and the system's
-            raise self._error(f"the connection was closed: {error}. Check its log.") from error
+            raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
 
     def _receive(self) -> Any:
         limit = self._cfg.answer_timeout_s
@@ -142,9 +142,9 @@ class RemotePolicy(OnlyActs):
             hint = " Fix: model.protocol=vla_eval, if the server expects a greeting." if not self._sequence else ""
             raise self._error(f"no reply for {limit:g} s (model.answer_timeout_s).{hint}") from error
         except Exception as error:
-            raise self._error(f"the connection was closed: {error}. Check its log.") from error
+            raise self._error(f"the connection was closed: {error}. Check the server's log.") from error
         if isinstance(data, str):  # openpi's servers report errors as text
-            raise self._error(f"it reports: {data[:2000].strip()}")
+            raise self._error(f"the server reports: {data[:2000].strip()}")
         try:
             return unpack(data)
         except MessageError as error:

@@ -44,7 +44,7 @@ class WeightSize(NamedTuple):
 
     @property
     def sides(self) -> int:
-        """Inputs plus outputs: parameters of an adapter of rank 1."""
+        """Number of inputs plus outputs: the parameters of an adapter of rank 1."""
         return self.shape[0] + math.prod(self.shape[1:])
 
 

@@ -132,7 +132,7 @@ def test_preset_dry_run_matches_the_record(preset, tmp_path, monkeypatch):
 
 
 def test_small_gpu_error_suggests_settings(tmp_path, monkeypatch):
-    """24 GB: keys at their minimum are not suggested, and software rendering frees the simulators' share."""
+    """24 GB: keys at their minimum are not suggested, and software rendering frees the GPU memory of the simulators."""
     pytest.importorskip("libero.libero")
     small = ("actor.micro_batch_size=1", "actor.gradient_checkpointing=true", "launcher.env_workers=8")
     words = (*small, "env.train.total_num_envs=16", "env.eval.total_num_envs=16")

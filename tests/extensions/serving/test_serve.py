@@ -136,7 +136,7 @@ def test_client_refuses_a_mismatched_server(openpi):
                 cameras=CameraSpec(names=("front",)),
             ),
         ).act(seen, noise=None)
-    with pytest.raises(EmbodyError, match=r"it reports: .*'observation/image'.*'pixels'"):
+    with pytest.raises(EmbodyError, match=r"the server reports: .*'observation/image'.*'pixels'"):
         build(openpi, ENV, image_names=["pixels"]).act(seen, noise=None)
     with pytest.raises(CheckpointError, match="its weights are on a server"):
         policy.load_weights(Path("anywhere"))
@@ -253,7 +253,7 @@ def test_vla_eval_episodes_run_one_action_at_a_time(vla_eval, openpi):
         say("observation", {"images": {}, "task_description": "x"}, 10)
         wrong = unpack(socket.recv(timeout=20))
         assert (wrong["type"], wrong["seq"]) == ("error", 10)
-        assert "expected 1 images" in wrong["payload"]["error"]
+        assert "lacks 1 image" in wrong["payload"]["error"]
         assert np.array_equal(ask(0, 11), chunks[0][0])
 
 

@@ -28,4 +28,4 @@ class JudgeSettings(Settings):
     timeout_s: Seconds = 5.0
     """Time limit per reply; after a timeout the reward is 0 and train/reward_errors increases."""
     workers: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Reward processes per env worker."""
+    """Number of reward processes per env worker."""

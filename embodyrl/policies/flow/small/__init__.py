@@ -31,9 +31,9 @@ class SmallFlowSettings(FlowSettings):
     """Keys of the small flow policy."""
 
     num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
-    """Euler steps from noise to an action chunk."""
+    """Number of Euler steps from noise to an action chunk."""
     num_images_in_input: Annotated[int, Field(ge=0, le=64)] = 1
-    """Camera images per query."""
+    """Number of camera images per query."""
     use_proprio: bool = True
     """Use proprioception as an input."""
 

@@ -20,7 +20,7 @@ class SmallConfig:
     layers: int = 3
     heads: int = 4
     planes: tuple[int, ...] = (32, 64)
-    """Channels of the convolutions; each convolution halves the image."""
+    """Number of channels of each convolution; each convolution halves the image."""
     maps: int = 32
     """Number of feature maps for spatial softmax."""
     vocabulary: int = 512
@@ -28,7 +28,7 @@ class SmallConfig:
     num_images: int = 0
     state_dim: int = 0
     action_width: int = 0
-    """A: dimensions of an action."""
+    """A: dimension of an action."""
 
     @classmethod
     def read(cls, folder: Path | None) -> tuple[Self, bool]:
