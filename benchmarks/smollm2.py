@@ -7,7 +7,8 @@ The settings are those of experiment=smollm2_arithmetic. The second command need
 for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
 of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and after.
 `--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy evaluation is
-then left out. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in embodyrl.
+then left out. embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given
+(a tiny entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in embodyrl.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def run_embodyrl(args: argparse.Namespace, out: Path) -> dict[str, Any]:
     ]
     if args.fixed:
         words += [f"algorithm.sampling_params.min_new_tokens={args.tokens}", "runner.val_check_interval=-1"]
+    if args.train_all:
+        words.append("algorithm.entropy_bonus=1e-9")
     if args.checkpointing:
         words.append("actor.gradient_checkpointing=true")
     steps: list[dict[str, float]] = []
@@ -187,6 +190,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12)
     parser.add_argument("--fixed", action="store_true", help="each reply has exactly --tokens tokens")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--train-all", action="store_true", help="embodyrl: also train groups with equal rewards")
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     import torch
