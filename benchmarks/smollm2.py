@@ -7,8 +7,11 @@ The settings are those of experiment=smollm2_arithmetic. The second command need
 for each step the CPU seconds of rollout, rewards and update (the reward processes of embodyrl included) and the tokens
 of the replies, the peak of the resident memory, and the greedy replies to the held-out rows before and after.
 `--tokens 64 --fixed` gives each reply exactly 64 tokens, which compares speed at equal tokens; the greedy evaluation is
-then left out. embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given
-(a tiny entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in embodyrl.
+then left out.
+
+embodyrl skips replies of groups with equal rewards, whose gradient is zero, unless `--train-all` is given (a tiny
+entropy bonus); TRL trains them. TRL checkpoints gradients by default; without `--checkpointing` that is off, as in
+embodyrl.
 """
 
 from __future__ import annotations
