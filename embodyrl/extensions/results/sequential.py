@@ -18,8 +18,8 @@ from pathlib import Path
 from embodyrl.cli.run import compose_with_ckpt
 from embodyrl.commands.eval_result import EvalResult
 from embodyrl.commands.evaluate import evaluate
+from embodyrl.config.compose import write_word
 from embodyrl.config.settings import plain
-from embodyrl.config.words import write_word
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.reporting.history import other_worlds
 from embodyrl.files import json_text

@@ -16,8 +16,8 @@ from embodyrl.extensions.results.table import open_table, read_card, score_text
 
 pytestmark = pytest.mark.timeout(900)
 TABLE = open_table(None)
-TINY = "train experiment=cartpole runner.max_steps=5 runner.val_check_interval=5 eval.episodes=10"
-"""Five steps: from a return of about 10 to more than 40, a second or two."""
+TINY = "train experiment=cartpole runner.max_steps=12 runner.val_check_interval=12 eval.episodes=10"
+"""Twelve steps: from a return of about 30 to several hundred."""
 
 
 def test_page_matches_the_cards() -> None:

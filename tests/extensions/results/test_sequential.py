@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,13 +74,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A trained and an untrained policy."""
     folder = tmp_path_factory.mktemp("policies")
     words = ("env.kwargs.goal=0.9", "actor.optim.lr=3e-3", "runner.save_interval=30", "env.train.total_num_envs=16")
-    return tuple(
-        str(train_toy(folder, *words, f"runner.max_steps={steps}", name=name))
-        for name, steps in (("untrained", 1), ("trained", 30))
-    )
+    untrained = train_toy(folder, *words, "runner.max_steps=1", name="untrained")
+    return str(untrained), str(train_toy(folder, *words, "runner.max_steps=5", name="trained"))
 
 
-def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, object]:
+def compared(folder: Path, runs: tuple[str, str], capsys: pytest.CaptureFixture[str], *more: str) -> dict[str, Any]:
     words = toy_words(folder, "launcher=inline", "runner.logger.backends=[]", *more, command="eval")
     words = [word for word in words if not word.startswith("runner.experiment_name=")]
     assert main(["eval", "--until-significant", *runs, *words, "--json"]) == 0
