@@ -9,8 +9,6 @@ Stats = dict[str, npt.NDArray[np.float64]]
 """min, max, mean, std, q01, q10, q50, q90, q99 and count of one feature."""
 
 QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-MAX_FRAMES = 16
-_MAX_SIDE = 150
 
 
 def vector_stats(values: np.ndarray) -> Stats:
@@ -27,11 +25,11 @@ def vector_stats(values: np.ndarray) -> Stats:
 
 
 def pixel_counts(frames: np.ndarray) -> IntArray:
-    """Count the values of each channel [3, 256] in a sample of the pixels of [T, H, W, 3] uint8."""
-    picked = frames[np.linspace(0, len(frames) - 1, min(len(frames), MAX_FRAMES)).round().astype(int)]
-    stride = max(1, frames.shape[1] // _MAX_SIDE)
-    pixels = picked[:, ::stride, ::stride].reshape(-1, 3)
-    return np.stack([np.bincount(channel, minlength=256) for channel in pixels.T])
+    """Count the values of each channel [3, 256] in all pixels of [T, H, W, 3] uint8."""
+    counts = np.zeros((3, 256), np.int64)
+    for frame in frames:  # `bincount` copies its input as int64
+        counts += [np.bincount(channel, minlength=256) for channel in frame.reshape(-1, 3).T]
+    return counts
 
 
 def image_stats(counts: IntArray, frames: int) -> Stats:

@@ -19,7 +19,7 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.frames import encode_mp4, encode_png
 from embodyrl.extensions.demonstrations.layout import Card, Demonstration, image_key
 from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
-from embodyrl.extensions.demonstrations.statistics import MAX_FRAMES, image_stats, pixel_counts, vector_stats
+from embodyrl.extensions.demonstrations.statistics import image_stats, pixel_counts, vector_stats
 from embodyrl.files import SCRATCH, by_number
 from embodyrl.types import FloatArray, IntArray
 
@@ -178,12 +178,15 @@ class DatasetWriter:
         rows = find_rows(self.root, self._episodes)
         widths = {layout.STATE: self.card.env.state_dim, layout.ACTION: self.card.env.action.dim, layout.REWARD: 1}
         vectors = {name: [read_vectors(rows, name, width)] for name, width in widths.items() if width}
-        if self.card.env.cameras.names and not any(key.startswith(_PIXELS) for key in self._episodes[0]):
+        height, width = self.card.env.cameras.size
+        pixels, summed = height * width, _summed(self._episodes, {})
+        whole = {key for key, (counts, frames) in summed.items() if (counts.sum(axis=1) == frames * pixels).all()}
+        if {image_key(camera) for camera in self.card.env.cameras.names} - whole:
             raise EmbodyError(
                 f"{self.root} was collected by an older version, whose image statistics cannot be extended. "
                 "Choose another collect.out; `embodyrl sft data.more` trains on both."
             )
-        return vectors, _summed(self._episodes, {})
+        return vectors, summed
 
     def _vectors_of(self, demonstration: Demonstration) -> dict[str, FloatArray]:
         d = demonstration
@@ -247,7 +250,7 @@ class DatasetWriter:
             row[f"{prefix}/from_timestamp"] = elapsed
             row[f"{prefix}/to_timestamp"] = elapsed + len(d) / self.card.fps
         row |= {f"meta/episodes/{name}": value for name, value in place.items()}
-        parts = {key: image_stats(counts, min(len(d), MAX_FRAMES)) for key, counts in pending.pixels.items()}
+        parts = {key: image_stats(counts, len(d)) for key, counts in pending.pixels.items()}
         parts |= {key: vector_stats(values) for key, values in self._vectors_of(d).items()}
         for key, stats in parts.items():
             row |= {f"stats/{key}/{name}": value.tolist() for name, value in stats.items()}
@@ -289,13 +292,13 @@ def _number(row: dict[str, Any]) -> int:
 
 
 def _summed(rows: Sequence[dict[str, Any]], before: dict[str, tuple[IntArray, int]]) -> dict[str, tuple[IntArray, int]]:
-    """Add up the counts of pixel values of episodes, and the number of counted frames, by feature."""
+    """Add up the counts of pixel values and the lengths of episodes, by feature."""
     found = dict(before)
     for row in rows:
         for key in (column.removeprefix(_PIXELS) for column in row if column.startswith(_PIXELS)):
             counts, frames = found.get(key, (np.zeros((3, 256), np.int64), 0))
             more = np.asarray(row[f"{_PIXELS}{key}"], np.int64).reshape(3, 256)
-            found[key] = counts + more, frames + min(row["length"], MAX_FRAMES)
+            found[key] = counts + more, frames + row["length"]
     return found
 
 

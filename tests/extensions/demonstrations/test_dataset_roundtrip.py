@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from demos import ENV, card, demonstration
 
@@ -193,9 +195,37 @@ def test_statistics_cover_all_written_frames(tmp_path: Path) -> None:
     assert {name: float(ramp[name][0]) for name in QUANTILES} == {"q01": 1, "q10": 10, "q50": 50, "q90": 90, "q99": 99}
     two = np.array([0, 200], np.uint8).reshape(2, 1, 1, 1).repeat(3, axis=3)
     assert image_stats(pixel_counts(two), 2)["q50"].ravel().tolist() == pytest.approx([100 / 255] * 3)
-    frames = np.zeros((40, 4, 4, 3), np.uint8)
-    frames[-1] = 255
-    assert image_stats(pixel_counts(frames), 40)["max"].ravel().tolist() == [1, 1, 1], "the end is looked at as well"
+
+
+def test_image_statistics_cover_every_pixel_of_every_frame(tmp_path: Path) -> None:
+    parts = [demonstration(n, length) for n, length in enumerate((40, 3, 121))]
+    rng = np.random.default_rng(0)
+    for part in parts:
+        part.images[:] = rng.integers(0, 256, part.images.shape) ** 2 // 256
+    write(tmp_path, parts[:2])
+    write(tmp_path, parts[2:])
+    found = json.loads((tmp_path / "meta/stats.json").read_text())
+    for c, camera in enumerate(ENV.cameras.names):
+        stats = found[f"observation.images.{camera}"]
+        pixels = np.concatenate([part.images[:, c] for part in parts]).reshape(-1, 3) / 255.0
+        assert stats["count"] == [164]
+        assert np.ravel(stats["mean"]) == pytest.approx(pixels.mean(axis=0))
+        assert np.ravel(stats["std"]) == pytest.approx(pixels.std(axis=0))
+        for name, q in QUANTILES.items():
+            assert np.ravel(stats[name]) == pytest.approx(np.quantile(pixels, q, axis=0))
+    for row, part in zip(read_episodes(tmp_path), parts, strict=True):
+        assert row[f"stats/observation.images.{camera}/count"] == [len(part)]
+
+
+def test_sampled_image_statistics_of_an_older_version_are_not_extended(tmp_path: Path) -> None:
+    write(tmp_path, [demonstration(0, 20)])
+    column = f"embodyrl/pixels/observation.images.{ENV.cameras.names[0]}"
+    path = next((tmp_path / "meta/episodes").rglob("*.parquet"))
+    rows = pq.read_table(path).to_pylist()
+    rows[0][column] = [count // 2 for count in rows[0][column]]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(EmbodyError, match="older version, whose image statistics cannot be extended"):
+        write(tmp_path, [demonstration(1, 20)])
 
 
 def test_constant_values_in_an_episode_do_not_narrow_quantiles(tmp_path: Path) -> None:
