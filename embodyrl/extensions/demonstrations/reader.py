@@ -19,7 +19,7 @@ from embodyrl.extensions.demonstrations.rows import Rows, find_rows, frame_times
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.files import available_bytes, available_cores
-from embodyrl.types import BoolArray, ByteArray, FloatArray, IntArray
+from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
 _MEMORY_SHARE = 0.8
 """Maximum share of the free memory for decoded frames."""
@@ -180,13 +180,28 @@ def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
     values = values[np.isfinite(values)]
     low, high = sorted((gripper.open, gripper.closed))
     slack, found = 0.02 * (high - low), np.unique(values)
-    binary = len(found) == 2 and not np.allclose(found, (low, high), atol=slack)
-    if len(found) and (binary or found[0] < low - slack or found[-1] > high + slack):
+    between = len(found) < 3 and ((found > low + slack) & (found < high - slack)).any()
+    if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
         raise ConfigError(
             f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {root} is "
             f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values that open and close, or set "
             "data.gripper_index."
         )
+
+
+def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tuple[str, ...]:
+    """Describe gripper actions [N, A] that are constant, or cover at most half of the range of the convention."""
+    if gripper is None or not len(action):
+        return ()
+    values = action[:, gripper.index]
+    low, high = float(values.min()), float(values.max())
+    if high - low > 0.52 * abs(gripper.open - gripper.closed):
+        return ()
+    shown = f"is always {low:g}" if low == high else f"is in {low:g}..{high:g} only"
+    return (
+        f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} of the data {shown}. Check "
+        "data.gripper and data.gripper_index.",
+    )
 
 
 def _read_frames(

@@ -91,7 +91,8 @@ class _Sft:
         held_out = len(self.material.validation or ())
         samples = ("samples", f"{len(self.material.train)} for training, {held_out} held out{self.material.left_out}")
         where = [("output", str(folder.root)), folder.following]
-        session.announce([*self.facts, samples, *where], self._total_steps())
+        warnings = [("warning", doubt) for doubt in self.material.doubts]
+        session.announce([*self.facts, samples, *warnings, *where], self._total_steps())
         request = PolicyRequest(
             env=self.material.env,
             device="auto",

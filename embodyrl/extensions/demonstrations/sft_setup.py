@@ -18,8 +18,13 @@ from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
-from embodyrl.extensions.demonstrations.layout import INFO_PATH
-from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.layout import INFO_PATH, is_ours
+from embodyrl.extensions.demonstrations.reader import (
+    Demonstrations,
+    gripper_doubts,
+    join_demonstrations,
+    load_demonstrations,
+)
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
 from embodyrl.extensions.demonstrations.statistics import vector_stats
@@ -51,6 +56,8 @@ class Material:
     model: ModelSettings
     train: Samples
     validation: Samples | None
+    doubts: tuple[str, ...] = ()
+    """Warnings about the data."""
 
     @property
     def left_out(self) -> str:
@@ -137,7 +144,10 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
         episodes = len(np.unique(np.searchsorted(demos.stop, steps, side="right")))
         entry = data_statistics(train.actions[:, train.history - 1], demos.state[steps], env, episodes)
         model = with_statistics(cfg.model, source, folder, key, entry)
-    return Material(env=env, policy=spec, model=model, train=train, validation=validation)
+    # An environment of this package may have a gripper that a task does not need.
+    foreign = not is_ours(resolve_asset(str(cfg.data.path)))
+    doubts = gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()
+    return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
 
 
 def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:

@@ -19,6 +19,8 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import OWN
 from embodyrl.extensions.demonstrations.reader import Demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.sft_setup import load_material
+from embodyrl.plan.config import load_config
 from embodyrl.types import GripperConvention
 
 STEPS = [(e, t) for e, length in enumerate(LENGTHS) for t in range(length)]
@@ -282,6 +284,33 @@ def test_gripper_convention_must_match_the_actions(tmp_path: Path) -> None:
             load_demonstrations(root, DemonstrationSettings(gripper=ends))
     with pytest.raises(ConfigError, match=r"data.gripper_index=7"):
         load_demonstrations(root, DemonstrationSettings(gripper=[1, 0], gripper_index=7))
+
+
+@pytest.mark.parametrize(
+    ("ends", "values", "warning"),
+    [
+        ([-1, 1], [1.0], "action -1 of the data is always 1"),
+        ([0, 1], [0.0, 0.1, 0.45], "action -1 of the data is in 0..0.45 only"),
+        ([-1, 1], [0.0, 0.3, 1.0], "action -1 of the data is in 0..1 only"),
+        ([1, 0], [0.3, 0.9, 1.0], None),
+        ([1, 0], [0.0, 1.0], None),
+    ],
+)
+def test_sft_warns_of_a_gripper_that_hardly_moves(tmp_path: Path, ends: Any, values: Any, warning: Any) -> None:
+    columns = {"action": lambda e, t: [0.1, 0.01 * t, values[t % len(values)]], "observation.state": numbers(4)}
+    root = write_set(tmp_path / "set", columns=columns)
+    cfg = load_config("sft", [f"data.path={root}", f"data.gripper={ends}".replace(" ", ""), "model=cnn"])
+    doubts = load_material(cfg, tmp_path / "start").doubts
+    assert [warning] == [text.partition(". ")[0].partition(": ")[2] for text in doubts] if warning else not doubts
+    assert all(text.startswith(f"data.gripper=[{ends[0]},{ends[1]}]: ") for text in doubts)
+
+
+@pytest.mark.parametrize(("ends", "values"), [([0, 1], [-1.0, 1.0]), ([-1, 1], [0.0]), ([-1, 1], [0.0, 1.0])])
+def test_gripper_actions_outside_the_convention_are_an_error(tmp_path: Path, ends: Any, values: Any) -> None:
+    columns = {"action": lambda e, t: [0.1, 0.2, values[t % len(values)]], "observation.state": numbers(4)}
+    root = write_set(tmp_path / "set", columns=columns)
+    with pytest.raises(ConfigError, match=rf"data.gripper=\[{ends[0]},{ends[1]}\]: action -1 in "):
+        load_demonstrations(root, DemonstrationSettings(gripper=ends))
 
 
 @pytest.mark.parametrize(
