@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-_GROUP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
+_GROUP = r"(?:,(?:\\!)?|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
 _DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _SIGN = r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$\u20ac\u00a3])?"
 _PART = r"(?:\{{(?P<{0}>-?[0-9]+)\}}|(?P<{0}_short>[0-9]))"
@@ -16,6 +16,9 @@ _NUMBER = re.compile(
     )""",
     re.VERBOSE,
 )
+_SPACED = re.compile(r"(?<![\w.^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
+"""A number with plain spaces between groups of three digits; the flexible patterns of verl and lm-eval do not accept it
+in text, their comparisons of boxes do."""
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{([^{}]*)\}")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _BESIDE = re.compile(
@@ -63,7 +66,7 @@ def first_number(text: str) -> Values:
 def only_number(text: str) -> Values:
     """Return the values of a text that is one number, possibly after `x =` and with a unit; empty for other texts."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
-    text = _UNIT_POWER.sub("", text)
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
     found = list(numbers(text))
     if len(found) != 1:
         return frozenset()

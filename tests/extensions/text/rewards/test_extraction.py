@@ -73,8 +73,12 @@ REPLIES = [
     ("#### 50%", "50", 1, 1),
     ("1e3", "1000", 0, 1),
     ("#### 0", "0", 1, 1),
+    ("#### 1 000", "1000", 0, 0),
+    ("It is 1 000.", "1000", 0, 0),
+    ("It is 1\u202f000.", "1000", 0, 1),
 ]
-LATE = REPLIES[-5][0]
+THIN = REPLIES[-1][0]
+LATE = next(reply for reply, *_ in REPLIES if len(reply) > 300)
 VALUES = {"#### 12.0", "#### 12.00"}
 """Replies equal to 12 as numbers, not as text."""
 DIFFER = {
@@ -82,11 +86,11 @@ DIFFER = {
     "verl strict": {*VALUES, "#### 12.", "#### 1234", LATE},
     "verl flexible": {
         *(*VALUES, "#### 12.", "The answer is 12.", "It costs $12.50", "18-4", "1e3", LATE),
-        *("#### 1234", "#### 1,234", "1,234 cars"),
+        *("#### 1234", "#### 1,234", "1,234 cars", THIN),
     },
     # lm-eval takes the first of several ####, and compares text without commas, $ and a last point.
     "lm-eval strict": {*VALUES, "#### 5\nNo, wait.\n#### 12", "#### 12\nNo, wait.\n#### 5"},
-    "lm-eval flexible": {*VALUES, "It costs $12.50", "18-4", "1e3"},
+    "lm-eval flexible": {*VALUES, "It costs $12.50", "18-4", "1e3", THIN},
 }
 """Replies with other verdicts in verl or lm-eval."""
 
@@ -171,6 +175,12 @@ def test_gsm8k_matches_published_patterns_with_known_exceptions(name: str):
         (r"\boxed{90^\circ}", "90", 1),
         (r"\boxed{\$12}", "12", 1),
         (r"\boxed{100{,}000}", "100000", 1),
+        (r"\boxed{1 000}", "1000", 1),
+        (r"\boxed{-12 345 000.5 \text{ m}}", "-12345000.5", 1),
+        (r"\boxed{10,\!000}", "10000", 1),
+        (r"\boxed{1000}", r"1 000", 1),
+        (r"\boxed{5 100/101}", "605/101", 1),
+        (r"\boxed{1 00}", "100", 0),
         (r"\boxed{50\%}", "50", 1),
         (r"\boxed{0.5}", r"50\%", 1),
         (r"\boxed{-\frac{3}{4}}", "-0.75", 1),
