@@ -33,8 +33,14 @@ def page_text(table: Table) -> str:
         assert row.recipe is not None
         seeds = ",".join(map(str, row.recipe.seeds))
         lines.append(f"- {row.recipe.title}: `embodyrl {row.recipe.command}` with `seed={seeds}`")
-    if imported := [row for row in rows if row.recipe is None]:
+    if imported := [row for row in rows if row.recipe is None and "imported" in row.cards[0]]:
         lines += ["", "## Results of other tools", "", *_markdown(_IMPORTED, map(_imported, imported))]
+    if others := [row for row in rows if row.recipe is None and "imported" not in row.cards[0]]:
+        lines += ["", "## Other cards", "", "Controls and single runs, named on the pages of results.", ""]
+        cells = (
+            (f"[{r.name}]({CARDS}/{r.name}.md)", *(score_text(r.cards, end) for end in (BEFORE, AFTER))) for r in others
+        )
+        lines += _markdown(("card", "before", "after"), cells)
     if claimed := [row.recipe for row in rows if row.recipe and not row.cards]:
         lines += ["", "## Claimed without a card", "", "The run folders of these results no longer exist.", ""]
         cells = ((_linked(one.title, one.page), one.claimed or "not run", f"`{one.command}`") for one in claimed)

@@ -46,7 +46,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table: a recipe, or an imported result, with its cards in the order of their seeds."""
+    """One row of the table: a recipe, an imported result, or a control, with its cards in the order of their seeds."""
 
     name: str
     cards: tuple[Card, ...]
@@ -80,16 +80,11 @@ class Table:
         return tuple(read_card(path) for path in paths if path.is_file())
 
     def rows(self) -> list[Row]:
-        """Return all rows: recipes in their order, then imported results by name."""
+        """Return all rows: recipes in their order, then other cards by name."""
         rows = [Row(recipe.name, self.stored(recipe), recipe) for recipe in self.recipes.values()]
         named = {recipe.run_name(seed) for recipe in self.recipes.values() for seed in recipe.seeds}
         others = [path for path in sorted((self.folder / CARDS).glob("*.json")) if path.stem not in named]
-        for path in others:
-            card = read_card(path)
-            if "imported" not in card:
-                raise ConfigError(f"{path}: no recipe has this name and seed. Add it to {RECIPES}, or remove the card.")
-            rows.append(Row(path.stem, (card,)))
-        return rows
+        return rows + [Row(path.stem, (read_card(path),)) for path in others]
 
 
 def open_table(folder: Path | None) -> Table:
