@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import embodyrl
+from embodyrl.config.settings import flat, plain
 from embodyrl.errors import ConfigError
 from embodyrl_migrate.source import Source
 from embodyrl_migrate.tables import (
@@ -72,7 +73,7 @@ class Migration:
     @property
     def flat(self) -> dict[str, Any]:
         """The values of the config by dotted key, with paths of another machine."""
-        return {**flatten(self.config), **{key: self.settings[key] for key in self.local}}
+        return {**flat(plain(self.config)), **{key: self.settings[key] for key in self.local}}
 
     @property
     def local(self) -> list[str]:
@@ -84,21 +85,6 @@ class Migration:
         """Number of keys of the file by state."""
         found = Counter(verdict.state for verdict in self.verdicts if not verdict.is_default)
         return {state: found[state] for state in STATES}
-
-
-def flatten(config: Any) -> dict[str, Any]:
-    """Return the values of a config by dotted key."""
-    found: dict[str, Any] = {}
-
-    def walk(node: Mapping[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            if isinstance(value, Mapping) and value:
-                walk(value, f"{prefix}{name}.")
-            else:
-                found[prefix + name] = value
-
-    walk(config.model_dump(mode="json"), "")
-    return found
 
 
 def translate(source: Source, folder: str | None = None) -> Migration:
@@ -403,11 +389,11 @@ def _words(groups: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
 
 def without_defaults(result: Migration) -> dict[str, Any]:
     """Return the settings without those that repeat the values of the chosen groups; the config stays the same."""
-    wanted = flatten(result.config)
-    plain = flatten(_compose(result.groups, {}))
+    wanted = flat(plain(result.config))
+    unset = flat(plain(_compose(result.groups, {})))
     kept = {
         key: value
         for key, value in result.settings.items()
-        if key in LOCAL_KEYS or (key in wanted and plain.get(key) != wanted[key])
+        if key in LOCAL_KEYS or (key in wanted and unset.get(key) != wanted[key])
     }
-    return kept if flatten(_compose(result.groups, kept)) == wanted else result.settings
+    return kept if flat(plain(_compose(result.groups, kept))) == wanted else result.settings
