@@ -19,7 +19,7 @@ pytest.importorskip("mujoco")
     ("frame", "backend", "words"),
     [
         (Frame("NVIDIA H100/PCIe/SSE2"), "egl", "a GPU renders"),
-        (Frame("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "finds no GPU, llvmpipe"),
+        (Frame("llvmpipe (LLVM 15.0.6, 256 bits)"), "osmesa", "finds no GPU and selects llvmpipe"),
         (Frame(problem="SIGSEGV"), "osmesa", "does not render on the GPU: SIGSEGV"),
     ],
 )

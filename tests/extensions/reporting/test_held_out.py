@@ -68,7 +68,7 @@ def test_evaluation_reports_states_used_by_its_run(tmp_path: Path) -> None:
     chain = lines(tmp_path, f"ckpt={later}", "env.eval.state_ids=[2,2]", command="eval")
     assert f"none of these initial states is used by training of {later}" in chain
     assert f"training of {run} uses 1, validation of {run} uses 0;" in chain
-    assert "unknown: what assets/" in lines(tmp_path, "ckpt=assets/openvla_oft_tiny", command="eval")
+    assert "unknown: the training data of assets/" in lines(tmp_path, "ckpt=assets/openvla_oft_tiny", command="eval")
     # An exported folder says it of itself, also in another place.
     exported = export(run, 2, tmp_path / "exported", overrides=["trust=true"])
     told = lines(tmp_path, f"ckpt={exported}", "env.eval.state_ids=[0,2]", command="eval")

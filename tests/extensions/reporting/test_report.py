@@ -174,7 +174,7 @@ def test_repeated_episodes_do_not_increase_significance() -> None:
     after = played(*((s, 1000 + k, True, 1.0) for k in range(10) for s in range(5)))
     assert str(after.score()) == f"100.0 % [{100 * wilson(5, 5)[0]:.1f}, 100.0] (50/50, 5 states)"
     line = pair(before.episodes, after.episodes).sentence(("A", "B"))
-    assert "only B 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
+    assert "only B: 50; McNemar over 5 states p = 0.0625 (no significant difference)" in line
 
 
 def test_return_is_reported_if_success_is_unknown() -> None:

@@ -145,7 +145,7 @@ def test_user_components_add_their_own_keys(tmp_path):
     assert all(line in saved for line in ("softness: 0.5", "width: 16", "reach: 0.3", "effort: 0.5"))
     shown = embodyrl(tmp_path, "show", "algorithm.softness", *parts, *conf, package=package)
     assert "softness: float = 0.2" in shown
-    assert "counts half of what it would" in shown
+    assert "the loss saturates" in shown
     with pytest.raises(AssertionError, match="softness=-1: must be a number greater than 0"):
         embodyrl(tmp_path, "train", *parts, "algorithm.softness=-1", *conf, package=package)
     tests = [f"my_{kind}/tests" for kind in PARTS[2:]]

@@ -148,9 +148,9 @@ def test_unreadable_data_sources_are_errors(tmp_path: Path):
         with pytest.raises(ConfigError, match=message):
             open_rows(RowSettings(path=str(tmp_path / path)), tokenizer=None)
     for kwargs, message in (
-        ({"sise": 3}, "refuses"),
-        ({"size": "x"}, "refuses"),
-        ({"rows": "x"}, "refuses"),
+        ({"sise": 3}, "rejects"),
+        ({"size": "x"}, "rejects"),
+        ({"rows": "x"}, "rejects"),
         ({"letters": ""}, "returns no rows with"),
     ):
         with pytest.raises(ConfigError, match=rf"{message} data\.kwargs"):

@@ -140,7 +140,7 @@ def _cut_header(folder):
 
 def _lose_shard(folder):
     (folder / SHARD).unlink()
-    return rf"lacks {SHARD}, which model\.safetensors\.index\.json names \(3 shards"
+    return rf"lacks {SHARD}, which model\.safetensors\.index\.json lists \(3 shards"
 
 
 def _break_index(folder):

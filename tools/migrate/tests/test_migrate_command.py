@@ -17,6 +17,7 @@ from embodyrl_migrate.tables import MigrationError, load_system, systems
 from embodyrl_migrate.translate import translate
 
 import embodyrl
+from embodyrl.config.tree import options
 
 ROOT = Path(__file__).parents[3]
 DATA = Path(__file__).parent / "data"
@@ -121,7 +122,7 @@ def test_the_experiment_does_not_repeat_defaults(run: Any, tmp_path: Path) -> No
     assert outcome.settings is not None
     assert "clip_ratio_low" not in outcome.settings.get("algorithm", {})
     cfg = embodyrl.compose("train", "experiment=simplevla_rl_libero", config_dirs=[tmp_path])
-    assert (cfg.algorithm.clip_ratio_low, cfg.algorithm.group_size, cfg.actor.optim.lr) == (0.2, 8, 4e-6)
+    assert (cfg.algorithm.loss.clip_ratio_low, cfg.algorithm.group_size, cfg.actor.optim.lr) == (0.2, 8, 4e-6)
 
 
 def test_unsupported_keys_are_printed(run: Any) -> None:
@@ -225,7 +226,7 @@ def test_migration_tables_name_existing_groups(system: str) -> None:
     cases = [case for question in found.identity for case in question["cases"]]
     assert [case for case in cases if "refuse" in case and not case.get("nearest")] == []
     parts = [pair for part in (*cases, *found.keys["kinds"]) for pair in part.get("groups", {}).items()]
-    assert [pair for pair in parts if not (ROOT / "conf" / pair[0] / f"{pair[1]}.yaml").is_file()] == []
+    assert [(group, option) for group, option in parts if option not in options(group)] == []
 
 
 UNKNOWN = {
