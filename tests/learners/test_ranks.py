@@ -32,7 +32,7 @@ LORA = (
 def same(one, other, *, tolerance=1e-5):
     for a, b in zip(losses(one), losses(other), strict=True):
         assert a.keys() == b.keys()
-        for name in a:
+        for name in a.keys() - {"memory_gib"}:
             # The norm of gradients jumps where a ratio crosses its clip: seen 1.3e-4 apart with weights 2e-6 apart.
             rel = 1e-3 if name == "grad_norm" else 1e-4
             assert b[name] == pytest.approx(a[name], rel=rel, abs=tolerance), name

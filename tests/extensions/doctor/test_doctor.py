@@ -56,7 +56,7 @@ def test_bug_report_contains_machine_and_newest_run(tmp_path: Path) -> None:
 
 def test_report_and_json_flags_are_exclusive(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json", "--report"]) == 2
-    assert "leave out --json" in capsys.readouterr().err
+    assert "--report prints Markdown and cannot be combined with --json" in capsys.readouterr().err
 
 
 def test_wrong_override_is_a_usage_error(tmp_path: Path) -> None:

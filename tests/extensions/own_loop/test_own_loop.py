@@ -109,7 +109,7 @@ def test_incomplete_observation_is_an_error() -> None:
     policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
     seen = policy.make_env().reset(seed=0)[0]
     mine = {"image": seen["images"], **{name: part for name, part in seen.items() if name != "images"}}
-    with pytest.raises(ConfigError, match=r"was given only image, .*expected images"):
+    with pytest.raises(ConfigError, match=r"received only image, .*expected images"):
         policy.act(mine)
     with pytest.raises(ConfigError, match="float64, expected images"):
         policy.act(seen | {"images": seen["images"] / 255})

@@ -134,7 +134,7 @@ def test_demonstrations_are_refused_for_dsrl(folder):  # noqa: F811
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("algorithm.demonstrations=[assets]",), "hold actions, model.likelihood=dsrl chooses noise"),
+        (("algorithm.demonstrations=[assets]",), "has actions, model.likelihood=dsrl chooses noise"),
         (("model.likelihood=flow_sde",), "or a flow policy with model.likelihood=dsrl"),
     ],
 )
