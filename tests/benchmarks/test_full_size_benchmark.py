@@ -1,11 +1,14 @@
 """The benchmark of whole jobs writes checkpoints in the public layouts and runs all its parts."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from embodyrl.policies.vla.folder import RANDOM_INIT_KEY
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.needs("libero", "openvla_oft", "flow"), pytest.mark.integration, pytest.mark.sim]
@@ -19,6 +22,18 @@ def run(tmp_path: Path, *words: str) -> dict[str, dict]:
     parts = {row["part"]: row for row in json.loads(out.read_text())["parts"]}
     assert all(row["exit"] == 0 and row["seconds"] > 0 for row in parts.values())
     return parts
+
+
+@pytest.mark.parametrize("model", ["openvla_oft", "smolvla", "pi05"])
+@pytest.mark.parametrize("size", ["full", "tiny"])
+def test_written_weights_are_read_instead_of_generated(tmp_path: Path, model: str, size: str) -> None:
+    spec = importlib.util.spec_from_file_location("full_size", ROOT / "benchmarks" / "full_size.py")
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = sys.modules["full_size"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    benchmark.write_side_files(tmp_path, model, size)
+    assert RANDOM_INIT_KEY not in json.loads((tmp_path / "config.json").read_text())
 
 
 @pytest.mark.timeout(900)

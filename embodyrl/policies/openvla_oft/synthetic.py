@@ -16,9 +16,8 @@ LARGE = {
     "timm_model_ids": ["vit_large_patch14_reg4_dinov2.lvd142m", "vit_so400m_patch14_siglip_224"],
     "pad_token_id": 32000,
     "text_config": {"model_type": "llama", "vocab_size": 32064},
-    RANDOM_INIT_KEY: RANDOM_ON_DEVICE,
 }
-"""Layer sizes of the public 7B model. A CPU thread generates a billion weights in 10 s, a GPU in milliseconds."""
+"""Layer sizes of the public 7B model."""
 ENV = EnvSpec(
     name="synthetic",
     action=ActionSpec(dim=7),
@@ -40,7 +39,9 @@ def write_checkpoint(folder: Path, size: str, layers: int | None) -> None:
     source = assets_dir() / "openvla_oft_tiny"
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((source / "config.json").read_text()) | (LARGE if size == "7b" else {})
+    config = json.loads((source / "config.json").read_text())
+    if size == "7b":  # a CPU thread generates a billion weights in 10 s, a GPU in milliseconds
+        config |= LARGE | {RANDOM_INIT_KEY: RANDOM_ON_DEVICE}
     if layers:
         config["text_config"] = config["text_config"] | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
