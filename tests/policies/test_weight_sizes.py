@@ -53,3 +53,21 @@ def test_driver_without_torch_measures_once(tmp_path):
         file.write_text(file.read_text().replace("unet.", "read."))
     expected = str({name: tuple(size) for name, size in weight_sizes(NETWORK, CONFIG).items()})
     assert told == [expected + "\n", expected.replace("unet.", "read.") + "\n"]
+
+
+def test_changed_module_of_the_package_is_measured_again(tmp_path):
+    package = tmp_path / "somewhere"
+    (package / "nets").mkdir(parents=True)
+    for folder in (package, package / "nets"):
+        (folder / "__init__.py").touch()
+    network = "from torch.nn import Linear\nfrom somewhere.sizes import WIDTH\ndef build(): return Linear(2, WIDTH)\n"
+    (package / "nets" / "network.py").write_text(network)
+    driver = (
+        "from embodyrl.policies.vla.weights import weight_sizes; print(weight_sizes('somewhere.nets.network:build'))"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": paths}
+    for width in (3, 40):
+        (package / "sizes.py").write_text(f"WIDTH = {width}\n")
+        done = subprocess.run([sys.executable, "-c", driver], env=environ, capture_output=True, text=True, check=False)
+        assert f"'weight': WeightSize(shape=({width}, 2)" in done.stdout, done.stderr

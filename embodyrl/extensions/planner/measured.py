@@ -1,13 +1,13 @@
 """Rates measured by `embodyrl doctor --gpu`, stored in the user's cache and used for predictions."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from embodyrl.config.paths import cache_dir
 from embodyrl.files import json_text, write_atomically
 
 
@@ -26,8 +26,7 @@ _FILE = TypeAdapter(dict[str, Measured])
 
 def rates_file() -> Path:
     """Return the path of the file."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "embodyrl" / "gpu_rates.json"
+    return cache_dir() / "gpu_rates.json"
 
 
 def read_measured() -> dict[str, Measured]:

@@ -76,16 +76,24 @@ def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightS
 
 
 def _cached(request: str, network: str, args: bytes) -> Mapping[str, WeightSize]:
-    found = importlib.util.find_spec(network.partition(":")[0])
-    assert found is not None and found.origin is not None, network
-    changed = max(source.stat().st_mtime_ns for source in Path(found.origin).parent.glob("*.py"))
-    file = cache_dir() / "weights" / f"{hashlib.sha256(f'{request} {changed}'.encode()).hexdigest()[:16]}.json"
+    key = f"{request} {_sources(network.partition('.')[0])}"
+    file = cache_dir() / "weights" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     text = file.read_bytes() if file.is_file() else _measure_apart(network, args)
+    sizes = {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(text).items()}
     if not file.is_file():
         with contextlib.suppress(OSError):  # a cache that is not writable costs only time
             file.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(file, text)
-    return {name: WeightSize(tuple(shape), *more) for name, (shape, *more) in json.loads(text).items()}
+    return sizes
+
+
+def _sources(package: str) -> list[tuple[str, int, int]]:
+    """Return name, time and size of all source files of a package: a network may use any of its modules."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.origin is not None, package
+    files = [path for path in [Path(found.origin)] if path.name != "__init__.py"]
+    files = files or sorted(Path(found.origin).parent.rglob("*.py"))
+    return [(str(path), stat.st_mtime_ns, stat.st_size) for path in files for stat in (path.stat(),)]
 
 
 def _measure_apart(network: str, args: bytes) -> bytes:
