@@ -191,6 +191,11 @@ class EnvSpec:
         return self.benchmark.suites[task_id] if self.benchmark.suites else self.name
 
     @property
+    def limits_replies(self) -> bool:
+        """True if truncated episodes are replies that reached the token limit, not games with another limit."""
+        return self.action.kind is ActionKind.text and not self.simulator.may_truncate
+
+    @property
     def num_reset_ids(self) -> int:
         """Number of initial states of all tasks."""
         return sum(self.states_per_task)

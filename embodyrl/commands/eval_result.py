@@ -17,7 +17,7 @@ from embodyrl.monitor.intervals import Mean, Rate, Score
 from embodyrl.monitor.paired import Paired, pair_suites
 from embodyrl.plan.episodes import own_tasks
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import ActionKind, EnvSpec, Episode
+from embodyrl.types import EnvSpec, Episode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class TaskResult:
 
     @property
     def rate(self) -> Rate:
-        """True if the score is a success rate; False if the environment reports only returns."""
+        """Success rate; 0 if the environment reports only returns."""
         return Rate(self.successes or 0, self.episodes, self.states, self.effective_episodes)
 
     @property
@@ -84,7 +84,7 @@ class EvalResult:
     lengths: tuple[int, int]
     """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
-    """Share of replies that reached the token limit; None: no text."""
+    """Share of replies that reached the token limit; None: no text, or a game with a limit of its own."""
     solved_at_reset: tuple[int, ...] = ()
     """Numbers of the episodes with the goal reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
@@ -268,7 +268,7 @@ def summarise(rows: Sequence[EpisodeRow], collection: RolloutResult, env: EnvSpe
         wall_s=collection.tally.wall_s,
         env_steps=collection.tally.env_steps,
         lengths=(min(row.steps for row in own), max(row.steps for row in own)),
-        cut_off=sum(row.truncated for row in own) / len(own) if env.action.kind is ActionKind.text else None,
+        cut_off=sum(row.truncated for row in own) / len(own) if env.limits_replies else None,
         solved_at_reset=tuple(sorted(row.episode for row in rows if row.solved_at_reset)),
     )
 

@@ -7,7 +7,7 @@ import numpy as np
 from embodyrl.cluster.timeline import CLOCK_METRICS
 from embodyrl.monitor.intervals import Rate
 from embodyrl.scheduler.rollout import RolloutResult
-from embodyrl.types import ActionKind, EnvSpec, Episode
+from embodyrl.types import EnvSpec, Episode
 
 _CLOCK_DEPENDENT = CLOCK_METRICS | {
     *("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
@@ -65,7 +65,7 @@ def _episode_metrics(episodes: Sequence[Episode], env: EnvSpec) -> dict[str, flo
         "train/episode_len_min": float(min(e.length for e in wholes)),
         "train/episode_len_max": float(max(e.length for e in wholes)),
     }
-    if env.action.kind is ActionKind.text:
+    if env.limits_replies:
         metrics["train/cut_off"] = sum(e.truncated for e in episodes) / count
     if not env.reward.reports_success and not any(e.success_once for e in wholes):
         return metrics

@@ -11,7 +11,16 @@ from toy_runs import rows, train_toy
 
 from embodyrl.commands.metrics import rollout_metrics
 from embodyrl.scheduler.rollout import RolloutResult, Tally
-from embodyrl.types import ActionSpec, EarlierPart, EnvSpec, Episode, EpisodeSpec, RewardSpec
+from embodyrl.types import (
+    ActionKind,
+    ActionSpec,
+    EarlierPart,
+    EnvSpec,
+    Episode,
+    EpisodeSpec,
+    RewardSpec,
+    SimulatorSpec,
+)
 
 ENV = EnvSpec(name="toy", action=ActionSpec(dim=1), tasks=("reach", "lift"), states_per_task=(5, 5))
 
@@ -186,6 +195,14 @@ def test_step_metrics_match_hand_computed_values():
             "time/infer": 1.5,
         }
     )
+
+
+def test_turn_limit_of_a_game_is_not_reported_as_cut_off_replies():
+    text = replace(ENV, action=ActionSpec(dim=1, kind=ActionKind.text))
+    result = RolloutResult(episodes=[episode(steps=3, success=False), episode(steps=2, success=True)])
+    assert rollout_metrics(result, text, num_workers=1, restarts=0)["train/cut_off"] == 0.5
+    game = replace(text, simulator=SimulatorSpec(may_truncate=True))
+    assert "train/cut_off" not in rollout_metrics(result, game, num_workers=1, restarts=0)
 
 
 def test_lost_success_does_not_count_as_success_at_end():
