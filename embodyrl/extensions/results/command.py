@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -100,7 +99,7 @@ def _accept(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     for job in jobs:
         read_card(job.run / CARD_JSON)
         for name, end in ((CARD_JSON, ".json"), (CARD_TEXT, ".md")):
-            shutil.copyfile(job.run / name, place / f"{job.run.name}{end}")
+            write_atomically(place / f"{job.run.name}{end}", (job.run / name).read_bytes())
     return _write_page(args, table, [f"card  {place / job.run.name}.json" for job in jobs])
 
 

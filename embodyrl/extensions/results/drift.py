@@ -75,8 +75,9 @@ def _variance(row: dict[str, Any]) -> float:
     if row["kind"] == "success":
         p = (row["value"] * n + 2) / (n + 4)
         return p * (1 - p) / (n + 4)
-    half = (row["high"] or 0.0) - row["value"]  # a single state has no interval
-    return (half / 1.96) ** 2
+    if row["high"] is None:
+        return math.inf  # a single state has no interval
+    return ((row["high"] - row["value"]) / 1.96) ** 2
 
 
 def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:

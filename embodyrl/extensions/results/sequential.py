@@ -26,7 +26,7 @@ from embodyrl.files import json_text
 from embodyrl.monitor.history import EPISODES_FILE, EpisodeRow, read_episodes
 from embodyrl.monitor.intervals import Rate
 from embodyrl.monitor.paired import SIGNIFICANT
-from embodyrl.plan.episodes import eval_episodes
+from embodyrl.plan.episodes import EpisodeList, eval_episodes
 from embodyrl.plan.keys import state_keys
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
@@ -118,7 +118,7 @@ def _sentence(verdict: Verdict, runs: Sequence[str], most: int) -> str:
     counts = f"only {runs[0]} succeeds {verdict.only_first}, only {runs[1]} {verdict.only_second}"
     test = f"sequential test p = {verdict.p_value:.3g}"
     if not verdict.decided:
-        return f"{most} episodes: {counts}; {test}: no significant difference"
+        return f"{verdict.pairs} episodes: {counts}; {test}: no significant difference"
     better = runs[verdict.only_second > verdict.only_first]
     return f"{verdict.pairs} of at most {most} episodes: {counts}; {test}: {better} succeeds more often"
 
@@ -145,7 +145,12 @@ def _most_pairs(cfg: Config) -> int:
             f"--until-significant: {plan.num_episodes} episodes have only {states} initial states, so pairs are not "
             f"independent. Set eval.samples=1 eval.episodes={states}, or evaluate more states (env.eval.state_ids)."
         )
-    return states
+    return covering(plan)
+
+
+def covering(plan: EpisodeList) -> int:
+    """Return the smallest `eval.episodes` with all episodes of a plan, which leaves out copies between others."""
+    return max(episode.episode_id for episode in plan.episodes) + 1
 
 
 class _Side:

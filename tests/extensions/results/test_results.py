@@ -78,6 +78,11 @@ def test_prediction_interval_has_nominal_coverage(seeds: int) -> None:
     assert 0.92 <= inside / 3000 <= 0.98
 
 
+def test_return_without_an_interval_predicts_nothing() -> None:
+    rows = [{"kind": "return", "value": 0.0, "high": None, "episodes": 10}]
+    assert prediction_interval(rows, 1) == (-np.inf, np.inf)
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table with one tiny recipe and the stored cards of three real runs."""

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toy_runs import toy_words, train_toy
+from toy_runs import toy_config, toy_words, train_toy
 
 from embodyrl.cli.main import main
-from embodyrl.extensions.results.sequential import log_e_value, run_test
+from embodyrl.extensions.results.sequential import covering, log_e_value, run_test
+from embodyrl.plan.episodes import eval_episodes
+from embodyrl.types import ActionSpec, EnvSpec, PolicySpec
 
 STATISTICS = Path(__file__).parents[3] / "docs" / "results" / "statistics.md"
 CASES = {
@@ -67,6 +69,17 @@ def test_large_differences_are_found_with_few_episodes() -> None:
 def test_documented_power_matches_the_simulation(case: str) -> None:
     found, episodes = simulated(case, 4000)
     assert f"| {case} | {CASES[case][2]} | {100 * found:.1f} % | {episodes:.0f} |" in STATISTICS.read_text()
+
+
+def test_last_look_includes_all_states_of_tasks_with_unequal_numbers(tmp_path: Path) -> None:
+    env = EnvSpec(name="toy", action=ActionSpec(dim=1), tasks=("reach", "lift"), states_per_task=(2, 5))
+    cfg = toy_config(tmp_path, "eval.episodes=12", command="eval")
+    policy = PolicySpec(name="greedy", num_action_chunks=1, action_dim=1, tokens_per_chunk=1, takes_noise=False)
+    plan = eval_episodes(cfg, env, policy)
+    needed = covering(plan)
+    again = eval_episodes(cfg.updated({"eval.episodes": needed}), env, policy)
+    assert (plan.num_episodes, needed) == (7, 10)
+    assert [*again.episodes] == [*plan.episodes]
 
 
 @pytest.fixture(scope="module")
