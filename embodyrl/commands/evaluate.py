@@ -210,7 +210,7 @@ def video_stem_of(env: EnvSpec, spec: EpisodeSpec, step: int) -> str:
 
 
 def write_actions(folder: Path, episodes: Sequence[Episode]) -> None:
-    """Return the actions [T, K, A] of an evaluation by episode number, so that any episode can be recorded later."""
+    """Write the actions [T, K, A] of an evaluation by episode number, so that any episode can be recorded later."""
     held = io.BytesIO()
     np.savez_compressed(held, **{str(e.spec.episode_id): e.action for e in episodes})  # type: ignore[arg-type]
     write_atomically(folder / ACTIONS_FILE, held.getvalue())

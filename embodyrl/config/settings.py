@@ -41,9 +41,6 @@ class Must:
     wording: str
 
 
-Says = Must  # alias for one release
-
-
 class NumbersStates:
     """Marker of a key that maps numbers to initial states."""
 

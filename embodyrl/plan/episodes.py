@@ -237,7 +237,7 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -
 
 
 def _reset_id_stream(cfg: Config, env: EnvSpec, step: int, seen: Outcomes | None) -> list[int]:
-    """Yield the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
+    """Return the reset ids of the step's groups from seeded permutations, so that every id occurs equally often."""
     count = groups_per_step(cfg)
     if _is_weighted(cfg):
         return _weighted_ids(cfg, env, count, seen, np.random.default_rng(derive(cfg.seed, "curriculum", step)))

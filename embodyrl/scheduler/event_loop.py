@@ -173,7 +173,7 @@ class EventLoop:
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Process events until `condition` holds.
 
-        CheckpointError: a checkpoint could not be written or read.
+        Raises:
             Interrupted: the run was signalled to stop.
             WorkerError: a worker died that is not restarted.
         """
@@ -187,7 +187,7 @@ class EventLoop:
     def call(self, request: Request) -> Done:
         """Send a request to all actor ranks; return the first rank's reply with the time of the slowest rank.
 
-        CheckpointError: a checkpoint could not be written or read.
+        Raises:
             CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0

@@ -92,8 +92,8 @@ def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Sequenti
 def resnet_parts(name: str, norm: Norm, *, dilated: bool = False) -> OrderedDict[str, nn.Module]:
     """Return the parts of a network by torchvision's names, in order.
 
-    name: a key of `DEPTHS`.
-        name: one of `DEPTHS`.
+    Args:
+        name: a key of `DEPTHS`.
         norm: function that returns the norm for a number of channels.
         dilated: keep the input size in the last layer and dilate its convolutions; bottlenecks only.
     """

@@ -160,9 +160,9 @@ def load_into(
     All checks run before the first weight is changed. Heads and projectors are in separate files. RL components are
     optional, and a value head may be among the model's own keys.
 
-    module: module on any device; injected adapters are unchanged.
+    Args:
+        module: module on any device; injected adapters are unchanged.
         folder: folder of the model's shards and component files.
-        folder: the model's shards, and component files.
         change: function applied to each weight.
         beside: another folder with component files.
         fresh_heads: allow missing heads and projectors, which keep the module's weights.
