@@ -61,10 +61,10 @@ _STORIES = (
         "{a} * ({b} + {c}) = {r}",
     ),
     _Story(
-        "A bus has {a} passengers. At the first stop {b} get off, and at the second stop {c} get on. How many "
+        "A bus has {a} passengers. At the first stop {b} get on, and at the second stop {c} get off. How many "
         "passengers are on the bus?",
-        lambda a, b, c: a - b + c,
-        "{a} - {b} + {c} = {r}",
+        lambda a, b, c: a + b - c,
+        "{a} + {b} - {c} = {r}",
     ),
     _Story(
         "There are {a} bags with {b} {things} in each bag and {c} bags with {b} {things} in each bag. How many "

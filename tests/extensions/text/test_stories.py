@@ -39,5 +39,12 @@ def test_solutions_have_the_value_of_their_answer(rows: list[TextRow]):
         assert set(re.findall(r"[0-9]+", expression)) - {"2"} <= set(re.findall(r"[0-9]+", asked([row])[0]))
 
 
+def test_no_intermediate_result_of_a_solution_is_negative():
+    for row in stories(rows=500):
+        expression = row.reference.partition(" = ")[0]
+        ends = [match.start() for match in re.finditer(r" [-+] ", expression) if "(" not in expression]
+        assert all(float(calculate(expression[:end])) >= 0 for end in ends), row
+
+
 def test_rows_depend_on_the_seed_only():
     assert asked(stories(rows=20, seed=1)) == asked(stories(rows=20, seed=1)) != asked(stories(rows=20, seed=2))
