@@ -172,7 +172,7 @@ LINES: Registry[Callable[[Config, Sequence[EpisodeRow]], Iterable[str]]] = Regis
     wants="a function of a Config and its episodes that yields lines",
     fits=takes(2),
 )
-"""Functions that add lines to the banner of an evaluation."""
+"""Functions that add lines to the output of a finished evaluation."""
 BASELINES: Registry[Callable[[Config], Sequence[EpisodeRow]]] = Registry(
     "baseline", group="embodyrl.baselines", wants="a function of a Config that returns episodes", fits=takes(1)
 )
