@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import subprocess
@@ -262,3 +263,32 @@ def test_new_commit_subjects_are_imperative():
             assert [f"{s}: {why}" for s in subjects if (why := subject_problem(s))] == []
             return
     pytest.skip("no git checkout with an origin to compare with")
+
+
+def lines_without_heading(docstring: str) -> list[str]:
+    """Return the indented lines outside the sections, lists and examples of a docstring."""
+    found, before = [], ""
+    for line in inspect.cleandoc(docstring).splitlines():
+        if line.startswith("    ") and not before.startswith(("    ", "*", "-", ">>>")) and not before.endswith(":"):
+            found.append(line.strip())
+        before = line or before
+    return found
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_indented_lines_without_a_heading_are_detected(lost: bool):
+    heading = "net: a module." if lost else "Args:"
+    docstring = f"Load weights.\n\n    {heading}\n        net: a module.\n        folder: a folder.\n"
+    assert lines_without_heading(docstring) == (["net: a module."] if lost else [])
+
+
+def test_sections_of_docstrings_have_headings():
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    wrong = []
+    for folder in ("embodyrl", "tools", "benchmarks", "scripts", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+            for node in nodes:
+                lines = lines_without_heading(ast.get_docstring(node) or "")
+                wrong += [f"{path.relative_to(ROOT)}:{node.lineno}: {line}" for line in lines]
+    assert wrong == []
