@@ -155,7 +155,7 @@ class Registry(Generic[T]):
     def _load(self, target: str) -> Any:
         module_name, _, attribute = target.partition(":")
         if not re.fullmatch(r"[\w.]+:[\w.]+", target):
-            raise UnknownNameError(f"{self.kind} '{target}' is not written package.module:attr.")
+            raise UnknownNameError(f"{self.kind} '{target}' must have the form package.module:attr.")
         try:
             found: Any = importlib.import_module(module_name)
         except ModuleNotFoundError as error:

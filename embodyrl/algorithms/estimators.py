@@ -142,7 +142,7 @@ class GaeSettings(ValueSettings, DiscountSettings, NormalizeSettings):
     gae_lambda: Share = 1.0
     """GAE lambda."""
     normalize_per_task: bool = False
-    """Whiten within each task, so that tasks with a small reward variance are weighted like the others."""
+    """Whiten within each task, so that tasks with a small reward variance have the same weight."""
 
 
 class ReturnSettings(CreditSettings, DiscountSettings):

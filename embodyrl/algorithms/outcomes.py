@@ -21,7 +21,7 @@ from embodyrl.types import DoubleArray, Episode
 def _by_group(
     compute: Callable[..., npt.ArrayLike], group: npt.ArrayLike, reward: npt.ArrayLike, *more: npt.ArrayLike
 ) -> DoubleArray:
-    """Apply `compute` to the rewards (and further [E] columns) of each group.
+    """Apply `compute` to the rewards (and additional [E] columns) of each group.
 
     Groups of one, or with equal rewards, get 0.
     """

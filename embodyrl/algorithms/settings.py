@@ -251,7 +251,7 @@ class BufferSettings(AlgorithmSettings):
     updates_per_sample: Positive = 1.0
     """Updates for each new chunk sample; each update uses actor.global_batch_size samples."""
     demonstrations: list[Path] = []
-    """Folders of demonstrations of this environment to train on in addition; SAC uses their rewards."""
+    """Folders of demonstrations of this environment, mixed into training batches; SAC uses their rewards."""
     demonstration_share: Share = 0.5
     """Share of demonstrations in each batch."""
 

@@ -1,4 +1,4 @@
-"""Further terms of a loss: value, KL, preference."""
+"""Additional loss terms: value, KL, preference."""
 
 from __future__ import annotations
 

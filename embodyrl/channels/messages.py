@@ -208,7 +208,7 @@ class UpdateRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class ImitateRequest(Request):
-    """Train by SFT on records with an observation and the target actions or replies."""
+    """Train with SFT on records with an observation and the target actions or replies."""
 
     step: int
     tickets: Tickets

@@ -67,7 +67,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists checkpoints.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{folder}: {MANIFEST_NAME} is missing: the checkpoint is incomplete or not from embodyrl; use another."
+            f"{folder}: {MANIFEST_NAME} is missing: an incomplete or foreign checkpoint; use another checkpoint."
         )
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
     for name, entry in manifest.files.items():
         if describe(folder / name).sha256 != entry.sha256:
             raise CheckpointError(
-                f"{folder / name}: sha256 differs from {MANIFEST_NAME}, the content was damaged or changed; "
+                f"{folder / name}: sha256 differs from {MANIFEST_NAME}: the content was damaged or changed; "
                 "use another checkpoint."
             )
 

@@ -45,9 +45,9 @@ class FaultSettings(Settings):
     """Maximum restarts of one env worker before the run fails with exit code 4; also maximum attempts of an episode
     that crashes its worker."""
     on_video_error: OnVideoError = OnVideoError.warn
-    """Warn and continue, or stop."""
+    """Response to a failed recording: warn and continue, or stop."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
-    """Stop with exit code 5, or skip the update and count it."""
+    """Response to non-finite numbers in an update: stop with exit code 5, or skip and count the update."""
 
 
 class LauncherSettings(Settings):

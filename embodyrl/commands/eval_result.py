@@ -86,7 +86,7 @@ class EvalResult:
     cut_off: float | None
     """Share of replies that reached the token limit; None: no text, or a game with a limit of its own."""
     solved_at_reset: tuple[int, ...] = ()
-    """Numbers of the episodes with the goal reached before the first action; they count like other episodes."""
+    """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
     """Results by suite, the environment's own suite first, if several suites were evaluated."""
     paired: tuple[Paired, ...] = ()

@@ -69,7 +69,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
 BANNER: Registry[Callable[[RunPlan], list[tuple[str, str]]]] = Registry(
     "banner line", group="embodyrl.banner", wants="a function of a RunPlan that returns lines", fits=takes(1)
 )
-"""Further lines about an evaluation, by name and text."""
+"""Additional lines about an evaluation, by name and text."""
 
 
 def evaluation_facts(run_plan: RunPlan) -> list[tuple[str, str]]:

@@ -113,9 +113,9 @@ class Session:
             late = -1 < interval * (1 + self.cfg.checkpoint.async_save) < newest
             if self._warnings or gone or late:
                 raise CheckpointError(
-                    f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to go "
-                    f"on from{''.join(f'; {line}' for line in self._warnings)}. Put the checkpoints back, or start "
-                    f"over with a new runner.experiment_name, or here after deleting {METRICS_FILE}."
+                    f"{self.folder.root} has {len(rows)} rows of metrics but no checkpoint in {self._store.root} to "
+                    f"resume from{''.join(f'; {line}' for line in self._warnings)}. Restore the checkpoints, choose a "
+                    f"new runner.experiment_name, or delete {METRICS_FILE} to start from step 0."
                 )
             if newest:
                 self._warnings.append("no checkpoint was complete when this run ended")

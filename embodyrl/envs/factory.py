@@ -29,7 +29,7 @@ class SimFactory(ABC, Generic[S]):
         yield from ()
 
     def suites(self, cfg: S) -> tuple[str, ...]:
-        """Return the names of further suites for evaluations; none by default."""
+        """Return the names of additional suites for evaluations; none by default."""
         return ()
 
     def own_suite(self, cfg: S) -> str | None:

@@ -124,7 +124,7 @@ class EnvContext:
     described: EnvSpec | None = None
     """Environment description from the run plan; None: describe the environment."""
     suites: tuple[str, ...] = ()
-    """Further suites to evaluate, a subset of the factory's `suites`."""
+    """Additional suites to evaluate, a subset of the factory's `suites`."""
 
 
 class EnvFactory(Protocol):
@@ -136,7 +136,7 @@ class EnvFactory(Protocol):
     """True if the environment uses the config groups `data` (rows) and `reward`. Optional, False by
     default."""
     sections: Mapping[str, type[Settings]]
-    """Further config sections of runs with this environment, by name. Optional."""
+    """Additional config sections of runs with this environment, by name. Optional."""
 
     def validate(self, cfg: Any) -> list[str]:
         """Return config errors with fixes, one line each, without importing the simulator."""

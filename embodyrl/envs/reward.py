@@ -29,7 +29,7 @@ class StepRewardSettings(Settings):
     """package.module:function of a RewardStep that returns a number or named numbers, or the folder of a reward model
     trained by `embodyrl sft objective.name=success`; default: the simulator's own reward."""
     mode: RewardMode = RewardMode.replace
-    """replace the simulator's reward by that of reward.path, or add both."""
+    """replace the simulator's reward with that of reward.path, or add both."""
     weights: dict[str, float] = {}
     """Weight of each component by name, 1 by default; with reward.mode=add, `simulator` is one of the components."""
 
@@ -77,7 +77,7 @@ class RewardStep:
 
     @cached_property
     def info(self) -> Mapping[str, Any]:
-        """Further values of the simulator by name; possibly empty."""
+        """Additional values of the simulator by name; possibly empty."""
         return self.ask()
 
 
@@ -137,7 +137,7 @@ class StepReward:
         cameras, names = getattr(self._function, "cameras", 0), getattr(self._function, "camera_names", ())
         if names and spec.cameras.names[: len(names)] != names:
             raise ConfigError(
-                f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' shows "
+                f"reward.path was trained with the cameras {', '.join(names)}; env '{spec.name}' renders "
                 f"{', '.join(spec.cameras.names) or 'none'}. List the cameras of the reward first, in this order."
             )
         reward = replace(spec.reward, components=self.components, weights=self.weights, cameras=cameras)

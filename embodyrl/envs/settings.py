@@ -86,7 +86,7 @@ class EnvSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """Keys of the reward scale of every simulator."""
+    """Reward scale of all simulators."""
 
     use_rel_reward: bool = True
     """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""

@@ -25,7 +25,7 @@ class FsdpSettings(Settings):
     size: CountOrAll = -1
     """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
     shard_size: CountOrAll = -1
-    """Ranks that share one copy of the weights; further groups replicate it (HSDP). -1: all ranks; 1: replicas only."""
+    """Ranks that share one copy of the weights; other groups have replicas (HSDP). -1: all ranks; 1: replicas only."""
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, more communication)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
@@ -47,9 +47,9 @@ class OptimSettings(Settings):
     value_clip_grad: Positive | None = None
     """Gradient norm limit of the value head; null: one limit for the gradient of all weights."""
     adam_beta1: Decay = 0.9
-    """AdamW: decay of the gradient mean."""
+    """AdamW: decay rate of the first moment."""
     adam_beta2: Decay = 0.999
-    """AdamW: decay of the squared gradient."""
+    """AdamW: decay rate of the second moment."""
     adam_eps: Positive = 1.0e-5
     """AdamW: epsilon in the denominator."""
     weight_decay: Rate = 0.0

@@ -157,7 +157,7 @@ def read_episodes(path: Path) -> list[EpisodeRow]:
     try:
         return sorted((EpisodeRow.from_json(row) for row in read_rows(path)), key=lambda e: e.episode)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: a row has no usable {error}; the file is damaged; move it away.") from error
+        raise ConfigError(f"{path}: a row has no usable {error}, so the file is damaged. Move or delete it.") from error
 
 
 def read_table(folder: Path) -> dict[str, Any]:
@@ -176,5 +176,5 @@ def read_table(folder: Path) -> dict[str, Any]:
     except (TypeError, ValueError):
         good = False
     if not good:
-        raise ConfigError(f"{path}: not an evaluation table; the file is damaged; move it away.")
+        raise ConfigError(f"{path}: not an evaluation table, so the file is damaged. Move or delete it.")
     return found

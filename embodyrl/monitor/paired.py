@@ -92,7 +92,7 @@ def _by_start(
 
 
 def pair_suites(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> list[Paired]:
-    """Compare two evaluations of one environment, suite by suite; the own suite is first."""
+    """Compare two evaluations of one environment, suite by suite; the main suite is first."""
     own = own_suite(first), own_suite(second)
     found = []
     for suite in dict.fromkeys([own[1], *(e.suite for e in second)]):

@@ -243,7 +243,7 @@ def check_components(cfg: Config) -> None:
     problems: list[str] = []
     if cfg.command == "check-env" and cfg.reads_rows:
         raise ConfigError(
-            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` plays simulators with random actions, and this "
+            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` runs simulators with random actions, and this "
             "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
     if cfg.command == "serve" and cfg.reads_rows:

@@ -40,7 +40,7 @@ def load_config(
     Args:
         command: `train`, `eval`, ...; selects the root file of conf/ and the keys.
         words: `group=option` and `key=value` of the command line.
-        config_dirs: further folders with YAML groups, searched after the included one.
+        config_dirs: additional folders with YAML groups, searched after the included folder.
         base: config.yaml of the run with the weights, the base of the config; command-line groups replace its
             sections, command-line keys its values.
         fetch: download names on the hub and log `warnings`; false: only read the config.

@@ -67,7 +67,7 @@ def own_tasks(env: EnvSpec) -> range:
 
 
 def selected_reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return all reset ids of the selected tasks and initial states; `across`: of every suite.
+    """Return all reset ids of the selected tasks and initial states; with `across`, in every suite.
 
     Raises:
         ConfigError: a task id or initial state does not exist.
@@ -81,7 +81,7 @@ def _reset_ids(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> IntArr
 
 
 def selected_tasks(env: EnvSpec, split: EnvSplit, *, across: bool = False) -> list[int]:
-    """Return the task ids of a split in the own suite, or, `across`, of the same tasks in every suite.
+    """Return the split's task ids in the main suite; with `across`, of the same tasks in every suite.
 
     Raises:
         ConfigError: a task id does not exist.

@@ -58,7 +58,8 @@ class Config(Settings):
     eval: EvalSettings = EvalSettings()
     video_cfg: VideoSettings = VideoSettings()
     video: VideoChoice = "none"
-    """none, failures, first:N, all, or changed:N: after training, N episodes before and after it, by outcome."""
+    """Episodes to record: none, failures, first:N, all, or changed:N (N episodes before and after training, by
+    change of outcome)."""
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     collect: CollectSettings = CollectSettings()

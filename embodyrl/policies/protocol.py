@@ -96,7 +96,7 @@ class Policy(Protocol):
         ...
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights by those of a folder written by `save`, or a published folder in the same layout.
+        """Replace the weights with those of a folder written by `save`, or a published folder in the same layout.
 
         Raises:
             CheckpointError: missing or unexpected keys, wrong shapes, truncated files; the message names file and key.

@@ -37,7 +37,7 @@ def compose(command: str, *overrides: str, config_dirs: Sequence[Path] = ()) -> 
 def train(
     cfg: Config, *, resume: Path | None = None, on_step: OnStep | None = None, on_eval: OnEval | None = None
 ) -> TrainResult:
-    """Train by reinforcement learning, or resume the run in `resume`.
+    """Train with reinforcement learning, or resume the run in `resume`.
 
     Args:
         cfg: a config of `compose("train", ...)`.
@@ -62,7 +62,7 @@ def evaluate(cfg: Config, *, resume: Path | None = None) -> EvalResult:
 
 
 def run(command: str, cfg: Config, **more: Any) -> Any:
-    """Check a config and run a command with it; `more` are further arguments of the command."""
+    """Check a config and run a command with it; `more` are additional arguments of the command."""
     # Imported only now: composing configs needs neither torch nor a simulator.
     from embodyrl.plan.checks import check_components
     from embodyrl.plan.config import check_values

@@ -149,7 +149,7 @@ class Slots:
         self.current[rows], self.phase[rows] = self.target[rows], Phase.READY
 
     def repeat_actions(self, rows: IntArray) -> None:
-        """Replace inference by recorded actions in rollouts that repeat episodes."""
+        """Replace inference with recorded actions in rollouts that repeat episodes."""
         for row in rows.tolist():
             slot = self.each[row]
             if slot.rollout is None or slot.rollout.replayed is None:

@@ -314,7 +314,7 @@ def test_video_without_images_is_refused():
     assert ENVS.get("gym").spec(config("CartPole-v1"), EnvContext(pictures=False)).simulator.renders
 
 
-def test_time_limit_defaults_to_that_of_the_run():
+def test_time_limit_defaults_to_the_run_limit():
     assert (
         ENVS.get("gym").spec(config(COUNTER), EnvContext()).max_episode_steps == config(COUNTER).train.max_episode_steps
     )
@@ -341,7 +341,7 @@ def test_gym_environment_passes_check_env(env_id):
 def test_wrong_observation_shape_is_an_error():
     writer = ObservationWriter("mine", spaces.Dict({"arm": spaces.Box(-1, 1, (3,))}))
     out = ObservationOut(images=np.zeros((0, 0, 0, 3), np.uint8), state=np.zeros(3, np.float32))
-    with pytest.raises(EnvError, match=r"shape \(2,\) in 'arm', its observation space declares \(3,\)"):
+    with pytest.raises(EnvError, match=r"shape \(2,\) in 'arm', but its observation space declares \(3,\)"):
         writer.write({"arm": np.zeros(2)}, out)
 
 

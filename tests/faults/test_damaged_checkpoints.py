@@ -66,7 +66,7 @@ def lead_out_of_the_folder(newest):
     "damage",
     [truncate, flip_a_bit, remove, add, empty_the_manifest, come_from_the_future, lead_out_of_the_folder],
 )
-def test_resume_refuses_a_damaged_checkpoint_and_names_an_older_one(healthy, tmp_path, damage):
+def test_resume_refuses_a_damaged_checkpoint_and_names_an_older_checkpoint(healthy, tmp_path, damage):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)
     said = damage(run / "checkpoints" / "step_000002")
@@ -116,7 +116,7 @@ def test_missing_checkpoints_are_an_error_on_resume(healthy, tmp_path):
     shutil.rmtree(run / "checkpoints")
     before = rows(run)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"2 rows of metrics but no checkpoint .* start over"):
+        with pytest.raises(CheckpointError, match=r"2 rows of metrics but no checkpoint .* start from step 0"):
             resume_toy(run)
         assert rows(run) == before
         (run / "checkpoints").mkdir(exist_ok=True)

@@ -73,7 +73,7 @@ def instruction_of(
     """Return the instruction of an episode from its first observation and info; None: there is none.
 
     Raises:
-        EnvError: `env.instruction_key` is not the key of a text.
+        EnvError: `env.instruction_key` is not the key of a string.
     """
     if cfg.instruction is not None:
         return cfg.instruction
@@ -82,7 +82,7 @@ def instruction_of(
         if found and (text := _text(found[0])) is not None:
             return text
         there = ", ".join([*(name for name, _ in texts), *map(str, info)]) or "none"
-        what = f"is {found[0]!r:.60}, which is not a text" if found else "does not exist"
+        what = f"is {found[0]!r:.60}, which is not a string" if found else "does not exist"
         raise EnvError(
             f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Texts of the observation and keys of "
             f"info after reset: {there}. Use one of them, or set env.instruction."

@@ -123,8 +123,8 @@ class ObservationWriter:
         whole = leaf.dtype is not None and leaf.dtype.kind in "biu"
         if array.shape != shape:
             raise EnvError(
-                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', its observation space declares "
-                f"{shape}."
+                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', but its observation space "
+                f"declares {shape}."
             )
         if array.dtype.kind not in "biuf":
             raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected real numbers.")

@@ -221,7 +221,7 @@ def _set_torques(
 
 @numba.njit(cache=True)
 def _factorise(matrix: DoubleArray) -> bool:
-    """Replace the lower triangle of a small symmetric matrix by its Cholesky factor; return False if there is none."""
+    """Replace the lower triangle of a small symmetric matrix with its Cholesky factor; return False if none exists."""
     for i in range(len(matrix)):
         for j in range(i + 1):
             rest = matrix[i, j]

@@ -22,7 +22,7 @@ MAX_TEXTURE = 512
 
 
 def lean_xml(xml: str) -> str:
-    """Replace visual meshes and textures in a MuJoCo model by reduced copies, which are cached on disk.
+    """Replace visual meshes and textures in a MuJoCo model with reduced copies, which are cached on disk.
 
     Raises:
         EnvError: the cache folder is not writable.

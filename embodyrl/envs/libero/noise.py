@@ -109,7 +109,7 @@ def _plasma(decay: float, rng: np.random.RandomState) -> DoubleArray:
 
 
 def _glass(image: ByteArray, severity: int, rng: np.random.RandomState) -> ByteArray:
-    """Blur, replace pixels by neighbouring pixels, and blur again.
+    """Blur, replace pixels with neighbouring pixels, and blur again.
 
     The original intends to swap pixels, but reads the second pixel after it was overwritten: pixels are copied.
     """

@@ -105,7 +105,7 @@ class SimPool:
 
 
 class LiberoSims(PerSlot):
-    """Slots of a LIBERO suite, and of further suites of an evaluation."""
+    """Slots of a LIBERO suite, and of additional suites of an evaluation."""
 
     sequential = True  # slots share models: changing the slot swaps the whole simulator state
 
@@ -162,7 +162,7 @@ class LiberoSims(PerSlot):
         self.pool.use(slot).observe(self.spec.cameras.names, out.images, out.state)
 
     def render(self, slot: int) -> ByteArray:
-        """Return an upright frame of the front camera, next to those of further cameras of the policy."""
+        """Return an upright frame of the front camera, next to the frames of the other cameras of the policy."""
         cameras = [FRONT_CAMERA, *(name for name in self.spec.cameras.names if name != FRONT_CAMERA)]
         simulator = self.pool.use(slot)
         return np.concatenate([simulator.frame(name, *self.spec.cameras.size) for name in cameras], axis=1)

@@ -265,8 +265,8 @@ class TaskSimulator:
                 self._env.reset()
                 return
         raise EnvError(
-            f"LIBERO task '{self.instruction}': no free place for its objects in {_PLACEMENT_TRIES} "
-            "tries. Use another seed."
+            f"LIBERO task '{self.instruction}': no collision-free placement of its objects in "
+            f"{_PLACEMENT_TRIES} attempts. Use another seed."
         )
 
     def _look(self, substep: int) -> None:

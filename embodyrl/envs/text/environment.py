@@ -74,7 +74,7 @@ def answer(call: tuple[str, str], tools: Sequence[str]) -> str:
 
 
 def clip(text: str, width: int) -> str:
-    """Return the beginning of a text that fits into `width` UTF-8 bytes."""
+    """Return the longest prefix of a string that fits into `width` UTF-8 bytes."""
     # `ignore` drops a character that the cut has split.
     return text.encode(errors="replace")[:width].decode(errors="ignore")
 

@@ -141,7 +141,7 @@ class GameSettings(EnvSettings):
     unread_reward: Annotated[float, Field(ge=-(10**6), le=0)] = -0.1
     """Reward of a reply without an action; the state of the game does not change."""
     reward_coef: RewardFactor = 1.0
-    """Factor on every reward."""
+    """Factor that multiplies all rewards."""
 
     @property
     def max_chunks(self) -> int:

@@ -58,7 +58,7 @@ def check_layout(root: Path, data: DemonstrationSettings = PLAIN) -> list[str]:
 
 
 def differences(one: EnvSpec, other: EnvSpec, *alike: str) -> str:
-    """Describe the fields in which two environments of demonstrations differ; `alike`: further fields to compare."""
+    """Describe the fields in which two environments of demonstrations differ; `alike`: additional fields to compare."""
     read = {name: attrgetter(layout.ENV_FIELDS[name]) for name in (*alike, *_SHAPE)}
     return ", ".join(f"{name} ({get(one)} and {get(other)})" for name, get in read.items() if get(one) != get(other))
 

@@ -33,7 +33,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             found, declared = (image.height, image.width), out.shape[:2]
             if found != declared:
                 raise EmbodyError(
-                    f"The frame is {found[0]}x{found[1]} (height x width), the data set declares "
+                    f"The frame is {found[0]}x{found[1]} (height x width), but the data set declares "
                     f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):
@@ -85,7 +85,7 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
     except (OSError, RuntimeError, KeyError) as error:
         raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
     if (height, width) != size:
-        raise EmbodyError(f"{path} has frames of {height}x{width}, the data set declares {size[0]}x{size[1]}.")
+        raise EmbodyError(f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}.")
     return expected if abs(found - expected) < 0.01 else found
 
 
@@ -106,7 +106,9 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
         for frame in iio.imiter(path, plugin="FFMPEG"):
             while done < len(outs) and numbers[done] == count:
                 if frame.shape != outs[done].shape:
-                    raise EmbodyError(f"{path} has frames of {frame.shape}, the data set declares {outs[done].shape}.")
+                    raise EmbodyError(
+                        f"{path} has frames of {frame.shape}, but the data set declares {outs[done].shape}."
+                    )
                 outs[done][...] = frame
                 done += 1
             count += 1
@@ -116,5 +118,5 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
         raise EmbodyError(f"{path} cannot be decoded: {error}. Fetch or collect the data set again.") from error
     if done < len(outs) or count != numbers[-1] + 1:
         raise EmbodyError(
-            f"{path} holds {count} frames, the data set declares {int(numbers[-1]) + 1}. Fetch or collect it again."
+            f"{path} holds {count} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or collect it again."
         )

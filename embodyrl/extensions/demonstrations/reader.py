@@ -302,6 +302,6 @@ def _require_memory(root: Path, needed: int) -> None:
     free = available_bytes()
     if needed > _MEMORY_SHARE * free:
         raise EmbodyError(
-            f"{root}: decoded frames need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free. "
+            f"{root}: decoded frames need {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB are free. "
             "Collect with smaller cameras (env.init_params) or fewer episodes."
         )

@@ -95,7 +95,7 @@ def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
         found = _matrix(column)
         if found is None or found.shape[1] != width:
             size = "different lengths" if found is None else f"{found.shape[1]} numbers"
-            raise EmbodyError(f"{path}: '{key}' has vectors of {size}, the data set declares {width}.")
+            raise EmbodyError(f"{path}: '{key}' has vectors of {size}, but the data set declares {width}.")
         inside = rows.file == number
         values[inside] = found[rows.place[inside]]
     return values

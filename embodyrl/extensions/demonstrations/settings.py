@@ -14,7 +14,7 @@ class DemonstrationSettings(DataSettings):
     """Keys of robot demonstrations."""
 
     more: list[Path] = []
-    """Further folders of demonstrations of the same environment, combined with data.path."""
+    """Additional folders of demonstrations of the same environment, combined with data.path."""
     action_key: str = "action"
     """Column of the actions. This key and the next five apply only to data sets of other programs."""
     state_key: str = "observation.state"

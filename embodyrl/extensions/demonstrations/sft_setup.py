@@ -329,8 +329,8 @@ def _text_parts(cfg: Config) -> tuple[TextRows, EnvSpec, PolicySpec]:
     factory, values = POLICIES.get(cfg.model.model_type), int(cfg.objective.rates)
     if ActionKind.text not in factory.spec(cfg.model, ANY_TEXT, values).action_kinds:
         raise ConfigError(
-            f"data.path={cfg.data.path} holds text, model '{cfg.model.model_type}' gives actions; use model=causal_lm, "
-            "or a folder that `embodyrl collect` wrote."
+            f"data.path={cfg.data.path} contains text, but model '{cfg.model.model_type}' outputs actions; "
+            "use model=causal_lm, or a folder that `embodyrl collect` wrote."
         )
     rows = checked_rows(cfg, cfg.data)
     env = replace(ANY_TEXT, text=TextSpec(roles=rows.roles))
@@ -389,7 +389,7 @@ def _pixels(rows: TextRows, chosen: Sequence[TextRow]) -> ByteArray:
     """
     shape = (len(chosen), rows.pictures, *rows.image_size, 3)
     if math.prod(shape) > available_bytes() // 2:
-        raise ConfigError(f"The images take {math.prod(shape) >> 20} MiB as pixels; set data.max_image_edge lower.")
+        raise ConfigError(f"The decoded images need {math.prod(shape) >> 20} MiB; lower data.max_image_edge.")
     images = np.zeros(shape, np.uint8)
     for rooms, row in zip(images, chosen, strict=True):
         for room, picture in zip(rooms, row.pictures, strict=False):

@@ -94,7 +94,7 @@ def probe_folders(folders: Sequence[Path]) -> list[Finding]:
             with tempfile.TemporaryFile(dir=place) as file:
                 file.write(b"\0")
         except OSError as error:
-            fix = "choose another place with runner.output_dir=DIR and video_cfg.base_dir=DIR"
+            fix = "choose other folders with runner.output_dir=DIR and video_cfg.base_dir=DIR"
             findings.append(Finding(f"folder {folder}", "FAIL", f"cannot write to {place}: {error.strerror}", fix))
             continue
         free = shutil.disk_usage(place).free

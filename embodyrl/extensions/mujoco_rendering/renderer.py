@@ -175,7 +175,7 @@ def draw_frame(backend: str, device: str = "") -> Frame:
 
 
 def _first_error(output: str) -> str:
-    """Return the first exception; cleanup of a partly built renderer raises further ones."""
+    """Return the first exception; cleanup of a partly built renderer raises additional exceptions."""
     lines = [line for line in output.splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return lines[0] if lines else "no message"
 

@@ -340,7 +340,7 @@ def require_memory(run_plan: RunPlan, plan: MemoryPlan) -> None:
     if needed > free:
         raise ConfigError(
             f"This run needs about {needed / GIB:.1f} GiB of memory on a host ({policies / GIB:.1f} for the policy, "
-            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), "
+            f"{envs / GIB:.1f} for {workers} env workers, {plan.arena / GIB:.1f} shared), but "
             f"{free / GIB:.1f} GiB are free. Try a smaller launcher.env_workers or env.train.total_num_envs, {smaller}."
         )
 

@@ -35,7 +35,7 @@ def report(args: argparse.Namespace) -> int:
     try:
         lines = write(out)
     except OSError as error:
-        raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another place with --out FILE.") from error
+        raise ConfigError(f"Cannot write {out}: {error.strerror}. Choose another path with --out FILE.") from error
     if args.watch:
         return _watch(args, runs, write)
     if args.gif:
@@ -62,7 +62,7 @@ def card(args: argparse.Namespace) -> int:
         paths = write_card(run, args.out)
     except OSError as error:
         raise ConfigError(
-            f"Cannot write {args.out or run}: {error.strerror}. Choose another place with --out."
+            f"Cannot write {args.out or run}: {error.strerror}. Choose another path with --out."
         ) from error
     found = card_of(run)
     show_result(args, found, (card_text(found), *(f"card  {path}" for path in paths)))

@@ -42,7 +42,7 @@ class Evaluation:
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
-        """Episodes of the environment's own suite; all, unless further suites were evaluated."""
+        """Episodes of the environment's own suite; all, unless other suites were also evaluated."""
         suite = own_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
 
@@ -54,7 +54,7 @@ class Evaluation:
         return scores if len(scores) > 1 else {}
 
     def score(self, task: str | None = None, *, known: bool = False) -> Score:
-        """Return the success rate of the own suite, of one task or all; the mean return if success is unknown."""
+        """Return the success rate of the main suite, for one task or all; the mean return if success is unknown."""
         return score_of([e for e in self.own if task in (None, e.task)], known=known)
 
 

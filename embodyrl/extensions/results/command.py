@@ -36,7 +36,7 @@ def results(args: argparse.Namespace) -> int:
     """Run `embodyrl results`."""
     action, *names = args.words or ["show"]
     if action not in _ACTIONS:
-        raise ConfigError(f"no action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
+        raise ConfigError(f"unknown action '{action}'.{closest(action, _ACTIONS)} Actions: {', '.join(_ACTIONS)}.")
     table = open_table(args.table)
     args.out = Path(args.out)
     try:

@@ -102,7 +102,7 @@ def differences(stored: Sequence[Card], new: Sequence[Card]) -> list[str]:
 
 
 def _plain(command: str) -> str:
-    """Return a command without the seed and the place of the run."""
+    """Return a command without the seed and the output folder."""
     own = ("seed=", "runner.output_dir=", "runner.experiment_name=", "runner.on_existing=")
     return " ".join(word for word in command.split(" ") if not word.startswith(own))
 

@@ -22,7 +22,7 @@ from embodyrl.leftovers import signal_at_parents_end
 from embodyrl.monitor.history import METRICS_FILE, newest_values
 
 QUEUE_FILE = "queue.jsonl"
-"""Attempts of a queue: run, exit code, wall-clock seconds."""
+"""File with one row per attempt to run a recipe: run, exit code, wall-clock seconds."""
 _POLL_S, _STOP_S = 1.0, 120.0
 
 
@@ -102,7 +102,7 @@ def _run(job: Job) -> Iterator[int | None]:
         with open(job.out / QUEUE_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
     except OSError as error:
-        raise EmbodyError(f"Cannot write to {job.out}: {error.strerror}. Choose another place with --out.") from error
+        raise EmbodyError(f"Cannot write to {job.out}: {error.strerror}. Choose another folder with --out.") from error
 
 
 @contextmanager

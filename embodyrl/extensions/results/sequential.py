@@ -32,7 +32,7 @@ from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.plan.schema import Config
 
 _FIRST, _GROWTH = 20, 1.5
-"""Number of pairs at the first look, and its growth from look to look."""
+"""Number of pairs at the first interim test, and its growth factor between tests."""
 
 
 def log_e_value(wins: int, losses: int) -> float:
@@ -154,7 +154,7 @@ def covering(plan: EpisodeList) -> int:
 
 
 class _Side:
-    """The evaluation of one policy, which grows from look to look."""
+    """Evaluation of one policy, extended at each interim test."""
 
     def __init__(self, run: str, words: Sequence[str], config_dirs: Sequence[Path]) -> None:
         self.run = run
@@ -188,7 +188,9 @@ def _differences(first: Sequence[EpisodeRow], second: Sequence[EpisodeRow]) -> l
         ConfigError: the environment does not report success.
     """
     if all(row.success_once is None for row in (*first, *second)):
-        raise ConfigError("--until-significant needs an environment that reports success; compare returns by report.")
+        raise ConfigError(
+            "--until-significant needs an environment that reports success; compare returns with `embodyrl report`."
+        )
     before = {(row.reset_id, row.seed): bool(row.success_once) for row in first}
     pairs = ((before.get((row.reset_id, row.seed)), bool(row.success_once)) for row in second)
     return [now - then for then, now in pairs if then is not None]

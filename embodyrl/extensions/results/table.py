@@ -27,7 +27,7 @@ class Recipe:
     name: str
     title: str
     command: str
-    """Command and overrides without `embodyrl`, seed and place of the run; the last evaluation uses test states."""
+    """Command and overrides without `embodyrl`, seed and output folder; the last evaluation uses test states."""
     seeds: tuple[int, ...] = (0,)
     page: str = ""
     """Page with details, relative to the folder of the table."""

@@ -88,7 +88,7 @@ class Scene:
         """Set the instruction for the next actions; empty: the task's own."""
         said = wanted.get("instruction")
         if not isinstance(said, str) or any("\ud800" <= letter <= "\udfff" for letter in said):
-            raise ValueError("'instruction' must be a valid Unicode text")
+            raise ValueError("'instruction' must be a valid Unicode string")
         self.said = " ".join(said.split())[:200]
         self._plan.clear()
         return self.state()

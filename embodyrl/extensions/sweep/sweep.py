@@ -1,4 +1,4 @@
-"""`-m`: several runs from one command line, one by one, each in a separate process."""
+"""`-m`: several runs from one command line, one after another, each in a separate process."""
 
 import itertools
 import shlex

@@ -43,7 +43,7 @@ def new(args: argparse.Namespace) -> int:
         raise ConfigError(f"embodyrl new takes a kind ({', '.join(KINDS)}) and a name, for example: new env my_env.")
     kind, name = args.words
     if kind not in KINDS:
-        raise ConfigError(f"cannot make a new '{kind}'.{closest(kind, KINDS)} One of: {', '.join(KINDS)}.")
+        raise ConfigError(f"unknown kind '{kind}'.{closest(kind, KINDS)} One of: {', '.join(KINDS)}.")
     chosen, files = KINDS[kind], render(kind, name)
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:

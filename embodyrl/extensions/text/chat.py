@@ -124,7 +124,7 @@ def control_tokens(folder: Path) -> dict[str, int]:
 
 
 def without_controls(text: str, controls: Iterable[str]) -> str:
-    """Remove all control tokens from a text, also those that appear after a removal."""
+    """Remove all control tokens from a string, also those that appear after a removal."""
     before = None
     while before != text:
         before = text

@@ -24,7 +24,7 @@ class TextRow:
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:
-    """Replace image placeholders by image sizes, which `split_pictures` parses.
+    """Replace image placeholders with image sizes, which `split_pictures` parses.
 
     Raises:
         ValueError: the messages have another number of images.

@@ -309,7 +309,7 @@ def _shown(row: TextRow, pictures: tuple[Picture, ...], where: str) -> TextRow:
 
 
 def _answer(value: Any) -> str:
-    """Return a text, the last message of a conversation, or another value as JSON."""
+    """Return a string, the last message of a conversation, or another value as JSON."""
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
     return value if isinstance(value, str) else json.dumps(value)
@@ -337,7 +337,7 @@ def _messages(prompt: Any, cfg: RowSettings, where: str) -> tuple[Message, ...]:
 
 
 def _content(content: Any) -> str:
-    """Return a text, or a list of texts and images as one text with image placeholders."""
+    """Return a string, or a list of strings and images as one string with image placeholders."""
     if not isinstance(content, list):
         return str(content)
     return "".join(PICTURE if part["type"] == "image" else part["text"] for part in content)

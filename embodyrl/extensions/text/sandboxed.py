@@ -31,7 +31,7 @@ NOBODY = 65534
 OUTPUT_BYTES = 1 << 20
 """Maximum size of every file that a program writes, including its output."""
 FILES = 64
-"""Maximum number of files and of descriptors of a program; open files without a name use memory too."""
+"""Maximum number of files and of file descriptors of a program; unlinked open files also use memory."""
 _POLL_S = 0.05
 _DENIED = {
     "x86_64": (

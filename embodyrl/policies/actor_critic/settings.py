@@ -17,7 +17,7 @@ class ActorCriticSettings(WeightSettings):
     ]
     """Widths of the hidden layers (mlp, cnn) of the policy and value networks."""
     activation: Literal["tanh", "relu"] | None = None
-    """Activation of the hidden layers; default: tanh, with images relu."""
+    """Activation of the hidden layers; default: tanh, or relu with images."""
     log_std_init: Annotated[float, Field(ge=-20, le=2)] = 0.0
     """Continuous actions: initial log standard deviation, relative to half the action range."""
     ortho_init: bool = True

@@ -21,7 +21,7 @@ _REPLY = "0x0"
 
 
 class Prompt(list[int]):
-    """Token ids, with further tensors of the processor."""
+    """Token ids, with additional tensors of the processor."""
 
     def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)

@@ -77,9 +77,9 @@ class PictureSizes:
 
     tower: TextSizes
     patches: int
-    """Number of inputs of the vision tower."""
+    """Number of image patches, the input length of the vision tower."""
     tokens: int
-    """Number of inputs of the language model."""
+    """Number of image tokens in the input of the language model."""
 
 
 def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:

@@ -28,7 +28,7 @@ class PromptForm:
     tail: str = ""
     """Text that is tokenised separately at the end."""
     cleans: bool = True
-    """Strip the instruction, and replace underscores and newlines by spaces."""
+    """Strip the instruction, and replace underscores and newlines with spaces."""
 
     @property
     def reads_state(self) -> bool:

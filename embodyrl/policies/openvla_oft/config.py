@@ -75,7 +75,7 @@ class Statistics:
                 f"or check model.action_normalization and model.use_proprio."
             ) from error
         if not len(low) == len(high) == len(mask):
-            raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different length.")
+            raise CheckpointError(f"{where} has {part} {low_name}, {high_name} and mask of different lengths.")
         ends = {name: entry[name] for name in ("min", "max") if len(entry.get(name, ())) == len(mask)}
         used = {name: np.compress(mask, row) for name, row in (ends | {low_name: low, high_name: high}).items()}
         check_statistics(used, f"{where}: {part}", varies=part == "action")
@@ -315,8 +315,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _field(data: Mapping[str, Any], name: str, where: Path) -> Any:
     if name not in data:
         raise CheckpointError(
-            f"{where} has no field '{name}'.{closest(name, data)} The file is no part of an OpenVLA-OFT checkpoint or "
-            f"truncated; download it again."
+            f"{where} has no field '{name}'.{closest(name, data)} The file is truncated or not from an OpenVLA-OFT "
+            "checkpoint; download it again."
         )
     return data[name]
 

@@ -142,7 +142,7 @@ class OpenVlaOftPolicy:
         save_side_files(folder, self._side_files)
 
     def load_weights(self, folder: Path) -> None:
-        """Replace the weights in place (see `Policy.load_weights`); without a saved value head, the old one is kept.
+        """Replace the weights in place (see `Policy.load_weights`); keep the value head if none is saved.
 
         A folder with an adapter only needs the same `model.path`: the adapter is loaded if adapters are trained,
         otherwise merged into the weights of `model.path`. The folder's action statistics are used, because its tokens

@@ -74,7 +74,7 @@ def unpack(data: bytes | str) -> Any:
     """
     msgpack = need("msgpack")
     if isinstance(data, str):
-        raise MessageError(f"The message is the text {data[:2000]!r}, expected bytes.")
+        raise MessageError(f"The message is the string {data[:2000]!r}, expected bytes.")
     read = _Reader()
     limits = {"max_array_len": _LONGEST_LIST, "max_map_len": _LONGEST_LIST, "max_str_len": _LONGEST_TEXT}
     try:
@@ -139,7 +139,7 @@ def _array(found: Mapping[Any, Any]) -> np.ndarray:
         raise MessageError(f"An array has type {dtype}, expected booleans, integers or floats.")
     # Before the array is allocated: a false size must not cause a read or an allocation.
     if not isinstance(data, bytes) or min(shape, default=0) < 0 or len(data) != math.prod(shape) * dtype.itemsize:
-        raise MessageError(f"An array of shape {shape} and type {dtype} has data of another size.")
+        raise MessageError(f"An array of shape {shape} and type {dtype} has data of the wrong size.")
     return np.frombuffer(data, dtype).reshape(shape)
 
 
@@ -198,7 +198,7 @@ class Names:
             raise MessageError(f"The observation is a {type(message).__name__}, expected a mapping.")
         prompt = _first(message, self.prompt)
         if not isinstance(prompt, str):
-            raise MessageError(f"'{self.prompt[0]}' must be a text. {_received(message)}")
+            raise MessageError(f"'{self.prompt[0]}' must be a string. {_received(message)}")
         state = None
         if states:
             state = np.asarray(_first(message, self.state), np.float32)

@@ -93,7 +93,7 @@ def check_statistics(numbers: Mapping[str, Any], where: str, *, varies: bool = T
             raise CheckpointError(f"{where}: {name}[{place}] is {row[place]}, which is not finite. {cure}")
     lengths = {name: len(row) for name, row in rows.items() if name != "count"}
     if len(set(lengths.values())) > 1:
-        raise CheckpointError(f"{where} has numbers of different length: {lengths}. {cure}")
+        raise CheckpointError(f"{where} has lists of different lengths: {lengths}. {cure}")
     # Equal min and max mean constant data; otherwise scaling would be impossible.
     ends = [rows[name] for name in ("min", "max") if name in rows]
     varies = varies and not (len(ends) == 2 and np.array_equal(ends[0], ends[1]))

@@ -40,13 +40,13 @@ class ChunkShape:
     """Sizes of a chunk inside the flow and after it."""
 
     horizon: int
-    """H: number of rows of the flow."""
+    """H: number of actions that the network predicts per chunk."""
     width: int
-    """D: width of a row including padding."""
+    """D: action dimensions with padding."""
     executed: int
-    """K <= H: number of executed rows."""
+    """K <= H: number of executed actions."""
     action_dim: int
-    """A <= D: width of a row without padding."""
+    """A <= D: action dimensions without padding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

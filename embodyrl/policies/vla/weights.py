@@ -61,7 +61,7 @@ def weight_sizes(network: str, *args: Any, **named: Any) -> Mapping[str, WeightS
     Args:
         network: package.module:class of the module.
         args: arguments of its constructor.
-        named: further arguments of its constructor, by name.
+        named: additional arguments of its constructor, by name.
 
     Raises:
         EmbodyError: the process failed.

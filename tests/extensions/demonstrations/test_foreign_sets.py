@@ -69,7 +69,7 @@ def test_too_short_video_is_an_error(tmp_path: Path) -> None:
     for edge in ("from", "to"):
         key = f"videos/observation.images.front/{edge}_timestamp"
         edit_episodes(root, lambda rows, key=key: rows[2].update({key: rows[2][key] + 1.0}))
-    with pytest.raises(EmbodyError, match=r"file-000.mp4 holds 21 frames, the data set declares 31"):
+    with pytest.raises(EmbodyError, match=r"file-000.mp4 holds 21 frames, but the data set declares 31"):
         load_demonstrations(root)
 
 
@@ -115,7 +115,7 @@ def test_timestamps_of_another_frame_rate_are_an_error(tmp_path: Path) -> None:
         load_demonstrations(root)
 
 
-def test_episode_can_have_two_instructions_or_an_empty_one(tmp_path: Path) -> None:
+def test_episode_can_have_two_instructions_or_an_empty_instruction(tmp_path: Path) -> None:
     tasks = ("pick the cube", "", "place the cube")
     root = write_set(tmp_path / "set", tasks=tasks, task_of=lambda e, t: 1 if e == 1 else 2 * (t >= 3))
     expected = [tasks[1 if e == 1 else 2 * (t >= 3)] for e, t in STEPS]

@@ -59,7 +59,7 @@ def test_common_image_formats_are_read(kind):
 def test_video_of_another_size_is_refused_by_its_header(tmp_path: Path):
     encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
     assert frame_rate(tmp_path / "a.mp4", 10.0, (48, 64)) == 10.0
-    with pytest.raises(EmbodyError, match=r"frames of 48x64, the data set declares 64x48"):
+    with pytest.raises(EmbodyError, match=r"frames of 48x64, but the data set declares 64x48"):
         frame_rate(tmp_path / "a.mp4", 10.0, (64, 48))
     (tmp_path / "b.mp4").write_bytes((tmp_path / "a.mp4").read_bytes()[:200])
     for name in ("b.mp4", "c.mp4"):

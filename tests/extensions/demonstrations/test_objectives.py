@@ -313,7 +313,7 @@ def test_reward_model_uses_its_own_cameras(tmp_path: Path) -> None:
     both = build_run_plan(load_config("train", [*view, f"reward.path={tmp_path}"]), training=True)
     assert both.env.cameras.names == ("front", "wrist")
     swapped = ["env=tabletop", "env.init_params.camera_names=[wrist,front]", f"reward.path={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"trained with the cameras front, wrist; .* shows wrist, front"):
+    with pytest.raises(ConfigError, match=r"trained with the cameras front, wrist; .* renders wrist, front"):
         build_run_plan(load_config("train", swapped), training=True)
     other = replace(env, cameras=replace(env.cameras, names=("wrist", "front")))
     with pytest.raises(CheckpointError, match=r"cameras is \['front', 'wrist'\]"):

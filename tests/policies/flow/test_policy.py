@@ -327,7 +327,7 @@ def test_records_do_not_depend_on_statistics(folder):
 def test_statistics_of_another_size_are_refused(folder):
     broken = folder / "dataset_statistics.json"
     broken.write_text(broken.read_text().replace("[-2.0, ", "["))
-    with pytest.raises(CheckpointError, match="action has numbers of different length"):
+    with pytest.raises(CheckpointError, match="action has lists of different lengths"):
         build(folder)
 
 

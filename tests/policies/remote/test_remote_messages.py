@@ -91,12 +91,12 @@ class Bomb:
         ("dtype", "|O", "expected booleans"),
         ("dtype", "<U3", "expected booleans"),
         ("dtype", "nonsense", "unknown type"),
-        ("shape", [4, 5, 4], "data of another size"),
-        ("shape", [-4, -15], "data of another size"),
+        ("shape", [4, 5, 4], "data of the wrong size"),
+        ("shape", [-4, -15], "data of the wrong size"),
         ("shape", ["x"], "unknown type or shape"),
-        ("data", b"", "data of another size"),
-        ("data", 3, "data of another size"),
-        ("data", None, "data of another size"),
+        ("data", b"", "data of the wrong size"),
+        ("data", 3, "data of the wrong size"),
+        ("data", None, "data of the wrong size"),
     ],
 )
 def test_damaged_or_malicious_array_is_refused(field, value, says, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ Values = frozenset[Fraction]
 
 
 def numbers(text: str) -> Iterator[tuple[re.Match[str], Values]]:
-    """Yield the possible values of each number in a text; fractions that are not reduced are skipped."""
+    """Yield the possible values of each number in a string; fractions that are not reduced are skipped."""
     for match in _NUMBER.finditer(text.translate(_ASCII)):
         yield match, _values(match)
 
@@ -54,17 +54,17 @@ def _values(match: re.Match[str]) -> Values:
 
 
 def last_number(text: str) -> Values:
-    """Return the values of the last number of a text."""
+    """Return the values of the last number in a string."""
     return next((values for _, values in reversed([*numbers(text)])), frozenset())
 
 
 def first_number(text: str) -> Values:
-    """Return the values of the first number of a text."""
+    """Return the values of the first number in a string."""
     return next((values for _, values in numbers(text)), frozenset())
 
 
 def only_number(text: str) -> Values:
-    """Return the values of a text that is one number, possibly after `x =` and with a unit; empty for other texts."""
+    """Return the values of a string that is one number, possibly after `x =` and with a unit; else nothing."""
     text = _WRAPPED.sub(r" \1 ", text.rpartition("=")[2])
     text = _SPACED.sub(lambda match: match[0].replace(" ", ""), _UNIT_POWER.sub("", text))
     found = list(numbers(text))

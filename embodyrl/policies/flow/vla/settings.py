@@ -20,7 +20,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
     """Initial noise of greedy actions: a random function of the observation's bytes (as in published evaluations, but
     reproducible), or zero."""
     num_images_in_input: Annotated[int, Field(ge=1, le=64)] = 2
-    """Number of camera images per inference, in the order of the checkpoint; further cameras of the checkpoint are
+    """Number of camera images per inference, in the order of the checkpoint; other cameras of the checkpoint are
     masked."""
     horizon: Count | None = None
     """H: number of actions per chunk, of which num_action_chunks are executed; default: the checkpoint's."""
