@@ -206,7 +206,7 @@ def flip_bit(path: Path) -> None:
         (lambda c: (c / "extra.pt").write_bytes(b"pickle"), r"extra.pt is not listed"),
     ],
 )
-def test_damaged_checkpoint_error_names_the_next_older_one(damage, message: str, tmp_path: Path):
+def test_damaged_checkpoint_error_names_the_next_older_checkpoint(damage, message: str, tmp_path: Path):
     store = CheckpointStore(tmp_path)
     _, older, path, _ = (write_to(store, step, fill, {}) for step in (50, 100, 200, 300))
     store.verify(path)

@@ -28,7 +28,7 @@ def test_an_existing_run_is_an_error_by_default(tmp_path):
         open_run(cfg, "train", [], None)
 
 
-def test_on_existing_rename_numbers_folders_and_resume_reuses_one(tmp_path):
+def test_on_existing_rename_numbers_folders_and_resume_reuses_the_folder(tmp_path):
     first = open_run(toy_config(tmp_path), "train", [], None)
     first.close()
     renamed = [open_run(toy_config(tmp_path, "runner.on_existing=rename"), "train", [], None) for _ in range(2)]

@@ -69,7 +69,7 @@ def test_each_value_has_its_source_file(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "fragment"), [("nowhere", "envv"), ("missing", "extra/gone"), ("none", "extra/none")]
 )
-def test_config_that_cannot_be_composed_is_an_error(folder: Path, option: str, fragment: str) -> None:
+def test_failed_composition_raises_a_config_error(folder: Path, option: str, fragment: str) -> None:
     with pytest.raises(ConfigError, match=fragment):
         compose_files("root", (("extra", option),), (folder,))
 

@@ -84,7 +84,7 @@ SPLIT = ("0", "GPU-a", "81559", "81559", "Enabled", "580.65.06", "NVIDIA H100 80
         ("MIG-1", [SPLIT], 9000),
     ],
 )
-def test_free_memory_is_that_of_visible_gpus(visible, rows, mib, tmp_path, monkeypatch):
+def test_free_memory_covers_only_visible_gpus(visible, rows, mib, tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *rows)
     cuda = "class cuda:\n    device_count = lambda: 1\n    mem_get_info = lambda number: (9000 * 2**20, 0)\n"
     (tmp_path / "torch.py").write_text(cuda)  # which sees slices of a GPU as devices

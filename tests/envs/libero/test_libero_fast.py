@@ -121,7 +121,7 @@ def test_frustum_culling_does_not_change_images(suite, task):
     sim.close()
 
 
-def test_fast_physics_defaults_to_that_of_the_profile():
+def test_fast_physics_defaults_to_the_profile_value():
     for profile, key, expected in (("full", None, False), ("lean", None, True), ("lean", False, False)):
         cfg = env_of("libero", task_suite_name="libero_goal", render_profile=profile, fast_physics=key)
         env = FACTORY.make(cfg, EnvContext())

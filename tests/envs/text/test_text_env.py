@@ -56,7 +56,7 @@ def test_reply_reward_is_assigned_to_the_last_token(env):
     np.testing.assert_array_equal(result.components, [[1, 0], [0, 0], [0, 0]])
 
 
-def test_cut_off_reply_is_truncated_and_terminated(env):
+def test_reply_at_token_limit_is_truncated_and_terminated(env):
     env.reset(range(2), [EpisodeStart(reset_id=i, seed=0, max_episode_steps=16) for i in range(2)])
     result = say(env, ["whole", "cut off"], [8, 8], [False, True])
     assert result.terminated.nonzero()[1].tolist() == [7, 7]

@@ -113,7 +113,7 @@ def test_hanging_simulator_is_reported_and_later_checks_skipped():
 
 
 @pytest.mark.integration
-def test_killed_check_leaves_no_hanging_simulator(tmp_path):
+def test_killed_check_leaves_no_simulator_process(tmp_path):
     marker = tmp_path / "hangs"
     kwargs = (f"env.kwargs.once={marker}", "env.kwargs.fault=hang", "env.kwargs.where=step")
     command = start_cli("check-env", "env.env_type=toy_env:FACTORY", *kwargs, cwd=tmp_path)

@@ -103,7 +103,7 @@ def test_unusual_valid_environments_pass(name):
 @pytest.mark.parametrize(
     ("name", "level", "said"), [("Walk", "ok", "7 rewards"), ("Drifts", "warn", "reward of step 4")]
 )
-def test_goal_interface_is_checked_against_the_steps(name, level, said):
+def test_goal_interface_must_match_step_rewards(name, level, said):
     """Mutants: the goal is compared with the observation before the step, or only the first step is compared."""
     found = {f.check: f for f in look(f"env.id=goal_env:{name}")}
     assert [f.check for f in found.values() if f.level == "FAIL"] == []

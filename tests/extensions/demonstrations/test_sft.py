@@ -290,7 +290,7 @@ def test_killed_sft_resumes_from_its_checkpoint(straight: Path, demos: Path, tmp
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_sft_on_two_ranks_matches_one_rank_and_resumes_on_one(demos: Path, tmp_path: Path) -> None:
+def test_sft_on_two_ranks_matches_one_rank_and_resumes_on_one_rank(demos: Path, tmp_path: Path) -> None:
     words = (*LENGTH, "actor.optim.schedule=constant", "actor.micro_batch_size=3")
     one = train(tmp_path / "one", demos, *words).run
     two = train(tmp_path / "two", demos, *words, "runner.max_steps=3", "launcher=local", "actor.fsdp.size=2").run

@@ -58,7 +58,7 @@ def report_of(folder: Path) -> dict[str, dict]:
     return {entry["name"]: entry for entry in json.loads((folder / "gpu_report.json").read_text())["checks"]}
 
 
-def test_failing_check_is_reported_and_the_next_one_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_check_is_reported_and_later_checks_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_checks.py").write_text(CHECKS)
     monkeypatch.syspath_prepend(folder)
     checks: Registry[GpuCheck] = Registry("check", group="tests.gpu_checks", wants="a check", fits=has("function"))

@@ -258,7 +258,7 @@ def test_temperature_rises_if_entropy_is_below_target():
     assert float(found) == pytest.approx(-2.0 * (2.0 - 1.5))
 
 
-def test_unfinished_episode_is_not_joined_with_the_next_one():
+def test_unfinished_episode_is_not_joined_with_the_next_episode():
     """Two unfinished episodes in one batch: their last chunks are not the start of a transition."""
     buffer, parts = ReplayBuffer(100, 0.5, 1), [frames(3, terminated=False, final=False, episode=k) for k in range(2)]
     names = ("action", "reward", "acted", "terminated", "episode")

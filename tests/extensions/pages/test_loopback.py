@@ -119,7 +119,7 @@ def test_silent_connections_do_not_delay_other_clients() -> None:
             client.close()
 
 
-def test_slow_request_is_cut_off(monkeypatch) -> None:
+def test_slow_request_is_aborted(monkeypatch) -> None:
     monkeypatch.setattr(loopback, "_REQUEST_S", 0.3)
     with answering({}, {}) as server, socket.create_connection(("127.0.0.1", server.server_port)) as client:
         client.settimeout(0.05)

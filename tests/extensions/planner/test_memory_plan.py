@@ -97,7 +97,7 @@ def test_out_of_memory_plan_is_refused_with_suggested_keys(tmp_path):
         require_memory(run_plan, replace(plan, env_worker=10_000 * GIB))
 
 
-def test_separate_critic_and_teacher_count_with_their_own_size(tmp_path):
+def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
     """Fails if both are assumed to have the size of the policy, or are ignored."""
     cfg = model_of(model_type="causal_lm_tiny", precision=Precision.fp32, num_action_chunks=4)
     policy = POLICIES.get(cfg.model_type).build(cfg, PolicyRequest(env=ASKING, device="cpu", seed=0))
@@ -211,7 +211,7 @@ def test_vllm_memory_fraction_leaves_memory_of_other_processes(tmp_path, monkeyp
     assert share(80_000) - share(40_000) == pytest.approx(0.5, abs=0.011)
 
 
-def test_simulators_count_on_their_shared_gpu(tmp_path, monkeypatch):
+def test_memory_plan_includes_simulators_on_a_shared_gpu(tmp_path, monkeypatch):
     stub_nvidia_smi(tmp_path, monkeypatch, *of_size(10 * 1024, 10 * 1024))
     words = ("launcher=local", "launcher.env_workers=2", "actor.fsdp.size=1")
 

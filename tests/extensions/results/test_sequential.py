@@ -45,11 +45,11 @@ def test_e_value_is_a_martingale_under_the_null_hypothesis() -> None:
 
 
 @pytest.mark.parametrize("case", ["0.5, 0.5", "0.9, 0.9"])
-def test_equal_policies_rarely_differ_at_any_look(case: str) -> None:
+def test_false_positive_rate_over_all_interim_tests_is_at_most_5_percent(case: str) -> None:
     assert 0.005 < simulated(case, 2000)[0] <= 0.05
 
 
-def test_rates_that_vary_between_states_cause_no_false_alarm() -> None:
+def test_success_rates_that_vary_by_state_cause_no_false_positives() -> None:
     rng = np.random.default_rng(3)
     alarms = 0
     for _ in range(1000):

@@ -124,7 +124,7 @@ def supervise(folder: Path, model: Path, data: list[dict[str, str]], *words: str
     return rows(sft(load_config("sft", [*where, *small, *few, *model_words, *QUIET, *words])).run)
 
 
-def test_sft_loss_is_that_of_transformers_and_falls(cut: Path, tmp_path: Path):
+def test_sft_loss_matches_transformers_and_decreases(cut: Path, tmp_path: Path):
     found = [row["train/loss"] for row in supervise(tmp_path, cut, ASKED) if "train/loss" in row]
     tokenizer, model = AutoTokenizer.from_pretrained(cut), AutoModelForCausalLM.from_pretrained(cut)
     expected = []
@@ -139,7 +139,7 @@ def test_sft_loss_is_that_of_transformers_and_falls(cut: Path, tmp_path: Path):
     assert found[-1] < found[0]
 
 
-def test_dpo_begins_at_the_logarithm_of_two_and_falls(cut: Path, tmp_path: Path):
+def test_dpo_loss_starts_at_log_two_and_decreases(cut: Path, tmp_path: Path):
     pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "I am not sure."} for row in ASKED]
     keys = ("objective.name=dpo", "data.answer_key=chosen", "data.rejected_key=rejected")
     found = [row["train/loss"] for row in supervise(tmp_path, cut, pairs, *keys) if "train/loss" in row]

@@ -32,7 +32,7 @@ def test_text_run_plan_has_one_chunk_per_episode(tmp_path: Path):
 
 
 @pytest.mark.integration
-def test_cut_off_replies_count_as_truncated(tmp_path: Path):
+def test_replies_at_token_limit_count_as_truncated(tmp_path: Path):
     words = ("launcher=inline", "runner.max_steps=1", "algorithm.sampling_params.max_new_tokens=1")
     taken = {}
     for way in ("train", "mask"):

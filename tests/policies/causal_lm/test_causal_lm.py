@@ -91,7 +91,7 @@ def test_log_probs_without_gradients_are_computed_in_chunks(policy: CausalLMPoli
     np.testing.assert_allclose(parts, whole, atol=1e-5)
 
 
-def test_forward_length_is_that_of_the_longest_row(policy: CausalLMPolicy):
+def test_forward_length_equals_the_longest_row(policy: CausalLMPolicy):
     """Long prompt with short reply, and short prompt with long reply: values and gradients equal those alone."""
     prompts, tokens = ("length of 1234567890=", "1="), np.full((2, 8), -1, np.int64)
     tokens[0, :1], tokens[1, :8] = [7], range(4, 12)
@@ -154,7 +154,7 @@ def test_deterministic_rows_are_bit_identical(policy: CausalLMPolicy):
     np.testing.assert_array_equal(a.logprob[1:4], b.logprob[1:4])
 
 
-def test_reply_without_end_is_cut_off(policy: CausalLMPolicy):
+def test_reply_without_end_token_is_truncated(policy: CausalLMPolicy):
     plain = policy.act(observe(*PROMPTS), noise=noise(5, 1))
     assert plain.cut_off is not None
     full, last = plain.tokens[:, -1] >= 0, plain.tokens[:, -1]
@@ -363,7 +363,7 @@ def test_a_chat_template_is_applied(tmp_path: Path, policy: CausalLMPolicy):
 @pytest.mark.parametrize(
     ("template", "own", "end"), [(True, "<eos>", "?"), (False, "<eos>", "<eos>"), (False, "x", "|")]
 )
-def test_end_token_is_that_of_the_chat_template(
+def test_end_token_comes_from_the_chat_template(
     tmp_path: Path, policy: CausalLMPolicy, template: bool, own: str, end: str
 ):
     """The folders of Llama-3 and Gemma have several end tokens, and the first one does not end a turn."""

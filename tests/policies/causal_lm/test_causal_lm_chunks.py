@@ -57,7 +57,7 @@ class Rows(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("bonus", [0.0, 0.1])
-def test_a_backward_pass_holds_the_logits_of_one_chunk(bonus, monkeypatch):
+def test_backward_pass_stores_the_logits_of_one_chunk(bonus, monkeypatch):
     tested = build(TINY, temperature=0.7, trainable=True)
     out = tested.act(observe(*PROMPTS), noise=noise(5))
     width = tested._net.vocabulary

@@ -130,7 +130,7 @@ def test_gradients_match_transformers(setup, loaded):
 
 
 @pytest.mark.parametrize("layout", [OPENPI, LEROBOT, TRANSFORMERS, TRANSFORMERS_OLD], ids=lambda layout: layout.name)
-def test_transformers_checkpoints_load_in_both_directions(layout, setup, tmp_path):
+def test_checkpoints_round_trip_through_transformers(layout, setup, tmp_path):
     load_theirs(tmp_path / "ours", setup[2], layout).save_pretrained(tmp_path / "theirs")
     check_saved(tmp_path / "theirs", model_of("pi0").state_dict())
 

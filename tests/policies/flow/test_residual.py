@@ -74,7 +74,7 @@ def test_residual_features_are_first_step_and_proposal(folder):  # noqa: F811
     torch.testing.assert_close(features[:, :-12], rows.mean(1))
 
 
-def test_residual_logprob_is_that_of_the_correction(folder):  # noqa: F811
+def test_residual_logprob_matches_the_correction(folder):  # noqa: F811
     """At the start of the action's tokens; compared with torch's transformed distribution."""
     policy = correct(folder)
     obs = observe(6)

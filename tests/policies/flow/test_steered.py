@@ -91,7 +91,7 @@ def test_untrained_dsrl_actor_matches_the_flow(folder):  # noqa: F811
     assert np.array_equal(mine, theirs)
 
 
-def test_dsrl_logprob_is_that_of_a_squashed_gaussian(folder):  # noqa: F811
+def test_dsrl_logprob_matches_a_squashed_gaussian(folder):  # noqa: F811
     """Joint over all chosen numbers, at the first action; compared with torch's transformed distribution."""
     policy = steer(folder)
     obs = observe(6)

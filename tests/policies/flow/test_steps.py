@@ -84,7 +84,7 @@ def test_golden_comparison_detects_changed_values(golden, facts, factor):
     assert unseen == []
 
 
-def test_entropy_is_that_of_a_gaussian(golden, facts):
+def test_entropy_matches_a_gaussian(golden, facts):
     found = ours(golden, facts)
     for method in METHODS:
         for index in range(int(facts["K"])):

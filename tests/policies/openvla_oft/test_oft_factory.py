@@ -147,7 +147,7 @@ def test_spec_refuses_mismatched_environments(checkpoint, env_spec, config, env,
         FACTORY.spec(model_of(path=str(checkpoint), **config), dataclasses.replace(env_spec, **env), 0)
 
 
-def test_statistics_key_defaults_to_that_of_the_environment(checkpoint):
+def test_statistics_key_defaults_to_the_environment_key(checkpoint):
     statistics = checkpoint / "dataset_statistics.json"
     raw = json.loads(statistics.read_text())["libero_10_no_noops"]
     other = json.loads(json.dumps(raw))

@@ -98,7 +98,7 @@ def test_oft_record_contains_the_executed_correction(build, repeated):
     np.testing.assert_allclose(again[known], chosen.detach().numpy().reshape(6, 2, 7)[known], atol=1e-3)
 
 
-def test_oft_residual_log_prob_is_that_of_a_squashed_gaussian(build):
+def test_oft_residual_log_prob_matches_a_squashed_gaussian(build):
     """At the start of each action's tokens; compared with torch's transformed distribution."""
     policy, obs = correct(build, temperature=1.0, value_dim=1), observe(4)
     out = policy.act(obs, noise=uniform(policy, 4))

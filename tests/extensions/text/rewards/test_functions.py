@@ -79,5 +79,5 @@ def test_calculator_accepts_arithmetic_only():
 @pytest.mark.parametrize(
     ("reply", "paid"), [(" 12\n", 1), ("-1,234.5", 1), ("12 + 3", 0), ("It is 12", 0), ("12.", 0), ("1,23", 0), ("", 0)]
 )
-def test_format_reward_pays_for_a_number_alone(reply: str, paid: int) -> None:
+def test_format_reward_accepts_a_bare_number(reply: str, paid: int) -> None:
     assert number("", reply, "7") == paid
