@@ -151,7 +151,7 @@ def children_left(before: Collection[int] = ()) -> dict[int, str]:
 
 
 def left_after(seconds: float, threads: Collection[threading.Thread] = (), children: Collection[int] = ()) -> str:
-    """Return threads and child processes that still run after a waiting time, except the given ones."""
+    """Return threads and child processes that still run after a waiting time; given names are ignored."""
     ends = time.monotonic() + seconds
     while left := [
         *(f"thread {name}" for name in threads_left(threads)),

@@ -253,7 +253,7 @@ class BufferSettings(AlgorithmSettings):
     demonstrations: list[Path] = []
     """Folders of demonstrations of this environment, mixed into training batches; SAC uses their rewards."""
     demonstration_share: Share = 0.5
-    """Share of demonstrations in each batch."""
+    """Fraction of demonstrations in each batch."""
 
     @property
     def method(self) -> str:

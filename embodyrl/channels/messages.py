@@ -22,7 +22,7 @@ class WorkerReady:
     """The worker is built."""
 
     task_limit: int | None = None
-    """Env workers: maximum number of different tasks in the slots; None: unlimited."""
+    """Env workers: maximum number of distinct tasks in the slots; None: unlimited."""
     weights: tuple[WeightInfo, ...] = ()
     """Disaggregated mode: weights of this process."""
 

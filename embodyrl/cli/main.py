@@ -64,7 +64,7 @@ _ERROR = "embodyrl: error: "
 _MOVED = {
     "migrate": "`embodyrl migrate` is a tool of the repository: pip install ./tools/migrate; embodyrl-migrate FILE."
 }
-"""Commands that moved out of the package, with their new place."""
+"""Commands that moved out of the package, with their new location."""
 
 
 def _run(arguments: list[str]) -> int:

@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of all requests. A worker runs one request at a time, so a span starts when the previous one ends."""
+    """Spans of all requests. A worker runs one request at a time, so a span starts when the previous span ends."""
 
     def __init__(
         self,

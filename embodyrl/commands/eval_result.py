@@ -29,11 +29,11 @@ class TaskResult:
     task: str
     episodes: int
     states: int
-    """Number of different initial states."""
+    """Number of distinct initial states."""
     solved: int | None
     """Number of states with at least one success; None: the environment does not report success."""
     voted: float | None
-    """Share of states whose most frequent final answer is correct; None: one answer per state, or no text."""
+    """Fraction of states whose most frequent final answer is correct; None: one answer per state, or no text."""
     effective_episodes: float
     """Effective number of independent episodes."""
     successes: int | None

@@ -35,7 +35,7 @@ class Env(Protocol):
 
     spec: EnvSpec
     task_limit: int | None
-    """Maximum number of different tasks in the slots without reloading simulators; None: unlimited."""
+    """Maximum number of distinct tasks in the slots without reloading simulators; None: unlimited."""
 
     def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
         """Start an episode in each slot, including settle steps."""

@@ -98,7 +98,7 @@ class Rate:
     successes: int
     episodes: int
     states: int | None = None
-    """Number of different initial states; None: one for each episode."""
+    """Number of distinct initial states; None: one for each episode."""
     effective: float | None = None
     """Effective number of independent episodes; None: all episodes."""
 

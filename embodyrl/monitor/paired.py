@@ -21,7 +21,7 @@ class Paired:
     """Suite of the pairs; empty: the environment has one suite."""
     pairs: int
     states: int
-    """Number of different initial states of the pairs."""
+    """Number of distinct initial states of the pairs."""
     only_first: int = 0
     """Number of pairs in which only the first policy succeeded."""
     only_second: int = 0

@@ -1,4 +1,4 @@
-"""TensorBoard event files in `<run>/tensorboard`, by TensorBoard's own writer, because torch's writer imports torch."""
+"""TensorBoard event files in `<run>/tensorboard`, from TensorBoard's writer, because torch's writer imports torch."""
 
 import time
 from collections.abc import Mapping

@@ -254,29 +254,29 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     problems = []
     if env.action.dim != policy.action_dim:
         problems.append(
-            f"env '{env.name}' takes {env.action.dim}-dimensional actions, model '{policy.name}' gives "
+            f"env '{env.name}' takes {env.action.dim}-dimensional actions, but model '{policy.name}' outputs "
             f"{policy.action_dim}; set model.action_dim={env.action.dim} or choose another model."
         )
     if env.action.kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))
         problems.append(
-            f"env '{env.name}' takes {env.action.kind} actions, model '{policy.name}' gives {can} ones only; choose "
-            f"another model, for example {fitting_models(env)}."
+            f"env '{env.name}' takes {env.action.kind} actions, but model '{policy.name}' outputs only {can} actions; "
+            f"choose another model, for example {fitting_models(env)}."
         )
     if env.cameras.names and env.action.kind is ActionKind.text and not policy.inputs.num_images:
         problems.append(
-            f"the rows of env '{env.name}' show images, model '{policy.name}' reads none; use model=vision_lm with "
-            "the folder of a vision-language model, or model=vision_lm_tiny."
+            f"the rows of env '{env.name}' contain images, but model '{policy.name}' reads none; use model=vision_lm "
+            "with the folder of a vision-language model, or model=vision_lm_tiny."
         )
     if policy.inputs.num_images > len(env.cameras.names):
         problems.append(
-            f"model '{policy.name}' reads {policy.inputs.num_images} camera images, env '{env.name}' gives "
+            f"model '{policy.name}' reads {policy.inputs.num_images} camera images, but env '{env.name}' has "
             f"{len(env.cameras.names)} ({', '.join(env.cameras.names) or 'none'}); "
             + ("set model.num_images_in_input or the cameras." if env.cameras.names else f"try {fitting_models(env)}.")
         )
     if policy.inputs.state and not env.state_dim:
         problems.append(
-            f"model '{policy.name}' reads a state vector, env '{env.name}' has none; try {fitting_models(env)}."
+            f"model '{policy.name}' reads a state vector, but env '{env.name}' has none; try {fitting_models(env)}."
         )
     if policy.scripted and not env.expert.tasks:
         problems.append(f"env '{env.name}' has no scripted expert; choose another model.")

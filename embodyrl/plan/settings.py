@@ -181,7 +181,7 @@ class EvalSettings(Settings):
     baseline: Path | None = None
     """Run folder of an earlier evaluation: common episodes are compared in pairs, suite by suite."""
     samples: Count = 1
-    """Sampled episodes per initial state instead of one; eval/pass_at_n is the share of states with a success."""
+    """Sampled episodes per initial state instead of one; eval/pass_at_n is the fraction of states with a success."""
     show_replies: Annotated[int, Field(ge=0, le=1000)] = 0
     """Number of conversations to print after each evaluation of a language model."""
     sampling_params: EvalSamplingSettings = EvalSamplingSettings()

@@ -261,8 +261,8 @@ def seen_problems(who: str, env: EnvSpec) -> list[str]:
     if not env.cameras.names or env.action.kind != ActionKind.box:
         has = f"{len(env.cameras.names)} cameras and {env.action.kind} actions"
         return [
-            f"{who} reads camera images and gives box actions, env '{env.name}' has {has}; choose another model, for "
-            f"example {fitting_models(env)}."
+            f"{who} reads camera images and outputs box actions, but env '{env.name}' has {has}; choose another "
+            f"model, for example {fitting_models(env)}."
         ]
     if env.cameras.rotation_deg not in (0, 180):
         return [f"env '{env.name}' declares cameras.rotation_deg={env.cameras.rotation_deg}; only 0 and 180 work."]

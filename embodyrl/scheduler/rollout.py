@@ -13,7 +13,7 @@ from embodyrl.types import Episode, EpisodeSpec, FloatArray, IntArray
 NO_QUOTA = 2**62
 """Value of the remaining chunk steps without a quota."""
 _REASONS = 10
-"""Maximum number of different reward errors logged in a run."""
+"""Maximum number of distinct reward errors logged in a run."""
 
 VideoChoice = Callable[[EpisodeSpec], tuple[str, str] | None]
 """Function that returns (file stem, outcomes to keep) for an episode to record, else None."""

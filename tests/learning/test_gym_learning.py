@@ -122,13 +122,13 @@ def test_continuous_policy_is_refused_for_discrete_actions():
     env = ENVS.get("gym").spec(cfg.env, EnvContext())
     policy = PolicySpec(name="arm", num_action_chunks=1, action_dim=1, tokens_per_chunk=1)
     (problem,) = mismatches(env, policy)
-    assert "takes discrete actions, model 'arm' gives box ones only" in problem
+    assert "takes discrete actions, but model 'arm' outputs only box actions" in problem
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["env.id=CartPole-v1", "model=cnn"], "reads 1 camera images, env 'CartPole-v1' gives 0"),
+        (["env.id=CartPole-v1", "model=cnn"], "reads 1 camera images, but env 'CartPole-v1' has 0"),
         (["env.id=pixel_env:PixelEnv", "model=mlp"], "has none; try model=cnn"),
         (["env.id=CartPole-v1", "model=mlp", "env.train.task_ids=[1]"], "tasks 0 to 0"),
     ],

@@ -111,10 +111,13 @@ def test_half_of_each_batch_can_be_demonstrations(tmp_path):
     for wrong, said in (
         ("env.id=MountainCarContinuous-v0", "Collect data with the settings"),
         ("env.id=test_off_policy_runs:TwinPendulum", "none of the tasks of env 'test_off_policy_runs:TwinPendulum'"),
-        ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, this run has 0.1"),
-        ("env.use_rel_reward=true", "env.use_rel_reward=False, this run has True"),
+        ("env.reward_coef=0.1", r"collected with env.reward_coef=1.0, but this run has 0.1"),
+        ("env.use_rel_reward=true", "env.use_rel_reward=False, but this run has True"),
         ("algorithm.demonstrations=[nowhere]", "nowhere is not a folder"),
-        ("reward.path=embodyrl.envs.reward:success", r"reward\.path=None, this run has embodyrl\.envs\.reward:success"),
+        (
+            "reward.path=embodyrl.envs.reward:success",
+            r"reward\.path=None, but this run has embodyrl\.envs\.reward:success",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             build_run_plan(load_config("train", words_of(tmp_path, *given, wrong)), training=True)

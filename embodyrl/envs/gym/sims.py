@@ -178,7 +178,7 @@ class VectorSims(_Slots):
             self.note_start(slot, solved=bool(reached[slot]))
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the whole batch; slots without an action repeat their last one."""
+        """Step the whole batch; slots without an action repeat their last action."""
         acting = slots.tolist()
         for slot, action in zip(acting, actions, strict=True):
             self._actions[slot] = self._native(action)

@@ -149,7 +149,7 @@ def _advance(
     model: int, data: int, count: int, arm: _Arm, goal: DoubleArray, goal_rotation: DoubleArray,
     kp: DoubleArray, kd: DoubleArray, rest: DoubleArray, command: DoubleArray, finger_speed: float,
 ) -> bool:  # fmt: skip
-    """Run `count` substeps after the `mj_step1` of the first one; return False if the inertia is singular."""
+    """Run `count` substeps after the `mj_step1` of the first substep; return False if the inertia is singular."""
     for substep in range(count):
         if substep:
             _step1(model, data)

@@ -39,7 +39,7 @@ class Variant:
     noise: int = 0
     """Corruption of the front image, of 50; 0: none. See noise.py."""
     words: str | None = None
-    """Instruction of the policy; None: the unchanged one."""
+    """Instruction of the policy; None: the unchanged instruction."""
     place: tuple[int, int] = (0, 0)
     """Task and state that the variant changes; also the seed of the noise."""
 

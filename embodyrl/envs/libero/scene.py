@@ -31,7 +31,7 @@ class Box:
     center: DoubleArray
     """[3]"""
     axes: DoubleArray
-    """[3, 3] unit vectors in columns: two horizontal ones and `up`, if the body is upright."""
+    """[3, 3] unit vectors in columns: two horizontal vectors and `up`, if the body is upright."""
     half: DoubleArray
     """[3] half extents along the axes."""
 

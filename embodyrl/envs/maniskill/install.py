@@ -71,7 +71,7 @@ def physx_file() -> Path:
 
 
 def fetch_physx() -> None:
-    """Download PhysX for GPUs by SAPIEN before its first scene, with a timeout and a message.
+    """Download PhysX for GPUs with SAPIEN before its first scene, with a timeout and a message.
 
     Raises:
         MissingDependencyError: the download or loading failed; the message names the file to copy.

@@ -219,7 +219,7 @@ class BatchSims(_Slots):
         self._seen = []
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
-        """Step the whole batch; slots without an action repeat their last one."""
+        """Step the whole batch; slots without an action repeat their last action."""
         self._actions[slots] = actions
         _, reward, terminated, _, self._info = self._env.step(self._actions)
         self._seen = []

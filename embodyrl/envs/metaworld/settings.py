@@ -26,7 +26,7 @@ HIDDEN_GOALS = ("ML45",)
 
 
 STATE, PROPRIOCEPTION = 39, 4
-"""Number of state observations of a task, and number of proprioceptive ones."""
+"""Number of state observations of a task, and number of proprioceptive observations."""
 
 
 class MetaWorldSettings(EnvSettings, RewardSettings, CameraSettings):

@@ -1,1 +1,1 @@
-"""Demonstrations on disk in the LeRobot dataset layout v3.0: writing, reading, checking. Imports no torch."""
+"""Demonstrations on disk in the LeRobot dataset layout v3.0: writing, reading, checking. Does not import torch."""

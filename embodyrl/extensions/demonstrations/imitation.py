@@ -132,7 +132,7 @@ class ImitationLearner(Learner):
         return self._policy.imitate(obs, self._targets(records))
 
     def _prefer(self, obs: Observation, tokens: IntArray) -> ImitationScores:
-        """Compute the DPO loss from log-ratios of the better answers [B] and of the worse ones [B] after them."""
+        """Compute the DPO loss from log-ratios of the chosen answers [B], then of the rejected answers [B]."""
         assert self._reference is not None, "no reference policy was built"
         # In one batch, so that both halves of a pair are computed in the same way.
         with torch.no_grad():

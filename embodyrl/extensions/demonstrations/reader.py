@@ -22,7 +22,7 @@ from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
 _MEMORY_SHARE = 0.8
-"""Maximum share of the free memory for decoded frames."""
+"""Maximum fraction of the free memory for decoded frames."""
 
 _Episodes = list[dict[str, Any]]
 
@@ -50,7 +50,7 @@ class Demonstrations:
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[E] initial state of each episode; -1 for data sets of other programs; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Numbers of the skipped episodes with non-finite numbers."""
+    """Indices of the skipped episodes with non-finite numbers."""
 
     @property
     def num_episodes(self) -> int:

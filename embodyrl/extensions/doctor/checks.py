@@ -20,7 +20,7 @@ SPEED = GpuCheck(
 )
 DRAWING = GpuCheck(
     number=3,
-    title="rendering by EGL",
+    title="rendering with EGL",
     function=f"{_HERE}.drawing:check_drawing",
     timeout_s=180,
 )

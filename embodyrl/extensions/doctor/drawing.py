@@ -46,7 +46,7 @@ with mujoco.Renderer(model, 224, 224) as renderer:
 
 
 def check_drawing() -> GpuResult:
-    """Render on each visible GPU by EGL."""
+    """Render on each visible GPU with EGL."""
     parts, gpus = GpuParts(), visible_gpus()
     table = egl_table()
     parts.note("EGL devices by CUDA number", table)
@@ -67,7 +67,7 @@ def check_drawing() -> GpuResult:
         else:
             parts.failures.append(f"GPU {gpu}: {judged.why}")
             fix = judged.fix
-    said = [f"GPU {', '.join(works)} renders by EGL"] if works else []
+    said = [f"GPU {', '.join(works)} renders with EGL"] if works else []
     for gpu in works[:1]:
         with parts.part(f"frames per second on GPU {gpu}"):
             said.append(measure_frames(parts, "egl", egl_device(gpu), gpu))

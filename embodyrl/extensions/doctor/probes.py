@@ -49,7 +49,7 @@ def probe_torch() -> Finding:
             )
         return Finding("torch", "ok", f"{torch.__version__}, CPU only")
     if len(gpus) != (count := torch.cuda.device_count()):
-        text = f"{torch.__version__} detects {count} GPUs, this host has {len(gpus)} ({', '.join(gpus)})"
+        text = f"{torch.__version__} detects {count} GPUs, but this host has {len(gpus)} ({', '.join(gpus)})"
         return Finding("torch", "FAIL", text, "CUDA_VISIBLE_DEVICES with the numbers that `nvidia-smi -L` lists")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"

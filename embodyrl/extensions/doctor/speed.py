@@ -56,7 +56,7 @@ def product_rate(device: str, dtype: torch.dtype, side: int, seconds: float) -> 
 
 
 def measure_limits(device: str, dtype: torch.dtype, seconds: float) -> Limits:
-    """Measure a product of 8192 x 8192 matrices and a copy of 1 GiB; on a CPU smaller ones."""
+    """Measure a product of 8192 x 8192 matrices and a copy of 1 GiB; smaller sizes on a CPU."""
     on_gpu = device.startswith("cuda")
     flops = product_rate(device, dtype, 8192 if on_gpu else 512, seconds)
     source = torch.empty(GIB if on_gpu else 2**24, dtype=torch.uint8, device=device)

@@ -29,7 +29,7 @@ def replay_problems(cfg: Config, algorithm: Algorithm, env: EnvSpec, policy: Pol
     problems = []
     if isinstance(cfg.algorithm, ReplaySettings) and not policy.differentiable:
         problems.append(
-            f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, model "
+            f"adv_type '{cfg.algorithm.adv_type}' needs a policy with differentiable samples, but model "
             f"'{policy.name}' has none here. Use model=mlp or model=cnn with model.squashed=true, in an environment "
             "with real-valued actions, OpenVLA-OFT with model.likelihood=residual, or a flow policy with "
             "model.likelihood=dsrl or residual; otherwise use algorithm=ppo."
@@ -105,8 +105,8 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
     theirs, own = card.collected.get("reward"), changed_reward(cfg).get("reward")
     if theirs != own:
         yield (
-            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, this run "
-            f"has {own and own['path']}, or other reward settings. Collect with the same reward."
+            f"algorithm.demonstrations: {folder} was collected with reward.path={theirs and theirs['path']}, but this "
+            f"run has {own and own['path']}, or other reward settings. Collect with the same reward."
         )
     told = resolve_asset(folder) / ENVIRONMENT_PATH
     saved, mine = ({}, {}) if not told.is_file() else (flat(read_plain_yaml(told)), flat({"env": plain(cfg.env)}))
@@ -114,8 +114,8 @@ def _transition_problems(folder: str, card: Card, cfg: Config, env: EnvSpec) -> 
     if differs:
         yield (
             f"algorithm.demonstrations: {folder} was collected with "
-            f"{', '.join(f'{key}={saved[key]}, this run has {mine.get(key)}' for key in differs)}: critics would mix "
-            "two rewards. Collect with the same settings."
+            f"{', '.join(f'{key}={saved[key]}, but this run has {mine.get(key)}' for key in differs)}: critics would "
+            "mix two rewards. Collect with the same settings."
         )
 
 

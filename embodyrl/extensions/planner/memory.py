@@ -29,7 +29,7 @@ _ENGINE = 2 * GIB
 _UNKNOWN_SHARE = 0.4
 """Assumed memory of a GPU with unknown memory."""
 _RESERVE = 0.05
-"""Share of a GPU reserved for fragmentation and uncounted memory."""
+"""Fraction of a GPU reserved for fragmentation and uncounted memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ _LINE = FONT_SIZE + 8
 _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
 _SHORTEST_S = 4.0
-"""Minimum duration of a video of the longest episode: shorter ones are slowed down by the same factor."""
+"""Minimum duration of a video of the longest episode: shorter videos are slowed down by the same factor."""
 _STILL_S = 1.0
 """Duration of the last frame, with the outcome below it."""
 _FAILURES = (OSError, RuntimeError, ValueError)

@@ -142,7 +142,7 @@ def _seeds(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]
 
 
 def _states(config: Mapping[str, Any], last: Evaluation | None) -> dict[str, Any]:
-    """Return the initial states available to training, and the number of different states in the last evaluation."""
+    """Return the initial states available to training, and the number of distinct states in the last evaluation."""
     found: dict[str, Any] = {}
     for name, split in (("training", "train"), ("evaluation", "eval")):
         if isinstance(_at(config, f"env.{split}"), Mapping):

@@ -160,7 +160,7 @@ def _judged(evaluation: Evaluation) -> Evaluation:
 
 
 def samples_of(history: History, count: int) -> list[Sample]:
-    """Select conversations of the newest evaluation, with those of the first one."""
+    """Select conversations of the newest evaluation, with those of the first evaluation."""
     if not history.evaluations:
         return []
     first, last = history.evaluations[0], history.evaluations[-1]

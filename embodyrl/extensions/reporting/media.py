@@ -64,7 +64,7 @@ def cards_of(history: History, shelf: Shelf) -> list[Card]:
 
 
 def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
-    """Return (first, last) recordings of episodes with several recordings, changed outcomes first."""
+    """Return (first, last) recordings of episodes with several recordings, changed first."""
     by_episode: dict[tuple[str, int, int, int], list[Card]] = {}
     for card in cards:
         key = (card.run, card.episode.episode, card.episode.reset_id, card.episode.seed)
@@ -74,7 +74,7 @@ def pairs_of(cards: Iterable[Card]) -> list[tuple[Card, Card]]:
 
 
 def animate_changes(history: History, out: Path) -> None:
-    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed ones first.
+    """Write a GIF of up to three recorded episodes of different tasks before and after training, changed first.
 
     Raises:
         ConfigError: no episode was recorded twice.

@@ -27,7 +27,7 @@ class Sample:
 
 
 def pick_samples(before: Sequence[EpisodeRow], after: Sequence[EpisodeRow], count: int) -> list[Sample]:
-    """Select conversations: alternately newly solved ones, failures and others."""
+    """Select conversations: alternately newly solved episodes, failures and others."""
     earlier = {(row.episode, row.reset_id, row.seed): row for row in before if row.conversation}
     kinds: list[list[Sample]] = [[], [], []]
     for row in after:

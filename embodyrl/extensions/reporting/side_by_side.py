@@ -20,7 +20,7 @@ _INK, _PAPER = (235, 235, 235), (24, 24, 28)
 
 
 def join_side_by_side(before: Path, after: Path, out: Path, *, labels: tuple[str, str], fps: int) -> None:
-    """Write `out` (MP4): both recordings in step, each with its label; the shorter one holds its last frame.
+    """Write `out` (MP4): both recordings in step, each with its label; the shorter repeats its last frame.
 
     Raises:
         OSError: a recording cannot be read, or `out` cannot be written.

@@ -14,7 +14,7 @@ class Phase:
     depth: int
     seconds: float
     share: float
-    """Share of the whole step."""
+    """Fraction of the whole step."""
 
 
 def run_seconds(rows: Sequence[Mapping[str, float | None]]) -> float:

@@ -97,7 +97,7 @@ def _linked(text: str, page: str) -> str:
 
 
 def _each(cards: Sequence[Card], value: Callable[[Card], str]) -> str:
-    """Return the different values of the cards."""
+    """Return the distinct values of the cards."""
     return ", ".join(dict.fromkeys(map(value, cards)))
 
 

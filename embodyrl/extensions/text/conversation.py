@@ -15,7 +15,7 @@ class TextRow:
     messages: tuple[Message, ...]
     reference: str
     rejected: str | None = None
-    """The worse answer of a preference pair; `reference` is the better one."""
+    """The rejected answer of a preference pair; `reference` is the chosen answer."""
     pictures: tuple[Any, ...] = ()
     """One for each <image> in the messages (without any: before the user's first): files, their bytes or pixels [H, W,
     3]; rows that were read contain `Picture`."""

@@ -52,7 +52,7 @@ class TextRows:
     image_size: tuple[int, int] = (0, 0)
     """Height and width that fit every image."""
     roles: tuple[tuple[str, ...], ...] = ()
-    """All different sequences of roles in the rows."""
+    """All distinct sequences of roles in the rows."""
     doubts: tuple[str, ...] = ()
     """Warnings, one line each."""
 

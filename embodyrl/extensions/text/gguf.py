@@ -1,4 +1,4 @@
-"""GGUF files as model folders: dequantized once into a cache, by transformers, in a separate process."""
+"""GGUF files as model folders: dequantized once into a cache with transformers in a separate process."""
 
 from __future__ import annotations
 

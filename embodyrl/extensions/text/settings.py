@@ -31,7 +31,7 @@ class DataSettings(Settings):
     """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
     package.module:function."""
     val_path: Annotated[Path | None, NumbersStates] = None
-    """Validation data; default: a share of data.path."""
+    """Validation data; default: a fraction of data.path."""
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1
     """Fraction of the episodes in data.path that is held out for validation; 0: no validation."""
     shuffle: bool = True

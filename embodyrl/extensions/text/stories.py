@@ -1,4 +1,4 @@
-"""Word problems in the manner of GSM8K, generated from templates: no download, and numbers held out for validation."""
+"""Word problems in the style of GSM8K, generated from templates: no download, and numbers held out for validation."""
 
 import random
 from collections.abc import Callable

@@ -32,7 +32,7 @@ class ActPolicy(LeRobotPolicy):
         return replace(out, actions=out.actions.reshape(len(obs), 1, -1))
 
     def _executed(self, chunk: Tensor) -> Tensor:
-        """Return the executed rows of chunks [B, H, A]; with temporal ensembling all rows."""
+        """Return the executed actions of chunks [B, H, A]; with temporal ensembling all rows."""
         return chunk if self._cfg.temporal_ensemble else super()._executed(chunk)
 
     @property
@@ -49,7 +49,7 @@ class ActPolicy(LeRobotPolicy):
         return torch.zeros(count, self._config.latent_dim, device=self._device)
 
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Return the executed rows of the chunk."""
+        """Return the executed actions of the chunk."""
         return self._executed(self._network.decode(*read.model).actions)
 
     def _around(self, read: Read, temperature: float) -> Transition:

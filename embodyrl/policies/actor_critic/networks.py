@@ -107,7 +107,7 @@ class CategoricalHead(nn.Module):
         super().__init__()
         widest = max(sizes)
         self._even = (len(sizes), widest) if min(sizes) == widest else None
-        """Dimensions and number of categories, if all dimensions have equally many."""
+        """Dimensions and number of categories, if all dimensions have the same number."""
         starts = torch.tensor([sum(sizes[:i]) for i in range(len(sizes))])
         column = torch.arange(widest)
         padding = column[None] >= torch.tensor(sizes)[:, None]
@@ -299,7 +299,7 @@ class SquashedHead(GaussianHead):
 
 
 def build_head(shape: NetShape, log_std: float = 0.0, correlation: float = 0.0) -> CategoricalHead | GaussianHead:
-    """Build the head of an action space; `log_std`: initial value for real actions, `correlation`: of their noise."""
+    """Build the head of an action space; `log_std` (initial) and noise `correlation` apply to continuous actions."""
     if shape.sizes:
         return CategoricalHead(shape.sizes)
     if shape.squashed:

@@ -1,4 +1,4 @@
-"""Sizes of the networks, which a checkpoint must match. Imports no torch."""
+"""Sizes of the networks, which a checkpoint must match. Does not import torch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class NetShape:
     activation: str = "tanh"
     """Activation of the hidden layers: tanh or relu."""
     normalized: bool = False
-    """True if states are normalised by running statistics."""
+    """True if states are normalised with running statistics."""
     squashed: bool = False
     """True if actions are tanh of Gaussians whose deviation depends on the observation."""
     cameras: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Causal and vision-language models in the Hugging Face layout.
 
-Importing this package imports neither torch nor transformers.
+Importing this package does not import torch or transformers.
 """
 
 import json
@@ -117,7 +117,7 @@ class CausalLMFactory:
         return sampling_problems(cfg, spec)
 
     def build(self, cfg: CausalLMSettings, request: PolicyRequest) -> Policy:
-        """Build the policy with the weights in `cfg.path`, or the included small one with weights from the seed.
+        """Build the policy with the weights in `cfg.path`, or the included small model with weights from the seed.
 
         Raises:
             CheckpointError: the folder cannot be loaded.

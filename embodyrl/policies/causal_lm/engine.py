@@ -1,4 +1,4 @@
-"""Rollouts by vLLM inside the policy's process, with the same tokens and weights."""
+"""Rollouts with vLLM inside the policy's process, with the same tokens and weights."""
 
 import fcntl
 import hashlib

@@ -103,7 +103,7 @@ def load(folder: Path, *, dtype: torch.dtype, seed: int | None = None, sees: boo
 
 
 def add_adapters(model: nn.Module, cfg: CausalLMSettings, *, trainable: bool, path: str | None = None) -> Any:
-    """Add low-rank adapters (new ones, or those in `path`, by default `model.lora.path`), or merge a given adapter."""
+    """Add low-rank adapters (new, or those in `path`, by default `model.lora.path`), or merge a given adapter."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     lora = cfg.lora

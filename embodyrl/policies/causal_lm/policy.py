@@ -319,7 +319,7 @@ class CausalLMPolicy:
         return out
 
     def imitate(self, obs: Observation, actions: FloatArray) -> ImitationScores:
-        """Return the mean negative log-probability of each reply's tokens, and the share of greedy matches."""
+        """Return the mean negative log-probability of each reply's tokens, and the fraction of greedy matches."""
         tokens = actions[:, :, 0].astype(np.int64)
         logprob, _, _, top = self._score(obs, tokens, dropout=self.module.training and self._cfg.lora.lora_dropout > 0)
         count = on_device((tokens >= 0).sum(1).clip(min=1), self._device)

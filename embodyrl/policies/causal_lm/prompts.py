@@ -30,7 +30,7 @@ class Prompt(list[int]):
 
 
 class Reader:
-    """Converts conversations and their images to prompts, by the chat template or by concatenation."""
+    """Converts conversations and their images to prompts, with the chat template or by concatenation."""
 
     def __init__(self, processor: Any, *, chat: bool | None, first: int, pixels: int) -> None:
         """Set up the reader from a tokenizer, or the processor of a vision-language model.

@@ -1,4 +1,4 @@
-"""Rollouts by a server with OpenAI's completions protocol and vLLM's extensions: token ids in and out."""
+"""Rollouts with a server that has OpenAI's completions protocol and vLLM's extensions: token ids in and out."""
 
 import json
 import tempfile

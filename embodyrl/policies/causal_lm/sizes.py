@@ -1,4 +1,4 @@
-"""Memory estimates of a language model from its config.json; imports neither torch nor transformers."""
+"""Memory estimates of a language model from its config.json; does not import torch or transformers."""
 
 import json
 from dataclasses import dataclass

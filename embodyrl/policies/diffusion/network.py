@@ -75,7 +75,7 @@ class StepEmbedding(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """Convolution over the rows of a chunk, group norm and Mish."""
+    """Convolution over the time steps of a chunk, group norm and Mish."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, groups: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class ResidualBlock(nn.Module):
 
 
 class Stage(nn.Sequential):
-    """Two residual blocks, and a layer that changes the number of rows."""
+    """Two residual blocks, and a layer that changes the number of time steps."""
 
     def forward(self, input: Tensor, condition: Tensor) -> tuple[Tensor, Tensor]:
         """Map [B, C, H] to the output of the blocks, and of the last layer."""
@@ -120,7 +120,7 @@ class Stage(nn.Sequential):
 
 
 class UNet(nn.Module):
-    """Denoising network over the rows of a chunk."""
+    """Denoising network over the time steps of a chunk."""
 
     def __init__(self, config: DiffusionConfig, condition: int) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ class ActionScale(Protocol):
     and its log-probability would add noise to every gradient."""
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Return actions [B, K, A] of the executed rows x [B, K, D]."""
+        """Return actions [B, K, A] of the executed part x [B, K, D] of the chunks."""
         ...
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Keys of all flow policies, and the records of their chunks. Imports no torch."""
+"""Keys of all flow policies, and the records of their chunks. Does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace

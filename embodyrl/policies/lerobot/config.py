@@ -91,7 +91,7 @@ class LeRobotConfig(BaseModel):
 
     @property
     def first_executed(self) -> int:
-        """Number of rows of a chunk before the current step."""
+        """Number of actions of a chunk before the current step."""
         return self.n_obs_steps - 1
 
     def wrong(self) -> str | None:

@@ -93,11 +93,11 @@ class LeRobotPolicy(ABC):
 
     @abstractmethod
     def _greedy(self, obs: Observation, read: Read) -> Tensor:
-        """Return the greedy executed rows [B, K, A]."""
+        """Return the greedy executed actions [B, K, A]."""
 
     @abstractmethod
     def _sample(self, read: Read, seeds: IntArray, temperature: float) -> Chosen:
-        """Sample executed rows [B, K, A]."""
+        """Sample executed actions [B, K, A]."""
 
     @abstractmethod
     def _score(self, read: Read, tokens: IntArray) -> tuple[Tensor, Tensor]:
@@ -176,7 +176,7 @@ class LeRobotPolicy(ABC):
         )
 
     def _executed(self, chunk: Tensor) -> Tensor:
-        """Return the executed rows [B, K, A] of chunks [B, H, A]."""
+        """Return the executed actions [B, K, A] of chunks [B, H, A]."""
         first = self._config.first_executed
         return chunk[:, first : first + self._shape.executed]
 
@@ -234,7 +234,7 @@ class Started(SteeredLeRobot):
 
     @abstractmethod
     def _from_choice(self, read: Read, choice: Tensor) -> Tensor:
-        """Return the executed rows [B, K, A] for actor outputs [B, n] within the bound."""
+        """Return the executed actions [B, K, A] for actor outputs [B, n] within the bound."""
 
     def _execute(
         self, obs: Observation, seen: Seen, choice: Tensor, seeds: IntArray | None, temperature: float

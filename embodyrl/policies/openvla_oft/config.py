@@ -1,4 +1,4 @@
-"""JSON files of a public OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Imports no torch."""
+"""JSON files of a public OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Does not import torch."""
 
 import json
 from collections.abc import Mapping

@@ -80,7 +80,7 @@ class OftSettings(OpenVlaSettings, ResidualSettings):
     diffusion_min_std: Positive = 0.1
     """diffusion: minimum standard deviation of a stochastic step."""
     use_film: bool = False
-    """Modulate the vision towers by the instruction (FiLM, OFT+; evaluation only)."""
+    """Condition the vision towers on the instruction (FiLM, OFT+; evaluation only)."""
 
     @property
     def every_step(self) -> bool:

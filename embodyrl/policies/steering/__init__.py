@@ -1,4 +1,4 @@
 """A small actor on a frozen model, which chooses the model's initial noise or corrects its actions.
 
-Imports no torch.
+Does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Keys and sizes of an actor on a frozen model, and its record. Imports no torch."""
+"""Keys and sizes of an actor on a frozen model, and its record. Does not import torch."""
 
 import json
 from collections.abc import Iterator

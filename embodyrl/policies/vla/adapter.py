@@ -1,4 +1,4 @@
-"""Configuration of low-rank adapter folders (peft's layout); imports neither torch nor peft."""
+"""Configuration of low-rank adapter folders (peft's layout); does not import torch or peft."""
 
 import json
 import math

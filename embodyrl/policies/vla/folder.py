@@ -1,4 +1,4 @@
-"""Small files in the checkpoint folders of several policies. Imports no torch."""
+"""Small files in the checkpoint folders of several policies. Does not import torch."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Records of action chunks as tokens: int64 numbers whose meaning depends on the policy. Imports no torch."""
+"""Records of action chunks as tokens: int64 numbers whose meaning depends on the policy. Does not import torch."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -349,7 +349,7 @@ def test_sft_reports_missing_and_unused_keys(demos: Path, tmp_path: Path, overri
 
 
 def test_mismatched_components_are_refused_before_sft(demos: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="reads 2 camera images, env 'toy' gives 1"):
+    with pytest.raises(ConfigError, match="reads 2 camera images, but env 'toy' has 1"):
         train(tmp_path / "images", demos, "model.num_images_in_input=2")
     with pytest.raises(ConfigError, match=r"model_type 'scripted' .* no checkpoint folder"):
         sft(load_config("sft", [f"data.path={demos}", "model=scripted", f"runner.output_dir={tmp_path}"]))

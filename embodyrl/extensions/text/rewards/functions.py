@@ -16,7 +16,7 @@ def exact(prompt: str, response: str, reference: str) -> float:
 
 
 def overlap(prompt: str, response: str, reference: str) -> float:
-    """Return the share of positions where response and reference agree, including their ends; a dense `exact`."""
+    """Return the fraction of positions where response and reference agree, including their ends; a dense `exact`."""
     said, wanted = [*response.strip(), None], [*reference.strip(), None]
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
@@ -112,7 +112,7 @@ def countdown(prompt: str, response: str, reference: str) -> float:
 
 
 def code(prompt: str, response: str, reference: str) -> float:
-    """Return the share of tests that the last code block of the response passes.
+    """Return the fraction of tests that the last code block of the response passes.
 
     `reference` is a JSON list of Python statements such as "assert f(2) == 4", and of {"input": ..., "output": ...} for
     programs that read and print; each one runs by itself, in another process than the program, within a second (or its

@@ -1,4 +1,4 @@
-"""Config and units in the folder of a small flow policy. Imports no torch."""
+"""Config and units in the folder of a small flow policy. Does not import torch."""
 
 import json
 from dataclasses import asdict, dataclass, fields

@@ -1,4 +1,4 @@
-"""Small files in a checkpoint folder of pi0, pi0.5 or SmolVLA: prompts, statistics, units. Imports no torch."""
+"""Small files in a checkpoint folder of pi0, pi0.5 or SmolVLA: prompts, statistics, units. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Statistics of states and actions in checkpoints of pi0, pi0.5 and SmolVLA, and their scaling. Imports no torch."""
+"""Statistics of states and actions in checkpoints of pi0, pi0.5 and SmolVLA, and scaling. Does not import torch."""
 
 import json
 import re
