@@ -220,7 +220,7 @@ def _resume() -> None:
 
 def _flops() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        importlib.import_module("on_benchmark").test_counted_flops_match_those_of_the_kernels(False, Path(folder))
+        importlib.import_module("on_benchmark").test_counted_flops_match_the_kernels(False, Path(folder))
 
 
 CHECKS = {

@@ -17,7 +17,7 @@ ARGS = {"size": "tiny", "layers": 2, "dtype": "bf16", "device": "cuda:1", "compi
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_counted_flops_match_those_of_the_kernels(graphs: bool, tmp_path: Path) -> None:
+def test_counted_flops_match_the_kernels(graphs: bool, tmp_path: Path) -> None:
     """FLOPs of adapted layers, also with CUDA graphs."""
     with FakeGpu(scalar=1.0) as gpu:
         policy = benchmark.build(tmp_path, "lora", argparse.Namespace(**ARGS, graphs=graphs))

@@ -104,7 +104,7 @@ def test_episode_rows_contain_offsets_statistics_and_source(root: Path) -> None:
     }
 
 
-def test_aggregated_statistics_match_those_of_all_frames(root: Path) -> None:
+def test_aggregated_statistics_match_all_frames(root: Path) -> None:
     stats = json.loads((root / "meta/stats.json").read_text())
     action = np.concatenate([demonstration(n, 4 + n).action for n in range(5)]).astype(np.float64)
     np.testing.assert_allclose(stats["action"]["mean"], action.mean(0), rtol=1e-9)

@@ -128,7 +128,7 @@ def test_output_of_a_crashed_worker_is_kept(tmp_path, two_nodes):
     assert "Fatal Python error: Aborted" in Path(deaths["env_0"].log).read_text(), "fetched on the driver's host"
 
 
-def test_run_starts_a_local_cluster_and_survives_its_head(tmp_path):
+def test_run_starts_a_local_cluster_and_tolerates_a_head_failure(tmp_path):
     """Loopback interface, a token and one line of output; without the head node the run saves a checkpoint."""
     gate = tmp_path / "gate"
     held = (f"env.kwargs.once={gate}", "env.kwargs.fault=gate", "env.kwargs.at=5", "launcher.env_workers=1")

@@ -106,7 +106,7 @@ def test_grpo_step_of_the_full_model_and_its_export(whole: Path, tmp_path: Path)
     assert {prompt: generated(out, prompt) for prompt in said} == said
 
 
-def test_greedy_replies_of_the_start_match_transformers(whole: Path, tmp_path: Path):
+def test_greedy_replies_of_the_initial_model_match_transformers(whole: Path, tmp_path: Path):
     words = ("experiment=smollm2_arithmetic", *QUIET, "runner.only_eval=true", f"runner.output_dir={tmp_path}")
     words += ("eval.episodes=4", "env.eval.total_num_envs=4", f"algorithm.sampling_params.max_new_tokens={TOKENS}")
     run = train(load_config("train", [*words, "runner.experiment_name=start"])).run

@@ -82,7 +82,7 @@ def success(folder, *words):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", FORMS)
-def test_sft_trains_by_flow_matching(form, demos, tmp_path):
+def test_sft_trains_with_flow_matching(form, demos, tmp_path):
     """From random weights, with the statistics of the data; the policy then succeeds, for any form of its path."""
     path = checkpoint(tmp_path, form, random=True)
     small = ("actor.global_batch_size=32", "actor.micro_batch_size=32", "data.image_aug=false")

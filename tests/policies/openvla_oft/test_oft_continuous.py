@@ -197,7 +197,7 @@ def test_rl_components_are_saved(head, make_policy, env_spec, tmp_path):
     np.testing.assert_array_equal(again.act(obs, noise=noise).logprob, policy.act(obs, noise=noise).logprob)
 
 
-def test_diffusion_trains_by_sft(make_policy, env_spec):
+def test_diffusion_trains_with_sft(make_policy, env_spec):
     env = dataclasses.replace(env_spec, benchmark=BenchmarkSpec(unnorm_key="libero_10"))
     policy = make_policy(TINY, env=env, num_action_chunks=2, **HEADS["diffusion, one step"])
     obs, actions = observe(2), policy.act(observe(2), noise=None).actions

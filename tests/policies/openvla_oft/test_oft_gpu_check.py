@@ -27,7 +27,7 @@ def test_failed_build_does_not_end_the_check() -> None:
     assert "building the policy" in result.text
 
 
-def test_planned_bytes_are_those_of_the_precisions() -> None:
+def test_planned_bytes_depend_on_the_precisions() -> None:
     costs = PolicyCosts(num_parameters=100, outside_layers=40, activation_bytes=10, scoring_bytes=(7, 0))
     assert planned_bytes(costs, 2) == 1600 + 120 + 27
     costs = PolicyCosts(num_parameters=100, num_trained=5, activation_bytes=10, scoring_bytes=(7, 0))
@@ -39,7 +39,7 @@ def test_weights_of_7b_are_generated_on_the_device(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())[RANDOM_INIT_KEY] == RANDOM_ON_DEVICE
 
 
-def test_weights_generated_on_a_cpu_device_are_those_of_the_cpu(tmp_path):
+def test_weights_generated_on_a_cpu_device_match_the_cpu(tmp_path):
     write_checkpoint(tmp_path, "tiny", None)
     cfg, request = _settings(tmp_path, adapted=False), PolicyRequest(env=ENV, device="cpu", seed=0)
     usual = FACTORY.build(cfg, request).module.state_dict()

@@ -28,7 +28,7 @@ def gradients(outs, x, module, onto) -> list[torch.Tensor]:
 @pytest.mark.parametrize("alpha", [2, 5])
 @pytest.mark.parametrize("names", [["one"], ["one", "two"]])
 @pytest.mark.parametrize("bias", [False, True])
-def test_fused_adapted_layers_match_separate_ones(names, bias, alpha):
+def test_fused_adapted_layers_match_separate_layers(names, bias, alpha):
     torch.manual_seed(0)
     module = Pair(bias=bias)
     config = LoraConfig(r=2, lora_alpha=alpha, target_modules=["one", "two"], init_lora_weights=False)
