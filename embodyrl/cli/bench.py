@@ -20,7 +20,7 @@ def bench(args: argparse.Namespace) -> NoReturn:
     if not args.words or args.words[0] not in found:
         hint = closest(args.words[0], found) if args.words else ""
         raise ConfigError(
-            f"embodyrl bench takes a benchmark.{hint} One of: {', '.join(found)}. --json OUT writes the results."
+            f"embodyrl bench needs a benchmark name.{hint} One of: {', '.join(found)}. --json OUT writes the results."
         )
     sys.stdout.flush()
     # In place of this process, so that a signal to it is one to the benchmark.

@@ -137,7 +137,7 @@ def require_disk(cfg: Config, checkpoint: int, total_steps: int) -> None:
     if checkpoint * held > free:
         kept = f"; {held - 1} are kept while one more is written" if held > 1 else ""
         raise ConfigError(
-            f"A checkpoint needs {_bytes(checkpoint)}{kept}, and {_bytes(free)} are free in "
+            f"A checkpoint needs {_bytes(checkpoint)}{kept}, but {_bytes(free)} are free in "
             f"{cfg.runner.output_dir}. Fix: free disk space, checkpoint.keep=1, or another runner.output_dir."
         )
 

@@ -163,7 +163,7 @@ class Optimization:
             load_optimizer(self.optimizer, self._ranks.shard(state["optimizer"], self.optimizer))
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} has other trained parameters ({error}): a resumed run needs the same "
+                f"{folder} has different trained parameters ({error}): a resumed run needs the same "
                 "algorithm.adv_type and adapters. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         schedule = state["schedule"]

@@ -255,7 +255,7 @@ def mismatches(env: EnvSpec, policy: PolicySpec) -> list[str]:
     if env.action.dim != policy.action_dim:
         problems.append(
             f"env '{env.name}' takes {env.action.dim}-dimensional actions, but model '{policy.name}' outputs "
-            f"{policy.action_dim}; set model.action_dim={env.action.dim} or choose another model."
+            f"{policy.action_dim} values; set model.action_dim={env.action.dim} or choose another model."
         )
     if env.action.kind not in policy.action_kinds:
         can = ", ".join(sorted(policy.action_kinds))

@@ -70,7 +70,7 @@ class Config(Settings):
         def __getattr__(self, name: str) -> Any:
             """Return a section of an extension."""
 
-    # Private, so that it is no key, is not written to files and does not make two equal configs different.
+    # Private, so that it is not a key, is not written to files and does not make two equal configs different.
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
@@ -118,7 +118,7 @@ class Config(Settings):
 
     @property
     def changed(self) -> list[str]:
-        """Command-line keys with another value than the default."""
+        """Command-line keys whose value differs from the default."""
         keys = keys_of(type(self))
         return [n for n, value in leaves(self) if self.typed(n) and plain(value) != plain(keys[n].default)]
 

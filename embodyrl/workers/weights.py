@@ -28,7 +28,7 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def publish(request: PublishRequest, module: nn.Module, ranks: Ranks, bucket_arena: Arena) -> None:
-    """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first one writes."""
+    """Write parts of the weights into a bucket, in the receiver's dtype. All ranks call this; the first rank writes."""
     names = dict.fromkeys(part.name for part in request.parts)
     # Gathering is collective: ranks that do not write take part, too.
     whole = {name: ranks.gathered(_weight(module, name)).detach() for name in names}

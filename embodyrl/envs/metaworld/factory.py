@@ -38,7 +38,7 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
         """
         if importlib.util.find_spec("metaworld") is None:
             raise MissingDependencyError(
-                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 has further "
+                "env=metaworld needs the package metaworld. Fix: pip install metaworld==3.0.0 (3.1 has additional "
                 "dependencies)."
             )
         names, params = cfg.names, cfg.init_params

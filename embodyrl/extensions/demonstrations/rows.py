@@ -140,7 +140,7 @@ def frame_times(
     if len(outside):
         raise EmbodyError(
             f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
-            f"outside of the episode's part {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
+            f"outside the episode's segment {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
         )
     return (int(values[0]), int(values[1])), times
 

@@ -47,7 +47,7 @@ class Transitions:
     discount: FloatArray
     """[B] discount; `reward` likewise."""
     moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[R] indices of the transitions with another goal than the original one."""
+    """[R] indices of the transitions with a relabelled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """[R, G] goals of the relabelled transitions."""
 

@@ -156,7 +156,7 @@ def predict(run_plan: RunPlan) -> Rates | None:
 
 def known_speed(kind: str) -> Speed | None:
     """Return the assumed rates of a GPU by its name in `nvidia-smi`; None if it is not in the table."""
-    # As words: L4 is no part of L40S.
+    # As words: L4 is not part of L40S.
     return next((one for one in SPEEDS if re.search(rf"\b{one.name}\b", kind)), None)
 
 

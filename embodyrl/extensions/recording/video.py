@@ -65,7 +65,7 @@ class VideoRecorder:
         """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal is reached.
 
         Raises:
-            VideoError: the frame has another shape than the first one, or the encoder failed.
+            VideoError: the frame and the first frame have different shapes, or the encoder failed.
         """
         if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[2] != 3:
             self._fail(f"frame {self._frames} is {frame.dtype} {frame.shape}, expected uint8 (H, W, 3)")

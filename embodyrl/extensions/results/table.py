@@ -116,7 +116,7 @@ def read_card(path: Path) -> Card:
     """Read a result card.
 
     Raises:
-        ConfigError: the file is no result card with an evaluation.
+        ConfigError: the file is not a result card with an evaluation.
     """
     try:
         card = json.loads(path.read_text(encoding="utf-8"))

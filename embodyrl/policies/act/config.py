@@ -1,4 +1,4 @@
-"""Keys of the config.json of an ACT policy (LeRobot 0.4.4). No torch."""
+"""Keys of the config.json of an ACT policy (LeRobot 0.4.4). Does not import torch."""
 
 from typing import Literal
 

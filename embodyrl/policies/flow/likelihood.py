@@ -20,7 +20,7 @@ from embodyrl.policies.vla.sampling import PAIRS, START, TIMES, Chosen, normals,
 from embodyrl.types import IntArray
 
 NoiseStd = Callable[[Tensor], Tensor]
-"""Function from hidden rows [B, H, width] to standard deviations [B, H, D]."""
+"""Function from hidden states [B, H, width] to standard deviations [B, H, D]."""
 
 
 def times(index: Tensor, steps: int) -> tuple[Tensor, Tensor]:

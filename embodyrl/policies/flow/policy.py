@@ -63,7 +63,7 @@ class _Layers(nn.Module):
 
 
 class NoiseHead(nn.Module):
-    """Head for the standard deviation of the noise of each number of a chunk, from the expert's hidden rows.
+    """Head for the standard deviation of the noise of each number of a chunk, from the expert's hidden states.
 
     The log-variance is squashed by tanh into 2 ln(low)..2 ln(high) (ReinFlow, arXiv 2505.22094); widths and names of
     the layers are those of piRL's public code. A new head returns the geometric mean of the range everywhere.
@@ -75,7 +75,7 @@ class NoiseHead(nn.Module):
         self._low, self._high = 2.0 * math.log(low), 2.0 * math.log(high)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return deviations [B, H, D] of hidden rows [B, H, width]."""
+        """Return deviations [B, H, D] of hidden states [B, H, width]."""
         share = 0.5 * (torch.tanh(self.mlp_logvar(hidden)) + 1.0)
         return (0.5 * (self._low + (self._high - self._low) * share)).exp()
 
@@ -118,7 +118,7 @@ class FlowModule(HeadedModule):
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
     observations once for all steps of a flow; its `pooled` [B, prefix_width] is the input of a value head, or None.
     `velocity(prefix, x, t)` of states [B, H, D] and times [B] (float32, 1 at noise) returns the velocity [B, H, D]
-    (target noise - data) and the expert's hidden rows [B, H, hidden_width].
+    (target noise - data) and the expert's hidden states [B, H, hidden_width].
     """
 
     def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:

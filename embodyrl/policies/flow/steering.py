@@ -43,7 +43,7 @@ class SteeredStart(SteeredFlowPolicy):
     """DSRL: the actor's output, scaled to `noise_bound`, is the initial noise of the flow."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return the expert's mean hidden row [B, width] for zero noise."""
+        """Return the expert's mean hidden state [B, width] for zero noise."""
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         return velocity(middle, torch.ones(len(obs), device=self._device))[1].mean(1)
 
@@ -69,7 +69,7 @@ class CorrectedFlow(SteeredFlowPolicy):
     """Residual policy: the actor's output times `residual_scale` is added to the executed part of the greedy chunk."""
 
     def _features(self, obs: Observation, velocity: Velocity) -> Tensor:
-        """Return the expert's mean hidden row in the first step and the executed part of the proposal, [B, F]."""
+        """Return the expert's mean hidden state in the first step and the executed part of the proposal, [B, F]."""
         hidden: list[Tensor] = []
 
         def watched(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:

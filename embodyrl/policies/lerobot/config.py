@@ -1,4 +1,4 @@
-"""Shared keys of LeRobot's config.json: reading and writing. No torch."""
+"""Shared keys of LeRobot's config.json: reading and writing. Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of residual networks. No torch."""
+"""Sizes of residual networks. Does not import torch."""
 
 DEPTHS = {
     "resnet18": (2, 2, 2, 2),

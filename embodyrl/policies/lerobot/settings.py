@@ -1,4 +1,4 @@
-"""Common keys of LeRobot's imitation policies and their actors. No torch."""
+"""Common keys of LeRobot's imitation policies and their actors. Does not import torch."""
 
 from typing import Annotated
 

@@ -102,7 +102,7 @@ class Diffusion:
         return chosen, self._value(inputs, prefix)
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the greedy actions, and the hidden rows of the first step."""
+        """Return the greedy actions, and the hidden states of the first step."""
         prefix = self._model.prefix(inputs)
         level = torch.full((len(prefix),), ddim_steps(self._cfg.num_diffusion_steps_inference)[0], device=prefix.device)
         hidden = noisy_hidden(self._model, inputs, prefix, self._start(inputs), level)
@@ -171,6 +171,6 @@ class Diffusion:
 
 
 def agreement(found: Tensor, target: np.ndarray, tokenizer: ActionTokenizer) -> Tensor:
-    """Return the share [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in none."""
+    """Return the fraction [B] of normalised actions [B, K, A] in the bins of the targets; NaN is in none."""
     same = tokenizer.encode(found.nan_to_num().cpu().numpy()) == tokenizer.encode(target)
     return (on_device(same, found.device) & ~found.isnan()).flatten(1).float().mean(1)

@@ -68,7 +68,7 @@ class DiscreteTokens:
         return self._forward(inputs, torch.full(shape, self._columns.start, device=inputs.prompt_ids.device))[1]
 
     def propose(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Return the hidden rows [B, L, D] of the action predictions, and greedy normalised actions [B, K, A]."""
+        """Return the hidden states [B, L, D] of the action predictions, and greedy normalised actions [B, K, A]."""
         hidden = self._model.action_hidden(self._model.prefix(inputs), inputs)
         logits, _ = self._model.read_out(hidden, self._columns)
         return hidden, self._decoded((logits.argmax(-1) + self._columns.start).cpu().numpy())

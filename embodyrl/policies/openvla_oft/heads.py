@@ -24,7 +24,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualMlp(nn.Module):
-    """MLP from the concatenated hidden rows of one action's A tokens to the action."""
+    """MLP from the concatenated hidden states of one action's A tokens to the action."""
 
     def __init__(self, action_dim: int, width: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ResidualMlp(nn.Module):
         self.fc2 = nn.Linear(width, action_dim)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map action rows [B, L, D] to [B, K, A]."""
+        """Map hidden states [B, L, D] to [B, K, A]."""
         x = hidden.unflatten(1, (-1, self.action_dim)).flatten(2)
         x = F.relu(self.fc1(self.layer_norm1(x)))
         for block in self.mlp_resnet_blocks:
@@ -52,7 +52,7 @@ class L1Head(nn.Module):
         self.model = ResidualMlp(action_dim, width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map action rows [B, L, D] to actions [B, K, A] in -1..1."""
+        """Map hidden states [B, L, D] to actions [B, K, A] in -1..1."""
         return self.model(hidden)
 
 
@@ -72,7 +72,7 @@ class DiffusionHead(nn.Module):
         self.noise_predictor = nn.ModuleDict({"mlp_resnet": ResidualMlp(action_dim, width)})
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map action rows [B, L, D] to the noise in a chunk, [B, K, A]."""
+        """Map hidden states [B, L, D] to the noise in a chunk, [B, K, A]."""
         return self.noise_predictor["mlp_resnet"](hidden)
 
 

@@ -34,7 +34,7 @@ BODY = ("projector", "language_model", *(name for name in COMPONENTS if name not
 
 
 class ValueHead(nn.Module):
-    """MLP from a hidden row to V value estimates, always in float32."""
+    """MLP from a hidden state to V value estimates, always in float32."""
 
     def __init__(self, width: int, value_dim: int) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ def predict_noise(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy:
 
 
 def noisy_hidden(model: OpenVlaOft, inputs: ModelInputs, prefix: Tensor, noisy: Tensor, step: Tensor) -> Tensor:
-    """Return hidden rows [B, L, D] that predict the noise in chunks [B, K, A] at training steps [B]."""
+    """Return hidden states [B, L, D] that predict the noise in chunks [B, K, A] at training steps [B]."""
     assert model.noisy_action_projector is not None
     # Each scalar becomes the embedding of its action position.
     slots = model.noisy_action_projector(noisy.to(prefix.dtype).flatten(1)[..., None])

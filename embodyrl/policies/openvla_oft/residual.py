@@ -50,7 +50,7 @@ class ResidualOftPolicy(Steered, OpenVlaOftPolicy):
         return on_device(normalise(actions, self._bounds).astype(np.float32), self._device)
 
     def _see(self, obs: Observation) -> Seen:
-        """Return the features: the mean of the hidden rows that predict actions, then the normalised proposal."""
+        """Return the features: the mean of the hidden states that predict actions, then the normalised proposal."""
         with torch.no_grad():
             hidden, actions = self._head.propose(self._inputs(obs))
             proposed = actions.double().cpu().numpy()

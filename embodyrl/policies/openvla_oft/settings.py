@@ -110,5 +110,5 @@ def record_of(cfg: OftSettings) -> ChunkRecord:
 
 
 def correction_of(cfg: OftSettings, hidden: int) -> SteeringShape:
-    """Return inputs and outputs of the actor on the frozen model, with a mean hidden row of `hidden` numbers."""
+    """Return inputs and outputs of the actor on the frozen model, with a mean hidden state of `hidden` numbers."""
     return SteeringShape.correcting(cfg, hidden, cfg.action_dim)

@@ -1,4 +1,4 @@
-"""Parameters, memory and work of OpenVLA-OFT. No torch."""
+"""Parameters, memory and work of OpenVLA-OFT. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace

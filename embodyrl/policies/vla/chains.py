@@ -42,7 +42,7 @@ class Transition:
 
 
 Velocity = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Function from state [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden rows [B, H, width]."""
+"""Function from state [B, H, D] and time [B] to velocity [B, H, D] and the expert's hidden states [B, H, width]."""
 
 
 class ChunkLikelihood(Protocol):

@@ -58,7 +58,7 @@ class SmallPrefix:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     mask: Tensor
-    """[B, 1, 1, N + H] bool: attention mask of action rows."""
+    """[B, 1, 1, N + H] bool: attention mask of action tokens."""
     pooled: Tensor
 
 
@@ -97,7 +97,7 @@ class EncoderBlock(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Transformer block of the action rows, which attend to each other and to the whole prefix in one attention.
+    """Transformer block of the action tokens, which attend to each other and to the whole prefix in one attention.
 
     Unlike in pi0, every layer attends to the last layer of the prefix, because there are only two or three layers. Time
     enters as scale, shift and gate of each half (adaptive norm, arXiv 2212.09748), whose layer is initially 0.

@@ -1,4 +1,4 @@
-"""Parameters and memory of pi0, pi0.5 and SmolVLA. No torch."""
+"""Parameters and memory of pi0, pi0.5 and SmolVLA. Does not import torch."""
 
 from embodyrl.policies.flow.specs import FlowSpec, LayersSpec, Pi0Spec
 from embodyrl.policies.flow.vla.settings import VlaSettings
