@@ -95,7 +95,8 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
     if found.draws_scene:
         raise ConfigError(
             f"env.sim_backend=gpu: env.id={name} samples its objects when its scene is built, once for all "
-            "episodes of a batch, so a reset id would not determine the episode. Set env.sim_backend=cpu, or another env.id."
+            "episodes of a batch, so a reset id would not determine the episode. Set env.sim_backend=cpu, or "
+            "another env.id."
         )
     cameras = tuple(cfg.init_params.camera_names) if cfg.obs_mode is ObsMode.rgb else ()
     for camera in cameras:

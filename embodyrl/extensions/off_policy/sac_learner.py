@@ -297,8 +297,8 @@ class SacLearner(Learner):
                     part.load_state_dict(state[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} was written with different critics ({error}): a resumed run needs the same algorithm.critics "
-                "and model. To change them, start a new run with ckpt=THIS_RUN."
+                f"{folder} was written with different critics ({error}): a resumed run needs the same "
+                "algorithm.critics and model. To change them, start a new run with ckpt=THIS_RUN."
             ) from error
         self._log_alpha.data.copy_(state["log_alpha"])
         if (folder / f"{REPLAY}.json").is_file():
