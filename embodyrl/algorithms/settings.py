@@ -1,4 +1,4 @@
-"""Keys shared by algorithms; keys of one estimator or loss are declared in its module."""
+"""Config keys shared by algorithms; keys of one estimator or loss are declared in its module."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ActingAlgorithm(Settings):
 
 
 class AlgorithmSettings(ActingAlgorithm):
-    """Keys of every estimator and loss."""
+    """Config keys for every estimator and loss."""
 
     needs = {
         "kl_beta": "kl_penalty_type kl_in_reward reference_path reference_interval reference_url",
@@ -160,7 +160,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
 
 class GroupSettings(AlgorithmSettings):
-    """Keys of estimators that compare the episodes of a group."""
+    """Config keys for estimators that compare the episodes of a group."""
 
     needs = {"filter_rewards or filter_returns": "filter_refills"}
 
@@ -186,21 +186,21 @@ class GroupSettings(AlgorithmSettings):
 
 
 class NormalizeSettings(Settings):
-    """Keys of estimators that optionally divide by a standard deviation."""
+    """Config keys for estimators that optionally divide by a standard deviation."""
 
     normalize_advantages: bool = True
     """grpo, pass_at_k, gigpo: divide by the group's standard deviation; gae: whiten over the batch."""
 
 
 class DiscountSettings(Settings):
-    """Keys of estimators with a discount."""
+    """Config keys for estimators with a discount."""
 
     gamma: Share = 1.0
     """Discount per credited step (chunk or action, see reward_type)."""
 
 
 class CreditSettings(AlgorithmSettings):
-    """Keys of estimators with one credit per chunk or action."""
+    """Config keys for estimators with one credit per chunk or action."""
 
     reward_type: RewardLevel = RewardLevel.chunk_level
     """Assign credit per chunk or per action."""
@@ -216,7 +216,7 @@ class CreditSettings(AlgorithmSettings):
 
 
 class ValueSettings(CreditSettings):
-    """Keys of estimators with a value head."""
+    """Config keys for estimators with a value head."""
 
     needs = {"value_coef": "value_clip huber_delta critic_warmup"}
 
@@ -235,7 +235,7 @@ _BUFFER_READS = {"sampling_params", "adv_type", "loss", "group_size", "rollout_e
 
 
 class BufferSettings(AlgorithmSettings):
-    """Keys of algorithms that train on a replay buffer and demonstrations."""
+    """Config keys for algorithms that train on a replay buffer and demonstrations."""
 
     needs = {
         "demonstrations": "demonstration_share",

@@ -51,14 +51,14 @@ class FaultSettings(Settings):
 
 
 class LauncherSettings(Settings):
-    """Keys of every launcher."""
+    """Config keys for every launcher."""
 
     name: str = "local"
     """inline: one process and thread; local: supervised processes on this host; ray: a Ray cluster."""
 
 
 class ProcessSettings(LauncherSettings):
-    """Keys of launchers with worker processes."""
+    """Config keys for launchers with worker processes."""
 
     env_workers: Annotated[
         Literal["auto"] | Annotated[int, Field(ge=1, le=4096)], Must("auto or an integer of at least 1")
@@ -67,7 +67,7 @@ class ProcessSettings(LauncherSettings):
 
 
 class ClusterSettings(Settings):
-    """Keys of runs on several hosts."""
+    """Config keys for runs on several hosts."""
 
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of hosts."""

@@ -21,7 +21,7 @@ SIMULATOR, ERRORS = "simulator", "errors"
 
 
 class StepRewardSettings(Settings):
-    """Keys of the reward of an env step."""
+    """Config keys for the reward of an env step."""
 
     needs = {"path": "mode"}
 

@@ -1,4 +1,4 @@
-"""Keys shared by environments; keys of a single environment are declared in its folder."""
+"""Config keys shared by environments; keys of a single environment are declared in its folder."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -20,7 +20,7 @@ Slots = Annotated[int, Field(ge=1, le=65536)]
 
 
 class EnvSplit(Settings):
-    """Keys of training or evaluation episodes."""
+    """Config keys for training or evaluation episodes."""
 
     total_num_envs: Slots = 8
     """Number of env slots."""
@@ -35,7 +35,7 @@ class EnvSplit(Settings):
 
 
 class TrainSplit(EnvSplit):
-    """Keys of training episodes."""
+    """Config keys for training episodes."""
 
     task_weights: (
         Annotated[list[Positive], Field(min_length=2), Must("a list of two or more numbers above 0, [1,0.5]")] | None
@@ -54,7 +54,7 @@ class TrainSplit(EnvSplit):
 
 
 class EnvSettings(Settings):
-    """Keys of every environment: name and splits."""
+    """Config keys for every environment: name and splits."""
 
     env_type: Annotated[str, NumbersStates]
     """Environment: a registered name or package.module:attr."""
@@ -95,7 +95,7 @@ class RewardSettings(Settings):
 
 
 class InitParams(Settings):
-    """Keys of cameras."""
+    """Config keys for cameras."""
 
     camera_heights: Annotated[int, Field(ge=1, le=8192)] = 256
     """Height of every camera image, pixels."""
@@ -106,7 +106,7 @@ class InitParams(Settings):
 
 
 class CameraSettings(Settings):
-    """Keys of an environment with cameras."""
+    """Config keys for an environment with cameras."""
 
     init_params: InitParams = InitParams()
 

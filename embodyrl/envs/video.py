@@ -14,7 +14,7 @@ from embodyrl.types import ByteArray
 
 
 class VideoSettings(Settings):
-    """Keys of video recording."""
+    """Config keys for video recording."""
 
     fps: Annotated[int, Field(ge=1, le=240)] = 20
     """Frames per second of recordings."""

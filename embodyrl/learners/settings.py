@@ -1,4 +1,4 @@
-"""Keys of the actor."""
+"""Config keys for the actor."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -12,7 +12,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class CriticSettings(Settings):
-    """Keys of the critic of a language model."""
+    """Config keys for the critic of a language model."""
 
     path: Path | None = None
     """Language models: folder of a separate critic in the public layout with the same tokens, trained with
@@ -20,7 +20,7 @@ class CriticSettings(Settings):
 
 
 class FsdpSettings(Settings):
-    """Keys of the training processes and of weight sharding."""
+    """Config keys for the training processes and of weight sharding."""
 
     size: CountOrAll = -1
     """Number of actor ranks; -1: one per GPU of this host. Without GPUs, or if the policy supports only one rank: 1."""
@@ -36,7 +36,7 @@ class FsdpSettings(Settings):
 
 
 class OptimSettings(Settings):
-    """Keys of AdamW and its learning-rate schedule."""
+    """Config keys for AdamW and its learning-rate schedule."""
 
     needs = {"schedule=linear|cosine|wsd": "min_lr_ratio", "schedule=wsd": "decay_ratio"}
 
@@ -80,7 +80,7 @@ class OptimSettings(Settings):
 
 
 class ActorSettings(Settings):
-    """Keys of the processes that train the policy."""
+    """Config keys for the processes that train the policy."""
 
     needs = {"minibatches=null": "global_batch_size"}
 

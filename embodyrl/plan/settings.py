@@ -1,4 +1,4 @@
-"""Keys of the training loop: run length, processes, and responses to failures."""
+"""Config keys for the training loop: run length, processes, and responses to failures."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -23,7 +23,7 @@ _DIFFERENT = only(lambda names: len(set(names)) == len(names))
 
 
 class LoggerSettings(Settings):
-    """Keys of metric loggers."""
+    """Config keys for metric loggers."""
 
     backends: Annotated[list[str], _DIFFERENT, Must("a list of different names, for example [console,jsonl,wandb]")] = [
         "console",
@@ -38,7 +38,7 @@ class LoggerSettings(Settings):
 
 
 class RunnerSettings(Settings):
-    """Keys of the training loop: output folder, run length, and intervals of validations and checkpoints."""
+    """Config keys for the training loop: output folder, run length, and intervals of validations and checkpoints."""
 
     needs = {"experiment_name": "on_existing"}
 
@@ -99,7 +99,7 @@ class VllmSettings(Settings):
 
 
 class RolloutSettings(Settings):
-    """Keys of inference during rollouts."""
+    """Config keys for inference during rollouts."""
 
     needs = {
         "backend=vllm": " ".join(f"vllm.{name}" for name in VllmSettings.model_fields),
@@ -139,7 +139,7 @@ class RolloutSettings(Settings):
 
 
 class EvalSamplingSettings(Settings):
-    """Keys of action sampling in evaluations and recordings."""
+    """Config keys for action sampling in evaluations and recordings."""
 
     do_sample: bool = False
     """Sample actions; false: greedy actions."""
@@ -166,7 +166,7 @@ class ProtocolSettings(Settings):
 
 
 class EvalSettings(Settings):
-    """Keys of evaluation episodes and their action sampling."""
+    """Config keys for evaluation episodes and their action sampling."""
 
     needs = {
         "episodes=null or protocol.name": "episodes_per_task",
@@ -188,7 +188,7 @@ class EvalSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    """Keys of checkpoint retention."""
+    """Config keys for checkpoint retention."""
 
     keep: Count = 3
     """Number of newest checkpoints to keep."""
@@ -206,14 +206,14 @@ Labels = StrEnum("Labels", ["executed", "expert"])
 
 
 class DaggerSettings(Settings):
-    """Keys of DAgger."""
+    """Config keys for DAgger."""
 
     rounds: Count = 3
     """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
 
 
 class CollectSettings(Settings):
-    """Keys of recorded demonstrations."""
+    """Config keys for recorded demonstrations."""
 
     out: Path | None = None
     """Output folder of the demonstrations; an incomplete data set is continued."""

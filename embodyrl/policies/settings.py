@@ -1,4 +1,4 @@
-"""Keys shared by policies; keys of a single policy are declared in its folder."""
+"""Config keys shared by policies; keys of a single policy are declared in its folder."""
 
 from typing import Annotated, Literal, Self
 
@@ -13,7 +13,7 @@ log-probability of a chunk, a sum over all its numbers and steps, far beyond any
 
 
 class ModelSettings(Settings):
-    """Keys of every policy."""
+    """Config keys for every policy."""
 
     model_type: str
     """Policy: a registered name or package.module:attr."""
@@ -66,7 +66,7 @@ class ModelSettings(Settings):
 
 
 class WeightSettings(ModelSettings):
-    """Keys of a policy with weights."""
+    """Config keys for a policy with weights."""
 
     path: Path | None = None
     """Checkpoint in the model's public layout: a folder, or owner/name[@revision] on the hub."""
@@ -75,7 +75,7 @@ class WeightSettings(ModelSettings):
 
 
 class LoraSettings(Settings):
-    """Keys of low-rank adapters."""
+    """Config keys for low-rank adapters."""
 
     r: Count = 32
     """LoRA rank."""
@@ -92,7 +92,7 @@ class LoraSettings(Settings):
 
 
 class AdapterSettings(WeightSettings):
-    """Keys of a policy with weights that supports adapters."""
+    """Config keys for a policy with weights that supports adapters."""
 
     needs = {
         "is_lora": "lora.r lora.lora_alpha lora.use_rslora lora.target_modules lora.init_lora_weights "

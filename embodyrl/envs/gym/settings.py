@@ -1,4 +1,4 @@
-"""Keys of Gymnasium environments."""
+"""Config keys for Gymnasium environments."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any

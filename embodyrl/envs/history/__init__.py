@@ -18,7 +18,7 @@ from embodyrl.types import EnvSpec
 
 
 class HistorySettings(EnvSettings):
-    """Keys of the observation history and of temporal ensembling."""
+    """Config keys for the observation history and of temporal ensembling."""
 
     needs = {"ensemble_chunk": "ensemble_coeff"}
 

@@ -119,7 +119,7 @@ class SettleGripper(StrEnum):
 
 
 class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Keys of LIBERO."""
+    """Config keys for LIBERO."""
 
     task_suite_name: Annotated[str | None, NumbersStates] = None
     """Suite of LIBERO, LIBERO-PRO or LIBERO-Plus, for example libero_spatial, libero_spatial_swap or

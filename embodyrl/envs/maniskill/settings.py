@@ -1,4 +1,4 @@
-"""Keys of ManiSkill tasks, and data that ManiSkill lacks: instructions, numbered initial states, experts."""
+"""Config keys for ManiSkill tasks, and data that ManiSkill lacks: instructions, numbered initial states, experts."""
 
 import re
 import tomllib

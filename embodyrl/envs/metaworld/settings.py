@@ -1,4 +1,4 @@
-"""Keys of MetaWorld; tasks, instructions and difficulty groups as in LeRobot's evaluation."""
+"""Config keys for MetaWorld; tasks, instructions and difficulty groups as in LeRobot's evaluation."""
 
 import tomllib
 from pathlib import Path

@@ -22,7 +22,7 @@ SMALLEST_IMAGE = 32
 
 
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
-    """Keys of the tabletop."""
+    """Config keys for the tabletop."""
 
     axis: Annotated[Axis, NumbersStates] = Axis.base
     """Variation of the tables: base (none), colours (other shades), positions (plates in front), phrasings (other

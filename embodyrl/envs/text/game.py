@@ -119,7 +119,7 @@ _COLOURS = re.compile(r"\x1b\[([0-9;]*)m(.)(?:\x1b\[0m)?")
 
 
 class GameSettings(EnvSettings):
-    """Keys of a Gymnasium environment with discrete actions, described in text."""
+    """Config keys for a Gymnasium environment with discrete actions, described in text."""
 
     id: Annotated[str | None, NumbersStates] = None
     """Gymnasium id such as FrozenLake-v1, or a TextWorld game or a folder of games (*.z8, *.ulx). Replies to a

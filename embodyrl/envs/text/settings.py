@@ -1,4 +1,4 @@
-"""Keys of conversations."""
+"""Config keys for conversations."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from embodyrl.envs.settings import EnvSettings, RewardFactor
 
 
 class TextSettings(EnvSettings):
-    """Keys of a conversation, with data from `data` and rewards from `reward`."""
+    """Config keys for a conversation, with data from `data` and rewards from `reward`."""
 
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
     """Maximum replies of an episode; more than one if tools answer in between."""

@@ -1,4 +1,4 @@
-"""Keys of demonstrations and of SFT objectives."""
+"""Config keys for demonstrations and of SFT objectives."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
@@ -11,7 +11,7 @@ from embodyrl.extensions.text.settings import DataSettings
 
 
 class DemonstrationSettings(DataSettings):
-    """Keys of robot demonstrations."""
+    """Config keys for robot demonstrations."""
 
     more: list[Path] = []
     """Additional folders of demonstrations of the same environment, combined with data.path."""
@@ -45,7 +45,7 @@ PAIRED = (Objective.dpo, Objective.preference)
 
 
 class ObjectiveSettings(Settings):
-    """Keys of the SFT objective."""
+    """Config keys for the SFT objective."""
 
     learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
     """package.module:class of the learner (`learners/protocol.py`)."""

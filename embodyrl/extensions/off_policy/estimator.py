@@ -13,7 +13,7 @@ from embodyrl.types import Episode
 
 
 class ReplaySettings(BufferSettings, DiscountSettings):
-    """Keys of algorithms whose critics train on a replay buffer (SAC, RLPD)."""
+    """Config keys for algorithms whose critics train on a replay buffer (SAC, RLPD)."""
 
     transitions = True
     n_step: Count = 1

@@ -1,4 +1,4 @@
-"""Keys of the section `data`: common keys, rows of text, pairs of answers."""
+"""Config keys in the section `data`: common keys, rows of text, pairs of answers."""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def _is_pattern(text: str) -> bool:
 
 
 class DataSettings(Settings):
-    """Keys of the data source."""
+    """Config keys for the data source."""
 
     needs = {"val_path=null": "val_share"}
 
@@ -39,7 +39,7 @@ class DataSettings(Settings):
 
 
 class RowSettings(DataSettings):
-    """Keys of text rows."""
+    """Config keys for text rows."""
 
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the function of data.path=package.module:function."""
@@ -84,7 +84,7 @@ class RowSettings(DataSettings):
 
 
 class PairSettings(RowSettings):
-    """Keys of text rows with a chosen and a rejected answer."""
+    """Config keys for text rows with a chosen and a rejected answer."""
 
     answer_key: str = "chosen"
     """Column of the chosen answer: text, or a conversation that ends with the answer; a.b is field b of column a."""

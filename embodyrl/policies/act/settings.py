@@ -1,4 +1,4 @@
-"""Keys of ACT."""
+"""Config keys for ACT."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ Likelihood = StrEnum("Likelihood", ["gaussian", "dsrl", "residual"])
 
 
 class ActSettings(LeRobotSettings):
-    """Keys of ACT in LeRobot's layout."""
+    """Config keys for ACT in LeRobot's layout."""
 
     needs = {"likelihood=gaussian": "action_std"}
 

@@ -1,4 +1,4 @@
-"""Keys of small actor-critic networks."""
+"""Config keys for small actor-critic networks."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from embodyrl.policies.settings import WeightSettings
 
 
 class ActorCriticSettings(WeightSettings):
-    """Keys of small actor-critic networks."""
+    """Config keys for small actor-critic networks."""
 
     hidden_sizes: Annotated[list[Count], Field(min_length=1), Must("a list of widths, for example [64,64]")] = [
         64,

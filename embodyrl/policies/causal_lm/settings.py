@@ -1,4 +1,4 @@
-"""Keys of causal language models."""
+"""Config keys for causal language models."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 
 class TextLoraSettings(LoraSettings):
-    """Keys of low-rank adapters of a language model."""
+    """Config keys for low-rank adapters of a language model."""
 
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the inputs of adapters during SFT."""
@@ -17,7 +17,7 @@ class TextLoraSettings(LoraSettings):
 
 
 class CausalLMSettings(AdapterSettings):
-    """Keys of a causal language model; K is the maximum length of a reply."""
+    """Config keys for a causal language model; K is the maximum length of a reply."""
 
     chat: bool | None = None
     """Language models: apply the tokenizer's chat template; null: if it has one."""

@@ -1,4 +1,4 @@
-"""Keys of the diffusion policy."""
+"""Config keys for the diffusion policy."""
 
 from enum import StrEnum
 
@@ -12,14 +12,14 @@ GreedyStart = StrEnum("GreedyStart", ["random", "zero"])
 
 
 class Sampler(StrEnum):
-    """Keys of the denoising steps."""
+    """Config keys for the denoising steps."""
 
     DDPM = "DDPM"
     DDIM = "DDIM"
 
 
 class DiffusionSettings(LeRobotSettings):
-    """Keys of the diffusion policy in LeRobot's layout."""
+    """Config keys for the diffusion policy in LeRobot's layout."""
 
     needs = {
         "likelihood=chain": "stochastic_steps diffusion_eta diffusion_min_std",

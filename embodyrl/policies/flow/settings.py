@@ -1,4 +1,4 @@
-"""Keys of all flow policies, and the records of their chunks. Does not import torch."""
+"""Config keys for all flow policies, and the records of their chunks. Does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +25,7 @@ _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
 
 
 class FlowSettings(ResidualSettings):
-    """Keys of sampling and log-probabilities of a flow."""
+    """Config keys for sampling and log-probabilities of a flow."""
 
     needs = {
         "likelihood=flow_sde|flow_cps": "stochastic_steps noise_level",

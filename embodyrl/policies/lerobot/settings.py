@@ -12,7 +12,7 @@ from embodyrl.policies.vla.records import ChunkShape
 
 
 class LeRobotSettings(ResidualSettings):
-    """Keys of a policy in LeRobot's layout."""
+    """Config keys for a policy in LeRobot's layout."""
 
     needs = {"likelihood=dsrl": "noise_bound"}
 

@@ -1,4 +1,4 @@
-"""Keys of OpenVLA and OpenVLA-OFT."""
+"""Config keys for OpenVLA and OpenVLA-OFT."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -18,7 +18,7 @@ Likelihood = StrEnum("Likelihood", ["head", "residual"])
 
 
 class OpenVlaSettings(AdapterSettings):
-    """Keys of OpenVLA, which predicts one action per inference, token by token."""
+    """Config keys for OpenVLA, which predicts one action per inference, token by token."""
 
     action_dim: Count = 7
     """A: dimensions of one action."""
@@ -51,7 +51,7 @@ class OpenVlaSettings(AdapterSettings):
 
 
 class OftSettings(OpenVlaSettings, ResidualSettings):
-    """Keys of OpenVLA-OFT, which predicts a whole chunk in parallel."""
+    """Config keys for OpenVLA-OFT, which predicts a whole chunk in parallel."""
 
     needs = {
         "likelihood!=residual": "freeze compile",

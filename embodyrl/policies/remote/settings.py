@@ -1,4 +1,4 @@
-"""Keys of policy servers and clients."""
+"""Config keys for policy servers and clients."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from embodyrl.policies.settings import ModelSettings
 
 
 class ConversationSettings(Settings):
-    """Keys of field names in the wire format."""
+    """Config keys for field names in the wire format."""
 
     protocol: Literal["openpi", "vla_eval"] = "openpi"
     """Wire format: openpi (observation in, action chunk out) or vla_eval (episode messages, one action at a time)."""
@@ -23,7 +23,7 @@ class ConversationSettings(Settings):
 
 
 class RemoteSettings(ModelSettings, ConversationSettings):
-    """Keys of address and wire format of a policy server."""
+    """Config keys for address and wire format of a policy server."""
 
     url: Annotated[str, Field(pattern=r"^wss?://[^\s/]+(/\S*)?$"), Must("ws://HOST:PORT or wss://HOST:PORT")] | None = (
         None
@@ -36,7 +36,7 @@ class RemoteSettings(ModelSettings, ConversationSettings):
 
 
 class ServeSettings(ConversationSettings):
-    """Keys of a policy server."""
+    """Config keys for a policy server."""
 
     host: Annotated[str, Field(pattern=r"^[\w.:-]+$"), Must("an address")] = "127.0.0.1"
     """Bind address; default: this machine only. 0.0.0.0 accepts all hosts, without a password."""

@@ -21,7 +21,7 @@ SHAPE_FILE = "steering.json"
 
 
 class ResidualSettings(WeightSettings):
-    """Keys of residual policies; the model's own settings have a key `likelihood`."""
+    """Config keys for residual policies; the model's own settings have a key `likelihood`."""
 
     needs = {"likelihood=residual": "residual_scale residual_repeated"}
 

@@ -95,7 +95,7 @@ class UntrainedPolicy(OnlyActs):
 
 
 class ScriptedSettings(ModelSettings):
-    """Keys of the environment's scripted expert."""
+    """Config keys for the environment's scripted expert."""
 
     expert_noise: Weight = 0.0
     """model=scripted: standard deviation of the noise on executed actions; recorded actions have no noise."""

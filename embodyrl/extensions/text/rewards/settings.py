@@ -1,4 +1,4 @@
-"""Keys of text rewards."""
+"""Config keys for text rewards."""
 
 from typing import Annotated
 

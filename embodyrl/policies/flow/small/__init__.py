@@ -28,7 +28,7 @@ _NETWORK = "embodyrl.policies.flow.small.network:SmallFlow"
 
 
 class SmallFlowSettings(FlowSettings):
-    """Keys of the small flow policy."""
+    """Config keys for the small flow policy."""
 
     num_steps: Annotated[int, Field(ge=1, le=10**6)] = 4
     """Number of Euler steps from noise to an action chunk."""

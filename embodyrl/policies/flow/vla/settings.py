@@ -1,4 +1,4 @@
-"""Keys of pi0, pi0.5 and SmolVLA."""
+"""Config keys for pi0, pi0.5 and SmolVLA."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -14,7 +14,7 @@ Normalization = StrEnum("Normalization", ["mean_std", "quantiles"])
 
 
 class VlaSettings(FlowSettings, AdapterSettings):
-    """Keys of pi0 and SmolVLA, whose state is a token."""
+    """Config keys for pi0 and SmolVLA, whose state is a token."""
 
     greedy_start: GreedyStart = GreedyStart.random
     """Initial noise of greedy actions: a random function of the observation's bytes (as in published evaluations, but
@@ -45,7 +45,7 @@ class VlaSettings(FlowSettings, AdapterSettings):
 
 
 class Pi05Settings(VlaSettings):
-    """Keys of pi0.5, whose state is text or unused."""
+    """Config keys for pi0.5, whose state is text or unused."""
 
     normalization: Normalization = Normalization.quantiles
     """Normalisation of states and actions: quantiles (pi0.5; q01 and q99 map to -1 and 1) or mean_std."""
