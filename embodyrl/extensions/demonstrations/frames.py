@@ -37,7 +37,7 @@ def decode_png(content: bytes, out: ByteArray) -> None:
                     f"{declared[0]}x{declared[1]}. Correct the shape in meta/info.json, or write frames of one size."
                 )
             if image.mode.startswith(("I", "F")):
-                raise EmbodyError(f"The frame has the mode {image.mode}, as depth maps do. Choose color cameras.")
+                raise EmbodyError(f"The frame has the mode {image.mode} (a depth map?). Choose color cameras.")
             pixels = np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
@@ -118,5 +118,6 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
         raise EmbodyError(f"{path} cannot be decoded: {error}. Fetch or collect the data set again.") from error
     if done < len(outs) or count != numbers[-1] + 1:
         raise EmbodyError(
-            f"{path} holds {count} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or collect it again."
+            f"{path} contains {count} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or "
+            "collect it again."
         )

@@ -48,7 +48,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     named = dict.fromkeys(root / data_path(row) for row in episodes) if is_ours(root) else ()
     files = tuple(named or sorted((root / "data").rglob("*.parquet"), key=by_number))
     if not files:
-        raise EmbodyError(f"{root / 'data'} holds no .parquet file. Fetch or collect the data set again.")
+        raise EmbodyError(f"{root / 'data'} contains no .parquet file. Fetch or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]
     counters = {name: np.concatenate([table[name].to_numpy().ravel() for table in tables]) for name in COUNTERS}
     order = np.argsort(counters["index"], kind="stable")

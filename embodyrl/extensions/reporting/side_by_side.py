@@ -66,7 +66,7 @@ def _in_step(left: Iterator[np.ndarray], right: Iterator[np.ndarray]) -> Iterato
     for next_a, next_b in zip_longest(left, right):
         a, b = a if next_a is None else next_a, b if next_b is None else next_b
         if a is None or b is None:
-            raise OSError("a recording holds no frames")
+            raise OSError("a recording contains no frames")
         yield a, b
 
 

@@ -67,7 +67,7 @@ class LeRobotFactory(ABC):
             if config.input_features and (problem := self._executing(cfg, config).wrong()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
             if not starts_random(folder) and not (folder / WEIGHTS_FILE).is_file():
-                problems.append(f"model.path: {folder} holds no {WEIGHTS_FILE}; fetch the weights too.")
+                problems.append(f"model.path: {folder} contains no {WEIGHTS_FILE}; fetch the weights too.")
         except (CheckpointError, ConfigError) as error:
             problems.append(str(error))
         return problems

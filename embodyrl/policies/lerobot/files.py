@@ -208,7 +208,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
         return next(iter(robots.values()), {})
     if robot is None:
         raise CheckpointError(
-            f"{where} holds statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to one."
+            f"{where} contains statistics of several robots: {', '.join(sorted(robots))}. Set model.unnorm_key to one."
         )
     return robots[find_data_set(robot, robots, where)]
 

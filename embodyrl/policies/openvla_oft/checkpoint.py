@@ -70,8 +70,8 @@ def find_component(folder: Path, name: str) -> Path | None:
     found = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep the file of the "
-            f"weights' training step."
+            f"{folder} contains {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep the file of "
+            f"the weights' training step."
         )
     return found[0] if found else None
 

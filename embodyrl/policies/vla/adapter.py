@@ -110,7 +110,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
         folder = resolve_asset(lora.path)
         adapter = find_adapter(folder)
         if adapter is None:
-            problems.append(f"model.lora.path: {folder} holds no {ADAPTER_CONFIG}; use a folder written by peft.")
+            problems.append(f"model.lora.path: {folder} contains no {ADAPTER_CONFIG}; use a folder written by peft.")
         else:
             try:
                 read_adapter_spec(adapter)
@@ -121,7 +121,7 @@ def adapter_problems(cfg: AdapterSettings) -> list[str]:
             beside = [p.name for p in folder.glob("*.safetensors") if p.parent != adapter and p.stem != "value_head"]
             if beside:
                 problems.append(
-                    f"model.lora.path: {folder} also holds {', '.join(sorted(beside))}, trained together with its "
+                    f"model.lora.path: {folder} also contains {', '.join(sorted(beside))}, trained together with its "
                     "adapter; load both with ckpt= of that run, or name its folder lora_adapter."
                 )
     return problems

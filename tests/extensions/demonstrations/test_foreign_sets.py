@@ -69,7 +69,7 @@ def test_too_short_video_is_an_error(tmp_path: Path) -> None:
     for edge in ("from", "to"):
         key = f"videos/observation.images.front/{edge}_timestamp"
         edit_episodes(root, lambda rows, key=key: rows[2].update({key: rows[2][key] + 1.0}))
-    with pytest.raises(EmbodyError, match=r"file-000.mp4 holds 21 frames, but the data set declares 31"):
+    with pytest.raises(EmbodyError, match=r"file-000.mp4 contains 21 frames, but the data set declares 31"):
         load_demonstrations(root)
 
 
@@ -222,7 +222,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
             r"episode 0, step 0: 'observation.images.front': The frame is 32x32 \(height x width\), .* 64x48",
         ),
         (lambda r: edit_episodes(r, lambda rows: [row.pop("length") for row in rows][:0]), "has no column .*'length'"),
-        (lambda r: (r / DATA).unlink(), "holds no .parquet file"),
+        (lambda r: (r / DATA).unlink(), "contains no .parquet file"),
     ],
 )
 def test_error_names_missing_files_and_columns(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:

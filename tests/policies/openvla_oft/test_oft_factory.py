@@ -66,7 +66,7 @@ def test_valid_folder_and_preset_have_no_problems(checkpoint):
     ("config", "part"),
     [
         ({"lora": LoraSettings(r=8)}, "model.is_lora=false"),
-        ({"lora": LoraSettings(path="nowhere")}, "nowhere holds no adapter_config.json"),
+        ({"lora": LoraSettings(path="nowhere")}, "nowhere contains no adapter_config.json"),
         ({"is_lora": True, "use_film": True}, "supports evaluation only"),
         ({"unnorm_key": "libero_9"}, "libero_10_no_noops"),
     ],
