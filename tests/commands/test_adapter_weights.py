@@ -87,7 +87,7 @@ def test_weights_trained_next_to_an_adapter_are_not_dropped(base: Path, tmp_path
     (tmp_path / "saved" / "value_head.safetensors").touch()
     assert factory.validate(given) == []
     (tmp_path / "saved" / "beside.safetensors").touch()
-    assert "also holds beside.safetensors" in factory.validate(given)[0]
+    assert "also contains beside.safetensors" in factory.validate(given)[0]
 
 
 def test_adapter_for_another_model_size_is_rejected(base: Path, tmp_path: Path) -> None:

@@ -194,8 +194,8 @@ def read_units(folder: Path, cfg: VlaSettings, state_dim: int, action_dim: int) 
         )
     if cfg.delta_dims and (folder / STATISTICS_FILE).exists():
         raise ConfigError(
-            f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} describe absolute "
-            f"actions; set model.delta_dims=0."
+            f"model.delta_dims={cfg.delta_dims}: the statistics that `embodyrl sft` wrote to {folder} describe "
+            "absolute actions; set model.delta_dims=0."
         )
     sizes = {"actions": action_dim} | ({"state": state_dim} if reads_state(cfg) else {})
     units: dict[str, Affine] = {}
