@@ -37,7 +37,7 @@ def doctor(args: argparse.Namespace) -> int:
     if args.out:
         raise ConfigError("--out names the report of --gpu; add --gpu, or leave out --out.")
     if args.json and args.report:
-        raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one flag.")
+        raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of the two.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)
     places = (cfg.runner.output_dir, cfg.video_cfg.base_dir)
     folders = [Path(place) for place in dict.fromkeys(places) if place is not None]
