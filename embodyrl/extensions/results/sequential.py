@@ -1,7 +1,7 @@
 """Compare two policies on the same episodes and stop as soon as the difference is significant.
 
 The test is anytime-valid: the probability that it ever reports a difference between equal policies is at most 5 %, for
-any number of looks at the data.
+any number of interim tests.
 """
 
 from __future__ import annotations
