@@ -84,7 +84,7 @@ class EvalResult:
     lengths: tuple[int, int]
     """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
-    """Share of replies that reached the token limit; None: no text, or a game with a limit of its own."""
+    """Fraction of replies that reached the token limit; None: no text, or a game with a limit of its own."""
     solved_at_reset: tuple[int, ...] = ()
     """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
