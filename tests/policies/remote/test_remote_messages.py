@@ -169,7 +169,7 @@ def test_message_field_names_are_configurable():
         ({"observation/image": PICTURE[:2]}, "differ in size"),
         ({"observation/image": "red"}, "uint8"),
         ({"observation/state": np.zeros(7)}, "8 numbers"),
-        ({"prompt": None}, "text"),
+        ({"prompt": None}, "must be a string"),
     ],
 )
 def test_mismatched_observation_is_refused(change, says):
