@@ -53,9 +53,12 @@ def _unknown(name: str) -> list[str]:
 def build_judge(cfg: JudgeSettings, max_tokens: int) -> RewardJudge:
     """Build the reward functions; replies are cut off at `max_tokens` tokens."""
     names = tuple(chosen(cfg))
-    parts = [part for name in names for part in _components(name)]
-    components = (*parts, *([OVERLONG] if cfg.overlong_buffer else []), ERRORS)
-    weights = (*(cfg.weights.get(name, 1.0) for name in components[:-1]), 0.0)
+    # A weight of a function, by its whole name, is the weight of each of its components.
+    parts = [(name, part) for name in names for part in _components(name)]
+    if cfg.overlong_buffer:
+        parts.append((OVERLONG, OVERLONG))
+    components = (*(part for _, part in parts), ERRORS)
+    weights = (*(cfg.weights.get(part, cfg.weights.get(name, 1.0)) for name, part in parts), 0.0)
     return RewardJudge(cfg=cfg, names=names, components=components, weights=weights, max_tokens=max_tokens)
 
 

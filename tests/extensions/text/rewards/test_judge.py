@@ -58,6 +58,18 @@ def test_reward_function_can_return_named_components():
     assert [f.reward for f in found] == pytest.approx([1.1, 0.0, 0.1])
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"test_judge:two_parts": 0.5}, (0.5, 0.5, 0.0)),
+        ({"test_judge:two_parts": 0.5, "short": 0.1}, (0.5, 0.1, 0.0)),
+    ],
+)
+def test_weight_of_a_function_applies_to_its_components(weights, expected):
+    judge = build_judge(JudgeSettings(path="test_judge:two_parts", weights=weights), 8)
+    assert judge.weights == expected
+
+
 def test_failing_reward_affects_one_reply_and_is_counted():
     judge = build_judge(JudgeSettings(path="test_judge:moody", timeout_s=0.5), 8)
     try:
