@@ -68,7 +68,8 @@ def test_deduplicated_token_slots_match_all_slots(checkpoint, make_policy, golde
         found.append([logits, value, *torch.autograd.grad(loss, parameters)])
     assert widths[1] - widths[0] == 55
     for a, b in zip(*found, strict=True):
-        close(a, b, 1e-4 * float(b.detach().abs().max()))
+        # Two orders of summation in float32: 1.02e-4 of the largest gradient was measured on one processor.
+        close(a, b, 3e-4 * float(b.detach().abs().max()))
 
 
 @pytest.mark.parametrize("side", [28, 30])
