@@ -58,7 +58,7 @@ def owning(name: str) -> Iterator[None]:
 
 
 def end_owned(name: str) -> None:
-    """Kill the remaining processes of blocks `owning` the name, or name/more."""
+    """Kill the remaining processes marked with the name, or with name/more."""
     mark, forks = _mark(os.getpid())
     _end_marked(f"{mark}/{name}", forks)
 

@@ -101,7 +101,7 @@ class ReportsSolvedStarts(Env, Protocol):
 
 
 class TextEnv(Env, Protocol):
-    """Interface of environments whose actions are texts."""
+    """Interface of environments with text actions."""
 
     def set_replies(self, slots: Sequence[int], replies: Sequence[str], cut_off: BoolArray) -> None:
         """Set the replies of the next chunk of each slot, and whether each hit the length limit [n]."""

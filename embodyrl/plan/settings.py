@@ -124,7 +124,7 @@ class RolloutSettings(Settings):
     """Language models: for each token of a reply, also record the n most probable tokens with their
     log-probabilities."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
-    """Number of parts of each env worker's slots, which alternate between simulation and inference."""
+    """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 
     @property
     def acting_processes(self) -> int:

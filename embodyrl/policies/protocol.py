@@ -106,7 +106,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class TextPolicy(Policy, Protocol):
-    """Interface of a policy whose actions are texts."""
+    """Interface of a policy with text actions."""
 
     def encode_replies(self, replies: Sequence[str]) -> IntArray:
         """Return tokens [B, longest] of replies with their end tokens, padded with -1."""

@@ -36,7 +36,7 @@ class ObservationWriter:
         self._images: list[tuple[Path, Space[Any], _Frames, slice]] = []
         self._parts: list[tuple[Path, Space[Any], slice]] = []
         self.texts: list[tuple[str, Path]] = []
-        """Name and path of each text."""
+        """Name and path of each text space."""
         self.text_bytes = 0
         """UTF-8 bytes of the longest text, if the spaces limit it."""
         cameras: list[str] = []
@@ -256,7 +256,7 @@ def _unstacked(picture: np.ndarray, frames: _Frames) -> np.ndarray:
 
 
 def is_text(space: Space[Any]) -> bool:
-    """Return True for a space of texts, also of another package (MiniGrid's MissionSpace)."""
+    """Return True for a text space, including those of other packages (MiniGrid's MissionSpace)."""
     return isinstance(space, spaces.Text) or (space.dtype is not None and space.dtype.kind == "U")
 
 

@@ -85,7 +85,7 @@ def jitter(pixels: Tensor, draws: Tensor) -> Tensor:
 
 
 def turn_hue(pixels: Tensor, saturation: Tensor, hue: Tensor) -> Tensor:
-    """Scale saturation and turn the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
+    """Scale saturation and rotate the hue of [N, 3, H, W] in 0..1, in HSV; factor and turn broadcast over pixels.
 
     HSV to RGB in closed form: channel n of (5, 3, 1) is v - v*s*max(0, min(k, 4-k, 1)), k = (n + 6 h) mod 6; turns of
     up to a third of the circle. On a CPU, `where`, `remainder` and a maximum with index are simpler but ten times

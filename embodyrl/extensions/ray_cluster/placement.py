@@ -48,7 +48,7 @@ def parse_placement(
     if found["rollout"] != found["actor"] and not separate:
         raise ConfigError(
             "cluster.component_placement: with rollout.mode=collocated rollout and actor share a process and need the "
-            "same nodes; use equal nodes for both, or rollout.mode=disaggregated."
+            "same nodes; use the same nodes for both, or rollout.mode=disaggregated."
         )
     return found
 

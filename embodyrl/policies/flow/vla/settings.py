@@ -31,8 +31,8 @@ class VlaSettings(FlowSettings, AdapterSettings):
     delta_dims: Annotated[int, Field(ge=0, le=32)] = 0
     """Number of leading action dimensions that are relative to the state; 6 for openpi's pi0_libero."""
     train_expert_only: bool = True
-    """Train the action expert and its input and output projections; false: the vision-language model, too. With is_lora
-    the same parts get adapters."""
+    """Train the action expert and its input and output projections; false: also train the vision-language model. With
+    is_lora the same parts get adapters."""
 
     def problems(self) -> Iterator[str]:
         """Yield contradictory settings, one line each."""
