@@ -87,7 +87,7 @@ def _require_ckpt(words: list[str]) -> None:
     runs = [str(run) for run in sorted(Path("runs").glob("*"))] if Path("runs").is_dir() else []
     near = closest(path, [*runs, *(Path(run).name for run in runs)])
     raise CheckpointError(
-        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list` shows the runs in ./runs."
+        f"ckpt={path}: no such run, checkpoint or model folder.{near} `embodyrl list runs` shows those in ./runs."
     )
 
 
