@@ -164,7 +164,7 @@ def test_error_reply_keeps_the_connection_open(openpi):
     wrong = [
         (b"\xc1", "not msgpack"),
         (pack([1], bytes_keyed), "a mapping"),
-        (pack(observation() | {"prompt": 3}, bytes_keyed), "a text"),
+        (pack(observation() | {"prompt": 3}, bytes_keyed), "a string"),
         (pack({"prompt": "reach"}, bytes_keyed), "'observation/image'"),
     ]
     with client.connect(openpi, compression=None, proxy=None) as socket:
