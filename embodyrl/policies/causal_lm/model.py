@@ -153,11 +153,11 @@ class LanguageModel(nn.Module):
         positions: Tensor,
         keep: int,
         cache: DynamicCache | None = None,
-        **beside: Tensor,
+        **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return logits [B, keep, V] and values [B, keep] (zeros without a head) of the last `keep` positions, float32.
 
-        `beside` contains the image tensors, under the model's names.
+        `image_inputs`: image tensors, by the names of the model's arguments.
         """
         out = self.lm(
             input_ids=ids,
@@ -167,18 +167,18 @@ class LanguageModel(nn.Module):
             use_cache=cache is not None,
             logits_to_keep=keep,
             output_hidden_states=self.value_head is not None,
-            **beside,
+            **image_inputs,
         )
         logits = out.logits.float()
         if self.value_head is None:
             return logits, logits.new_zeros(logits.shape[:2])
         return logits, self._values(out.hidden_states[-1][:, -keep:], logits[..., 0])
 
-    def positions(self, ids: Tensor, mask: Tensor, beside: dict[str, Tensor]) -> Tensor:
+    def positions(self, ids: Tensor, mask: Tensor, image_inputs: dict[str, Tensor]) -> Tensor:
         """Return positions [B, T], or [n, B, T] for models that count positions within images, as in `generate`."""
-        if not beside:
+        if not image_inputs:
             return (mask.cumsum(1) - 1).clamp(min=0)
-        return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **beside})
+        return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **image_inputs})
 
     @property
     def _whole(self) -> Any:
@@ -205,7 +205,7 @@ class LanguageModel(nn.Module):
         return len(given) == 1 and bool((out.logits == given[0]).all())
 
     def hidden(
-        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **beside: Tensor
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache | None = None, **image_inputs: Tensor
     ) -> Tensor:
         """Return the last hidden states [B, T, D] of a model whose head is last."""
         out = self._whole.base_model(
@@ -214,7 +214,7 @@ class LanguageModel(nn.Module):
             position_ids=positions,
             past_key_values=cache,
             use_cache=cache is not None,
-            **beside,
+            **image_inputs,
         )
         return out.last_hidden_state
 
@@ -227,14 +227,14 @@ class LanguageModel(nn.Module):
         temperature: float,
         *,
         plain: bool,
-        **beside: Tensor,
+        **image_inputs: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scores (see `scores_of`) and values of the last `count` tokens; `plain`: see `head_is_last`."""
         said = ids[:, -count:]
         if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
-            hidden = self.hidden(ids, mask, positions, **beside)[:, -count - 1 : -1]
+            hidden = self.hidden(ids, mask, positions, **image_inputs)[:, -count - 1 : -1]
             return self.scores_of_hidden(hidden, said, temperature)
-        logits, value = self(ids, mask, positions, count + 1, **beside)
+        logits, value = self(ids, mask, positions, count + 1, **image_inputs)
         return *scores_of(logits[:, :-1], said, temperature), value[:, :-1]
 
     def scores_of_hidden(

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError
 from embodyrl.policies.causal_lm.model import LanguageModel, add_adapters, fill, load, untie, without_bars
-from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_beside, pad_left
+from embodyrl.policies.causal_lm.prompts import Prompt, Reader, in_parts, join_image_inputs, pad_left
 from embodyrl.policies.causal_lm.sampling import choose, no_best, tell_best
 from embodyrl.policies.causal_lm.settings import CausalLMSettings
 from embodyrl.policies.causal_lm.shared_prompts import hidden_states, pays
@@ -193,10 +193,10 @@ class CausalLMPolicy:
         # Otherwise members of a group share their prompt, which the first of their rows processes.
         first = {id(p): i for i, p in reversed(list(enumerate(prompts)))}
         source = list(range(count)) if exact else sorted(first.values())
-        ids, mask, positions, beside = self._inputs([prompts[i] for i in source])
+        ids, mask, positions, image_inputs = self._inputs([prompts[i] for i in source])
         cache = DynamicCache(config=self._net.lm.config)
         with self._precision():
-            logits, value = self._net(ids, mask, positions, 1, cache, **beside)
+            logits, value = self._net(ids, mask, positions, 1, cache, **image_inputs)
         rows = torch.arange(count, device=self._device)
         place = {row: i for i, row in enumerate(source)}
         pick = rows if exact else on_device([place[first[id(p)]] for p in prompts], self._device)
@@ -297,9 +297,11 @@ class CausalLMPolicy:
                 hidden, said = hidden_states(self._net, prompts, replies, self._pad, self._device)
                 parts = self._net.scores_of_hidden(hidden, said, self._temperature)
             else:
-                ids, mask, positions, beside = self._inputs(prompts, replies)
+                ids, mask, positions, image_inputs = self._inputs(prompts, replies)
                 plain = self._plain_head
-                parts = self._net.last_scores(ids, mask, positions, longest, self._temperature, plain=plain, **beside)
+                parts = self._net.last_scores(
+                    ids, mask, positions, longest, self._temperature, plain=plain, **image_inputs
+                )
         self._net.train(dropout)
         # Without shared prompts rows are right-aligned, so that none is wider than the longest.
         real = torch.arange(longest, device=self._device) < length[:, None]
@@ -311,9 +313,9 @@ class CausalLMPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return the value of each conversation, in the first column of [B, V]."""
-        ids, mask, positions, beside = self._inputs(self.read(obs))
+        ids, mask, positions, image_inputs = self._inputs(self.read(obs))
         with self._precision():
-            _, value = self._net(ids, mask, positions, 1, **beside)
+            _, value = self._net(ids, mask, positions, 1, **image_inputs)
         out = np.zeros((len(obs), self.spec.value_dim), np.float32)
         out[:, :1] = value.cpu().numpy()[:, : self.spec.value_dim]
         return out
@@ -349,8 +351,8 @@ class CausalLMPolicy:
         """Return ids and mask [B, T], positions [..., B, T] and image tensors of prompts with optional replies."""
         said = replies or [[]] * len(prompts)
         ids, mask = pad_left([p + r for p, r in zip(prompts, said, strict=True)], self._pad, self._device)
-        beside = join_beside(prompts, list(map(len, said)), self._device)
-        return ids, mask, self._net.positions(ids, mask, beside), beside
+        image_inputs = join_image_inputs(prompts, list(map(len, said)), self._device)
+        return ids, mask, self._net.positions(ids, mask, image_inputs), image_inputs
 
     def _precision(self, *, keep: bool = True) -> torch.autocast:
         """Return the autocast context; `keep` caches cast weights for a backward pass without recomputation."""

@@ -23,9 +23,9 @@ _REPLY = "0x0"
 class Prompt(list[int]):
     """Token ids, with additional tensors of the processor."""
 
-    def __init__(self, ids: Sequence[int], beside: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, ids: Sequence[int], image_inputs: dict[str, Tensor] | None = None) -> None:
         super().__init__(ids)
-        self.beside = beside or {}
+        self.image_inputs = image_inputs or {}
         """[1, T] type of each token (`..._type_ids`); all other tensors are those of images."""
 
 
@@ -139,12 +139,12 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> t
     return ids, mask
 
 
-def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+def join_image_inputs(prompts: Sequence[Prompt], replies: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """Return the additional tensors of a batch of prompts followed by replies of these lengths.
 
     Images are concatenated along the first dimension; all others are padded with zeros, which models treat as padding.
     """
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.beside)
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.image_inputs)
     joined = {}
     for name in names:
         if name.endswith("_type_ids"):
@@ -152,14 +152,14 @@ def join_beside(prompts: Sequence[Prompt], replies: Sequence[int], device: torch
             width = max(len(p) + n for p, n in zip(prompts, replies, strict=True))
             rows = [
                 nn.functional.pad(
-                    p.beside[name][0] if name in p.beside else torch.zeros(len(p), dtype=torch.int64),
+                    p.image_inputs[name][0] if name in p.image_inputs else torch.zeros(len(p), dtype=torch.int64),
                     (width - len(p) - n, n),
                 )
                 for p, n in zip(prompts, replies, strict=True)
             ]
             joined[name] = on_device(torch.stack(rows), device)
             continue
-        parts = [p.beside[name] for p in prompts if name in p.beside]
+        parts = [p.image_inputs[name] for p in prompts if name in p.image_inputs]
         sizes = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
         padded = [
             nn.functional.pad(p, [x for d in range(p.ndim - 1, 0, -1) for x in (0, sizes[d - 1] - p.shape[d])])

@@ -25,7 +25,7 @@ def pays(net: LanguageModel, prompts: Sequence[Prompt], longest: int) -> bool:
     """
     width, unique = max(map(len, prompts)), len({id(p) for p in prompts})
     left = unique * width + len(prompts) * (longest - 1)
-    if left > _PAYS * len(prompts) * (width + longest) or any(p.beside for p in prompts):
+    if left > _PAYS * len(prompts) * (width + longest) or any(p.image_inputs for p in prompts):
         return False
     # A recurrent layer overwrites its state, which a backward pass needs.
     kept = DynamicCache(config=net.lm.config).layers

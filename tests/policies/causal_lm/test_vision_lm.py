@@ -125,7 +125,7 @@ def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy)
         said = policy.module.lm.generate(
             input_ids=torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            **prompt.beside,
+            **prompt.image_inputs,
             max_new_tokens=6,
             do_sample=False,
             suppress_tokens=policy._never.tolist(),
