@@ -272,7 +272,8 @@ def json_schema(kind: type[Settings]) -> dict[str, Any]:
     schema = kind.model_json_schema()
     parts = {"": kind, **{part.__name__: part for part in _parts(kind)}}
     for name, inlined in kind.inlined.items():
-        section = schema["$defs"][kind.model_fields[name].annotation.__name__]["properties"]
+        annotation: Any = kind.model_fields[name].annotation
+        section = schema["$defs"][annotation.__name__]["properties"]
         own = inlined.model_json_schema()
         section |= own.get("properties", {})
         schema["$defs"] |= own.get("$defs", {})

@@ -75,7 +75,7 @@ class HistoryFactory(SimFactory[Any]):
 
 @functools.cache
 def _settings(base: str) -> type[HistorySettings]:
-    of = ENVS.get(base).settings
+    of: Any = ENVS.get(base).settings
     return type(f"{base}_settings", (of, HistorySettings), {"__module__": __name__, "__doc__": of.__doc__})
 
 

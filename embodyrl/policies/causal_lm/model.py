@@ -232,7 +232,7 @@ class LanguageModel(nn.Module):
         """Return scores (see `scores_of`) and values of the last `count` tokens; `plain`: see `head_is_last`."""
         said = ids[:, -count:]
         if plain and said.numel() * self.vocabulary > CHUNK_LOGITS:
-            hidden = self.hidden(ids, mask, positions, **image_inputs)[:, -count - 1 : -1]
+            hidden = self.hidden(ids, mask, positions, None, **image_inputs)[:, -count - 1 : -1]
             return self.scores_of_hidden(hidden, said, temperature)
         logits, value = self(ids, mask, positions, count + 1, **image_inputs)
         return *scores_of(logits[:, :-1], said, temperature), value[:, :-1]
