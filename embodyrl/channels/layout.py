@@ -217,12 +217,13 @@ class WeightInfo(NamedTuple):
 
 
 class WeightPart(NamedTuple):
-    """Elements `start` to `stop` of a flattened weight, at byte `offset` of a bucket."""
+    """Elements `start` to `stop` of a flattened weight, at bytes `offset` to `end` of a bucket."""
 
     name: str
     start: int
     stop: int
     offset: int
+    end: int
     dtype: str
 
 
@@ -246,8 +247,8 @@ def fill_buckets(weights: Sequence[WeightInfo], bucket_bytes: int) -> Iterator[t
                 bucket, offset = [], 0
                 continue
             stop = min(weight.count, start + room)
-            bucket.append(WeightPart(weight.name, start, stop, offset, weight.dtype))
-            offset += (stop - start) * weight.item_bytes
-            start = stop
+            end = offset + (stop - start) * weight.item_bytes
+            bucket.append(WeightPart(weight.name, start, stop, offset, end, weight.dtype))
+            offset, start = end, stop
     if bucket:
         yield tuple(bucket)

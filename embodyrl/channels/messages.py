@@ -57,6 +57,8 @@ class Use(NamedTuple):
     """None: all fields."""
     pool: int = 0
     """0: the arena; 1: the weight buckets."""
+    length: int | None = None
+    """Number of bytes used of a bucket; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,25 +242,31 @@ class LoadRequest(Request):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishRequest(Request):
-    """Write parts of the trained weights into a bucket."""
+class BucketRequest(Request):
+    """Request with parts of the weights in a bucket."""
 
     ticket: int
     parts: tuple[WeightPart, ...]
 
     pool = 1
+
+    def _uses(self, fields: Mapping[str, tuple[str, ...] | None]) -> tuple[Use, ...]:
+        # A small policy fills a small part of its only bucket.
+        return tuple(use._replace(length=self.parts[-1].end) for use in super()._uses(fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishRequest(BucketRequest):
+    """Write parts of the trained weights into a bucket."""
+
     read_fields = {"ticket": ()}
     written_fields = {"ticket": (BUCKET, STATE)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadWeightsRequest(Request):
+class LoadWeightsRequest(BucketRequest):
     """Load the weight parts of a bucket for acting."""
 
-    ticket: int
-    parts: tuple[WeightPart, ...]
-
-    pool = 1
     read_fields = {"ticket": (BUCKET,)}
 
 

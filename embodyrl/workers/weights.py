@@ -65,14 +65,9 @@ def _weight(module: nn.Module, name: str) -> Tensor:
 
 def _bucket(parts: tuple[WeightPart, ...], bucket_arena: Arena, record: int) -> Tensor:
     """Return the number of bytes of a bucket that the parts of weights use."""
-    return torch.from_numpy(bucket_arena[BUCKET][record])[: parts[-1].offset + _num_bytes(parts[-1])]
-
-
-def _num_bytes(part: WeightPart) -> int:
-    dtype: torch.dtype = getattr(torch, part.dtype)
-    return (part.stop - part.start) * dtype.itemsize
+    return torch.from_numpy(bucket_arena[BUCKET][record])[: parts[-1].end]
 
 
 def _views(parts: tuple[WeightPart, ...], bucket: Tensor) -> Iterator[tuple[WeightPart, Tensor]]:
     for part in parts:
-        yield part, bucket[part.offset : part.offset + _num_bytes(part)].view(getattr(torch, part.dtype))
+        yield part, bucket[part.offset : part.end].view(getattr(torch, part.dtype))

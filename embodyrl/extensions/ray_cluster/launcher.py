@@ -6,18 +6,15 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from embodyrl.channels.arena import Arena, RecordState, records_of
-from embodyrl.channels.layout import SEQUENCE, STATE
-from embodyrl.channels.messages import Reply, Request, Use, WorkerFailed
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.messages import LoadWeightsRequest, Reply, Request, WorkerFailed
 from embodyrl.cluster.protocol import (
     LOOPBACK,
     ClusterSettings,
@@ -31,53 +28,9 @@ from embodyrl.errors import WorkerError
 from embodyrl.extensions.ray_cluster import nodes as ray_nodes
 from embodyrl.extensions.ray_cluster.nodes import Node, ray
 from embodyrl.extensions.ray_cluster.placement import parse_placement
+from embodyrl.extensions.ray_cluster.rows import Pools, Rows, copy_in, copy_out, paste
 from embodyrl.files import cap_log
 from embodyrl.workers.lifecycle import PolicyHostInit, Worker, WorkerSpec, describe_failure
-
-Pools = tuple[Arena, ...]
-"""Memory pools that a worker shares with the driver, or mirrors: the arena and, if any, the weight buckets."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Fields of some records, for transfer between hosts."""
-
-    pool: int
-    """Index in `Pools`."""
-    records: np.ndarray
-    fields: dict[str, np.ndarray]
-    """Arrays [n, ...] by field name."""
-
-
-def copy_in(pools: Pools, request: Request) -> list[Rows]:
-    """Return the rows that the worker of a request reads."""
-    return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
-
-
-def copy_out(pools: Pools, request: Request) -> list[Rows]:
-    """Return the rows that the worker of a request wrote.
-
-    Contains only complete records: all ranks receive the request to publish weights, but only one writes; records of
-    the other ranks are not transferred.
-    """
-    rows = []
-    for use in request.writes():
-        records = records_of(use.tickets)
-        rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
-    return rows
-
-
-def paste(pools: Pools, rows: Sequence[Rows]) -> None:
-    """Write rows into their records."""
-    for part in rows:
-        for name, values in part.fields.items():
-            pools[part.pool][name][part.records] = values
-
-
-def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
-    names = (field.name for field in arena.layout.fields) if use.fields is None else use.fields
-    return Rows(use.pool, records, {name: arena[name][records] for name in (*names, *header)})
-
 
 _GET_S = 60.0
 _STOP_S = 20.0
@@ -181,6 +134,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes, hosts=hosts)
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         self._watch = ray_nodes.NodeWatch()
+        self._bucket: tuple[int, Any] = (0, None)
+        """Ticket of the last weight bucket that was sent, and the reference to its rows."""
         self._lost: set[str] = set()
         """Unreachable nodes; they are not used again."""
         self.where = ray_nodes.describe(self._nodes)
@@ -266,8 +221,19 @@ class RayLauncher(OpenRequests[_Handle]):
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
         handle = self._ask(worker, timeout_s)
-        rows = [] if handle.beside_driver else copy_in(handle.pools, request)
+        rows = [] if handle.beside_driver else self._rows(handle, request)
         handle.open.append(handle.actor.handle.remote(request, rows))
+
+    def _rows(self, handle: _Handle, request: Request) -> Any:
+        """Return the rows of a request, or a reference to rows that several workers read.
+
+        Ray transfers a reference once to each host, also between hosts that have it.
+        """
+        if not isinstance(request, LoadWeightsRequest):
+            return copy_in(handle.pools, request)
+        if request.ticket != self._bucket[0]:
+            self._bucket = request.ticket, ray.put(copy_in(handle.pools, request))
+        return self._bucket[1]
 
     def wait(self, timeout_s: float) -> list[Event]:
         """See `Launcher.wait`."""

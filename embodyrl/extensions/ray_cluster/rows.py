@@ -1,0 +1,59 @@
+"""Transfer of record fields between the driver's memory and the mirrors on other hosts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from embodyrl.channels.arena import Arena, RecordState, records_of
+from embodyrl.channels.layout import BUCKET, SEQUENCE, STATE
+from embodyrl.channels.messages import Request, Use
+
+Pools = tuple[Arena, ...]
+"""Memory pools that a worker shares with the driver, or mirrors: the arena and, if any, the weight buckets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Fields of some records, for transfer between hosts."""
+
+    pool: int
+    """Index in `Pools`."""
+    records: np.ndarray
+    fields: dict[str, np.ndarray]
+    """Arrays [n, ...] by field name; of a weight bucket only the used bytes."""
+
+
+def copy_in(pools: Pools, request: Request) -> list[Rows]:
+    """Return the rows that the worker of a request reads."""
+    return [_copy(pools[use.pool], use, records_of(use.tickets), (SEQUENCE, STATE)) for use in request.reads()]
+
+
+def copy_out(pools: Pools, request: Request) -> list[Rows]:
+    """Return the rows that the worker of a request wrote.
+
+    Contains only complete records: all ranks receive the request to publish weights, but only one writes; records of
+    the other ranks are not transferred.
+    """
+    rows = []
+    for use in request.writes():
+        records = records_of(use.tickets)
+        rows.append(_copy(pools[use.pool], use, records[pools[use.pool][STATE][records] == RecordState.READY]))
+    return rows
+
+
+def paste(pools: Pools, rows: Sequence[Rows]) -> None:
+    """Write rows into their records."""
+    for part in rows:
+        for name, values in part.fields.items():
+            field = pools[part.pool][name]
+            if values.shape[1:] == field.shape[1:]:
+                field[part.records] = values
+            else:
+                field[part.records, : values.shape[1]] = values
+
+
+def _copy(arena: Arena, use: Use, records: np.ndarray, header: tuple[str, ...] = ()) -> Rows:
+    names = (field.name for field in arena.layout.fields) if use.fields is None else use.fields
+    used = {BUCKET: (records, slice(use.length))}
+    return Rows(use.pool, records, {name: arena[name][used.get(name, records)] for name in (*names, *header)})
