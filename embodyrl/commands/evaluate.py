@@ -57,7 +57,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     if cfg.eval.baseline is not None:
         read_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
-    step = _step_of(weights)
+    step = step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
         raise ConfigError(f"{resume}: no evaluation of step {step} started there; ckpt={cfg.ckpt} has another step.")
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
@@ -85,7 +85,7 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         return result
 
 
-def _step_of(weights: Path | None) -> int:
+def step_of(weights: Path | None) -> int:
     """Return the training step of the evaluated weights; 0 for weights without a checkpoint of this package."""
     if weights is None or not (weights.parent / "manifest.json").is_file():
         return 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record
+from embodyrl.commands.evaluate import step_of
 from embodyrl.commands.facts import facts
 from embodyrl.commands.run_folder import RunFolder, first_weights, locked, open_run, weight_facts
 from embodyrl.commands.session import announce, screen_only
@@ -21,7 +22,7 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
-from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, Demonstration, Source
+from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
@@ -148,6 +149,7 @@ def card_of(run_plan: RunPlan) -> Card:
         env=run_plan.env,
         fps=cfg.video_cfg.fps,
         video=cfg.collect.images == FrameFormat.mp4,
+        actors=True,
         collected={
             "model": run_plan.policy.name,
             "weights": cfg.ckpt or cfg.model.weights,
@@ -173,6 +175,7 @@ class _Collecting:
         self.cfg = run_plan.cfg
         self.monitor = monitor
         self.weights = weights
+        self.version = -1 if run_plan.policy.scripted else step_of(weights)
         tasks = selected_tasks(run_plan.env, self.cfg.env.train)
         wanted = self.cfg.collect.episodes
         self.quota = {task: wanted // len(tasks) + (i < wanted % len(tasks)) for i, task in enumerate(tasks)}
@@ -264,7 +267,10 @@ class _Collecting:
             self.succeeded += episode.success_once
             wanted = episode.success_once or self.cfg.collect.filter == EpisodeFilter.all
             trial = trials[episode.spec.episode_id][1]
-            ended[episode.spec.episode_id] = _copy(workers.arena, episode, trial) if wanted else None
+            spec = self.run_plan
+            actor = Actor.expert if spec.labelled or spec.policy.scripted else Actor.policy
+            source = source_of(episode, trial=trial, version=self.version)
+            ended[episode.spec.episode_id] = copy_episode(workers.arena, episode, source, actor) if wanted else None
             # Copied above: the arena holds one running episode a slot and no more.
             workers.scheduler.release(rollout.out, [episode])
             write(all_that_came=False)
@@ -293,8 +299,14 @@ class _Collecting:
         self.monitor.text(f"  next     embodyrl sft {shlex.quote(write_word('data.path', str(result.folder)))}")
 
 
-def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:
-    """Copy an episode out of its records, which later episodes reuse."""
+def source_of(episode: Episode, *, trial: int, version: int) -> Source:
+    """Return the origin of an episode; `trial`, `version`: see `Source`."""
+    spec = episode.spec
+    return Source(task_id=spec.task_id, reset_id=spec.reset_id, trial=trial, seed=spec.seed, version=version)
+
+
+def copy_episode(arena: Arena, episode: Episode, source: Source, actor: Actor) -> Demonstration:
+    """Copy an episode of one env step per record out of its records, which later episodes reuse."""
     records = episode.records
     assert episode.valid[:, 0].all() and not episode.valid[:, 1:].any(), "one env step per record"
     return Demonstration(
@@ -304,7 +316,6 @@ def _copy(arena: Arena, episode: Episode, trial: int) -> Demonstration:
         reward=np.ascontiguousarray(episode.reward[:, 0]),
         success=np.ascontiguousarray(episode.success[:, 0]),
         instruction=episode.instruction,
-        source=Source(
-            task_id=episode.spec.task_id, reset_id=episode.spec.reset_id, trial=trial, seed=episode.spec.seed
-        ),
+        source=source,
+        actor=actor,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from embodyrl.types import (
     EnvSpec,
     FloatArray,
     GripperConvention,
+    IntArray,
 )
 
 CODEBASE_VERSION = "v3.0"
@@ -41,8 +43,22 @@ CARD_PATH = "meta/embodyrl.json"
 ENVIRONMENT_PATH = "meta/environment.yaml"
 """Settings of the environment of the data."""
 STATE, ACTION, REWARD, DONE, SUCCESS = "observation.state", "action", "next.reward", "next.done", "next.success"
+ACTOR = "embodyrl.actor"
+"""Column of the data files: number of an `Actor`."""
 OWN = "embodyrl/"
 """Prefix of embodyrl's columns in the table of episodes: source of an episode."""
+
+
+class Actor(IntEnum):
+    """Author of a recorded action."""
+
+    unknown = -1
+    """Data of other programs or older versions."""
+    policy = 0
+    expert = 1
+    """The scripted expert, including labels for states that another policy visited."""
+    person = 2
+
 
 _SCALARS = {
     REWARD: "float32",
@@ -66,6 +82,8 @@ class Card:
     fps: float
     video: bool
     """Store frames in MP4 files instead of PNG bytes in the parquet files."""
+    actors: bool = False
+    """The data files have the column `ACTOR`."""
     collected: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
@@ -156,7 +174,8 @@ def features_of(card: Card) -> dict[str, dict[str, Any]]:
         features[STATE] = {"dtype": "float32", "shape": [env.state_dim], "names": None}
     features[ACTION] = {"dtype": "float32", "shape": [env.action.dim], "names": None}
     scalars = {key: {"dtype": dtype, "shape": [1], "names": None} for key, dtype in _SCALARS.items()}
-    return features | scalars
+    actor = {ACTOR: {"dtype": "int64", "shape": [1], "names": None}} if card.actors else {}
+    return features | scalars | actor
 
 
 def info_of(card: Card, *, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
@@ -241,6 +260,8 @@ class Source:
     """Index of the planned episode within its task, from 0; demonstrations of a task are used in this order."""
     seed: int
     """Seed of the simulator's own randomness."""
+    version: int = -1
+    """Number of training steps of the weights at the first action; -1 if the policy has no weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +280,8 @@ class Demonstration:
     """[T] True if the goal is reached after the action."""
     instruction: str
     source: Source
+    actor: IntArray | Actor = Actor.policy
+    """[T] `Actor` of each action, or one for all."""
 
     def __len__(self) -> int:
         return len(self.action)

@@ -47,6 +47,8 @@ class Demonstrations:
     """[E] end index of each episode (exclusive)."""
     instruction: npt.NDArray[np.object_]
     """[N] instruction of each step; an episode may have several."""
+    actor: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[N] `Actor` of each action; empty for text."""
     reset_id: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[E] initial state of each episode; -1 for data sets of other programs; empty for text."""
     skipped: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -136,6 +138,9 @@ def load_demonstrations(root: Path, data: DemonstrationSettings = PLAIN) -> Demo
     names = read_tasks(root)
     stop = np.cumsum([e["length"] for e in kept])
     reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
+    actor = np.full(len(keep), layout.Actor.unknown, np.int64)
+    if card.actors:
+        actor = read_vectors(rows, layout.ACTOR, 1)[keep, 0].astype(np.int64)
     return Demonstrations(
         images=images,
         state=state[keep],
@@ -145,6 +150,7 @@ def load_demonstrations(root: Path, data: DemonstrationSettings = PLAIN) -> Demo
         start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
         stop=stop.astype(np.int64),
         instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+        actor=actor,
         reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
         skipped=np.array(sorted(skipped), np.int64),
     )

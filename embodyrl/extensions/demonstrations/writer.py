@@ -222,6 +222,7 @@ class DatasetWriter:
             "episode_index": np.full(len(d), index),
             "index": start + steps,
             "task_index": np.full(len(d), self._tasks.index(d.instruction)),
+            layout.ACTOR: np.broadcast_to(np.asarray(d.actor, np.int64), len(d)),
         }
         columns = []
         for field in schema:

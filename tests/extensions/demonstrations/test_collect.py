@@ -17,6 +17,7 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.collect import CollectResult, collect, draw_collection
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
+from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.extensions.own_loop.environment import make_env
@@ -76,6 +77,7 @@ def test_every_expert_step_is_recorded(tmp_path: Path) -> None:
         assert (pixels[np.arange(len(columns)), columns] == 255).all()
     table = pq.read_table(root / "data/chunk-000/file-000.parquet")
     assert table["next.success"].to_pylist() == table["next.done"].to_pylist()
+    assert set(table["embodyrl.actor"].to_pylist()) == {Actor.expert}
 
 
 def test_replayed_actions_reproduce_recorded_states(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_episode_rows_contain_offsets_statistics_and_source(root: Path) -> None:
         "embodyrl/reset_id": 5,
         "embodyrl/trial": 1,
         "embodyrl/seed": 103,
+        "embodyrl/version": -1,
         "embodyrl/success": False,
         "embodyrl/return": 0.0,
     }

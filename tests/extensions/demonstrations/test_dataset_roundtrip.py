@@ -18,7 +18,7 @@ from embodyrl.extensions.demonstrations import reader
 from embodyrl.extensions.demonstrations import writer as writer_module
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.layout import Card, Demonstration
+from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration
 from embodyrl.extensions.demonstrations.reader import join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
 from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
@@ -45,6 +45,23 @@ def test_images_states_and_actions_round_trip_exactly(tmp_path: Path) -> None:
     assert (demos.stop - demos.start).tolist() == [len(d) for d in written]
     assert demos.reset_id.tolist() == [d.source.reset_id for d in written]
     assert read_card(tmp_path).env == ENV
+
+
+def test_authors_of_actions_and_versions_round_trip(tmp_path: Path) -> None:
+    """A person takes over for two steps; sets without the column have unknown authors."""
+    own, taken = demonstration(0, 4), demonstration(1, 5)
+    actor = np.array([Actor.policy, Actor.person, Actor.person, Actor.policy, Actor.expert])
+    own = replace(own, source=replace(own.source, version=7))
+    writer = DatasetWriter(tmp_path / "new", replace(card(), actors=True))
+    for d in (own, replace(taken, actor=actor)):
+        writer.append(d)
+    writer.flush()
+    writer.close()
+    assert check_layout(tmp_path / "new") == []
+    assert load_demonstrations(tmp_path / "new").actor.tolist() == [0, 0, 0, 0, 0, 2, 2, 0, 1]
+    assert [row["embodyrl/version"] for row in read_episodes(tmp_path / "new")] == [7, -1]
+    write(tmp_path / "old", [own])
+    assert load_demonstrations(tmp_path / "old").actor.tolist() == [Actor.unknown] * 4
 
 
 def test_videos_round_trip_approximately(tmp_path: Path) -> None:
