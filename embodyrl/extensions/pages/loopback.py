@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import Empty, SimpleQueue
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from embodyrl.errors import ConfigError, EmbodyError
 
@@ -24,6 +25,7 @@ _MOST_CLIENTS = 64
 """Maximum number of open connections; further connections are closed."""
 _REQUEST_S = 10.0
 """Deadline for a client to send its request."""
+_STRANGER = b"not from this page: open the address that the command printed, with its token"
 _SIGNALS_S = 0.5
 """Maximum wait in one system call: a signal just before the call does not interrupt the call."""
 
@@ -33,8 +35,9 @@ class Loopback(ThreadingHTTPServer):
 
     OpenGL windows belong to one thread, and environments allow one call at a time.
 
-    Other pages in the same browser could send requests here too: requests with another host name than the page's are
-    rejected (DNS rebinding), and POST requires the page's `token` (cross-site requests).
+    Other users of this machine and other pages in the same browser could send requests here too. Each request needs the
+    `token`, in the query of the address or in the header X-Token. Requests with another host name (DNS rebinding) or
+    from another origin (cross-site requests) are rejected.
     """
 
     def __init__(
@@ -55,8 +58,8 @@ class Loopback(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Address of the page."""
-        return f"http://127.0.0.1:{self.server_port}/"
+        """Address of the page, with the token."""
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def show(self, *, open_page: bool, name: str = "") -> None:
         """Print the address after `name`, open it in a browser if `open_page`, and serve until Ctrl-C."""
@@ -133,18 +136,18 @@ class _Handler(BaseHTTPRequestHandler):
             pass  # it has ended in this moment
 
     def do_GET(self) -> None:
-        name = self.path.partition("?")[0]
-        if self._is_ours() and (answer := self.server.gets.get(name)):
+        if not self._is_ours():
+            self._reply(403, "text/plain", _STRANGER)
+        elif answer := self.server.gets.get(self.path.partition("?")[0]):
             self._answer(answer)
         else:
             self._reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
         size = int(said) if (said := self.headers.get("Content-Length") or "0").isdecimal() else -1
-        token = (self.headers.get("X-Token") or "").encode()
-        act = self.server.posts.get(self.path)
-        if not self._is_ours() or not secrets.compare_digest(token, self.server.token.encode()):
-            self._reply(403, "text/plain", b"not from this page")
+        act = self.server.posts.get(self.path.partition("?")[0])
+        if not self._is_ours():
+            self._reply(403, "text/plain", _STRANGER)
         elif act is None or not 0 <= size <= _LONGEST:
             self._reply(404, "text/plain", b"no such action")
         else:
@@ -164,8 +167,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(200, *found)
 
     def _is_ours(self) -> bool:
-        port = self.server.server_port
-        return self.headers.get("Host") in (f"127.0.0.1:{port}", f"localhost:{port}")
+        hosts = [f"{name}:{self.server.server_port}" for name in ("127.0.0.1", "localhost")]
+        if self.headers.get("Host") not in hosts:
+            return False
+        if self.headers.get("Origin") not in (None, *(f"http://{host}" for host in hosts)):
+            return False
+        try:
+            asked = parse_qs(urlsplit(self.path).query).get("token", [""])[0]
+        except ValueError:  # too many fields, or an address that cannot be split
+            return False
+        token = self.headers.get("X-Token") or asked
+        return secrets.compare_digest(token.encode(errors="replace"), self.server.token.encode())
 
     def _reply(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
@@ -173,6 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Frame-Options", "DENY")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.end_headers()
         self.wfile.write(body)
 

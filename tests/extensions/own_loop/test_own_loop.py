@@ -223,25 +223,29 @@ def test_play_runs_a_gymnasium_environment_until_its_end(tmp_path: Path) -> None
 def test_play_accepts_requests_of_its_own_page_only(run: Path) -> None:
     started = start_cli("play", str(run), cwd=run.parent)
     started.wait_for(started.out, lines=1)
-    url = started.out.read_text().split()[1]
+    url, _, secret = started.out.read_text().split()[1].partition("?token=")
+    token = {"X-Token": secret}
 
     def ask(name: str, body: object = None, **headers: str) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         with urllib.request.urlopen(urllib.request.Request(url + name, data, headers), timeout=60) as answer:
             return answer.read()
 
-    token = {"X-Token": ask("").decode().partition('"X-Token": "')[2].partition('"')[0]}
+    assert b"<html" in ask(f"?token={secret}")
     state = json.loads(ask("reset", {"task": 0}, **token))
     assert (state["instruction"], state["steps"]) == ("touch the red block", 0)
-    first = ask("frame.png")
+    first = ask("frame.png", **token)
     assert first.startswith(b"\x89PNG")
     assert json.loads(ask("say", {"instruction": "touch the blue block"}, **token))["instruction"].endswith(
         "blue block"
     )
     assert json.loads(ask("step", {}, **token))["steps"] == 1
-    assert ask("frame.png") != first, "the arm moved"
+    assert ask("frame.png", **token) != first, "the arm moved"
     for code, name, body, headers in (
-        (404, "", None, {"Host": "evil.example"}),
+        (403, "", None, {}),
+        (403, "", None, token | {"Host": "evil.example"}),
+        (403, "", None, token | {"Origin": "https://evil.example"}),
+        (404, "other", None, token),
         (403, "step", {}, {}),
         (403, "step", {}, {"X-Token": "\xfc"}),
         (403, "step", {}, {"Content-Length": "many"}),

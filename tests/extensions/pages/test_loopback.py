@@ -67,7 +67,7 @@ def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
 
     scene = Scene(embodyrl.load_policy(CHECKPOINT, device="cpu"))
     rng = random.Random(0)
-    fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(200)]
+    fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(250)]
     for body in fuzzed:
         for _ in range(rng.randrange(1, 4)):
             body[rng.randrange(len(body))] = rng.randrange(256)
@@ -92,7 +92,7 @@ def test_arbitrary_bytes_do_not_stop_the_server(capfd) -> None:
     rng = random.Random(1)
     with answering({"/": lambda: ("text/plain", b"page")}, {}) as server:
         address = ("127.0.0.1", server.server_port)
-        start = b"GET / HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % server.server_port
+        start = b"GET /?token=%s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (server.token.encode(), server.server_port)
         for _ in range(200):
             raw = bytearray(start)
             for _ in range(rng.randrange(1, 6)):

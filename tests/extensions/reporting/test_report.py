@@ -12,6 +12,7 @@ import socket
 import struct
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from dataclasses import replace
 from itertools import pairwise
@@ -343,11 +344,13 @@ def test_watch_serves_a_current_report_on_localhost_only(tmp_path: Path) -> None
     second = look()
     assert 'http-equiv="refresh"' not in second, "it has ended"
     assert re.sub('<meta http-equiv="refresh"[^>]*>', "", first) != second, "step 4 is there"
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        look(Host="evil.example")
-    with socket.create_connection(("127.0.0.1", int(url.rstrip("/").rpartition(":")[2]))) as impatient:
+    for stranger in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"X-Token": "another"}):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            look(**stranger)
+    at = urllib.parse.urlsplit(url)
+    with socket.create_connection(("127.0.0.1", at.port)) as impatient:
         impatient.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
-        impatient.sendall(f"GET / HTTP/1.0\r\nHost: {url.split('/')[2]}\r\n\r\n".encode())
+        impatient.sendall(f"GET /?{at.query} HTTP/1.0\r\nHost: {at.netloc}\r\n\r\n".encode())
     (run / "config.yaml").unlink()
     with pytest.raises(urllib.error.HTTPError, match="400") as refused:
         look()
