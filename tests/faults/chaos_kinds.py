@@ -16,7 +16,7 @@ from toy_runs import TOY_COLLECT, TOY_OFT, comparable, rows, toy_words, weights
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
-from embodyrl.extensions.demonstrations.writer import read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes
 
 STEPS = 3
 SLOW = ("env.kwargs.fault=slow", "env.kwargs.goal=1.4")

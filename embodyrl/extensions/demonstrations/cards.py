@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -11,28 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from embodyrl.envs.history.observed import with_history
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations.layout import (
     CARD_PATH,
-    CODEBASE_VERSION,
     INFO_PATH,
     STATE,
-    TASKS_PATH,
     Card,
     image_key,
 )
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.tables import read_info, read_tasks
 from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
 
 _CHANNELS = (1, 3, 4)
 _FOREIGN = ("action_key", "state_key", "cameras", "gripper", "image_rotation_deg")
 """Keys that only apply to data sets recorded by other programs."""
 _OTHER = ("timestamp", "frame_index", "episode_index", "index", "task_index")
-_LEROBOT_TASK = ("task", "__index_level_0__")
-"""Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
 
 
 PLAIN = DemonstrationSettings()
@@ -71,7 +66,7 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
     try:
         if not path.exists() and (root / INFO_PATH).is_file():
             path = root / INFO_PATH
-            return _foreign_card(root, json.loads(path.read_text(encoding="utf-8")), data)
+            return _foreign_card(root, read_info(root), data)
         card = Card.from_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         kind = f"not a data set in the LeRobot layout ({INFO_PATH} is missing)" if root.is_dir() else "not a folder"
@@ -94,15 +89,6 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
 
 def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings) -> Card:
     """Describe the environment of a data set of another program."""
-    version = info.get("codebase_version")
-    if version != CODEBASE_VERSION:
-        cure = (
-            "Convert it with lerobot: python -m lerobot.scripts.convert_dataset_v21_to_v30 --repo-id=OWNER/NAME "
-            "(before lerobot 0.5: lerobot.datasets.v30.convert_dataset_v21_to_v30)."
-            if str(version).startswith(("v1.", "v2."))
-            else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
-        )
-        raise ConfigError(f"data.path={root} has LeRobot's layout {version}, not {CODEBASE_VERSION}. {cure}")
     features: dict[str, dict[str, Any]] = info["features"]
     columns = _camera_columns(root, features, data)
     kinds = {key: (features[key]["dtype"], *_picture_size(root, key, features[key])) for key in columns.values()}
@@ -137,26 +123,6 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     if not 0 < fps < math.inf:
         raise EmbodyError(f"{root / INFO_PATH}: fps is {info['fps']}, expected a positive number.")
     return Card(env=env, fps=fps, video=kind == "video")
-
-
-def read_tasks(root: Path) -> dict[int, str]:
-    """Read the instructions by their numbers.
-
-    Raises:
-        EmbodyError: the file is missing or damaged.
-    """
-    path = root / TASKS_PATH
-    try:
-        table = pq.read_table(path)
-    except FileNotFoundError:
-        raise EmbodyError(f"{path} is missing. Fetch the data set again.") from None
-    except (OSError, pa.ArrowException) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Fetch the data set again.") from error
-    text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
-    if text is None or "task_index" not in table.column_names:
-        raise EmbodyError(f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task.")
-    rows = zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)
-    return {int(number): str(task or "") for number, task in sorted(rows)}
 
 
 def _camera_columns(

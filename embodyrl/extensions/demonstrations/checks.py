@@ -14,11 +14,12 @@ import pyarrow.parquet as pq
 
 from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, read_tasks, stored_card
+from embodyrl.extensions.demonstrations.cards import PLAIN, stored_card
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import Rows, find_rows
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.extensions.demonstrations.writer import paths_of, read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
+from embodyrl.extensions.demonstrations.writer import paths_of
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")

@@ -7,8 +7,9 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.checkpoints.export import DataExport
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout
-from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.extensions.demonstrations.layout import INFO_PATH
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.tables import read_info
 from embodyrl.extensions.text.plan import ANY_TEXT
 from embodyrl.extensions.text.settings import DataSettings
 from embodyrl.types import EnvSpec
@@ -36,8 +37,8 @@ def _upload(source: Path, repo: str) -> tuple[str, str] | None:
     if problems := check_layout(source):
         raise ConfigError(problems)
     template = Path(__file__).with_name("data_card.md").read_text(encoding="utf-8")
-    env = read_card(source).env.name
-    return template.format(name=source.name, env=env, version=CODEBASE_VERSION, repo=repo), CODEBASE_VERSION
+    env, version = read_card(source).env.name, read_info(source)["codebase_version"]
+    return template.format(name=source.name, env=env, version=version, repo=repo), version
 
 
 EXPORT = DataExport(kinds=(DataSettings,), environment=_environment, task=_task, upload=_upload)

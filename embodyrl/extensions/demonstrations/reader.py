@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.demonstrations import layout
-from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, read_tasks, stored_card
+from embodyrl.extensions.demonstrations.cards import PLAIN, camera_column, stored_card
 from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, frame_rate
 from embodyrl.extensions.demonstrations.layout import Card
 from embodyrl.extensions.demonstrations.rows import Rows, find_rows, frame_times, non_finite, read_columns, read_vectors
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
-from embodyrl.extensions.demonstrations.writer import read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
 from embodyrl.files import available_bytes, available_cores
 from embodyrl.types import BoolArray, ByteArray, FloatArray, GripperConvention, IntArray
 
@@ -258,14 +258,14 @@ def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
 
 def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:
     """Decode the frames of a camera [N, H, W, 3] at the timestamps of the table of episodes."""
-    wanted: dict[tuple[int, int], list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
+    wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
     start = 0
     for episode in episodes:
-        place, times = frame_times(rows, episode, column, card.fps)
-        wanted.setdefault(place, []).append((np.arange(start, start + len(times)), times))
+        file, times = frame_times(rows, episode, column, card.fps)
+        wanted.setdefault(file, []).append((np.arange(start, start + len(times)), times))
         start += len(times)
-    for (chunk, file), parts in wanted.items():
-        path = root / layout.VIDEO_PATH.format(video_key=column, chunk_index=chunk, file_index=file)
+    for file, parts in wanted.items():
+        path = root / file
         where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         numbers = np.rint(times * frame_rate(path, card.fps, card.env.cameras.size)).astype(np.int64)
         order = np.argsort(numbers, kind="stable")

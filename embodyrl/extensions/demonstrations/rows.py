@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.demonstrations.layout import DATA_PATH, is_ours
+from embodyrl.extensions.demonstrations.layout import is_ours
+from embodyrl.extensions.demonstrations.tables import DATA_FILE, data_file, video_file
 from embodyrl.files import by_number
 from embodyrl.types import FloatArray, IntArray
 
@@ -37,33 +38,38 @@ class Rows:
 
 
 def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
-    """Find all rows by their column `index`.
+    """Find all rows by their column `index`, or by episode and frame where each episode has its own file.
 
-    The file numbers in the table of episodes are not used for data of other programs: lerobot's converter from v2.1
-    writes wrong ones where a file ends.
+    The file numbers in the table of episodes are not used for v3.0 data of other programs: lerobot's converter from
+    v2.1 writes wrong ones where a file ends.
 
     Raises:
-        EmbodyError: a file is missing or damaged, or lacks a column.
+        EmbodyError: a file is missing or damaged, lacks a column, or has the rows of another episode.
     """
-    named = dict.fromkeys(root / data_path(row) for row in episodes) if is_ours(root) else ()
-    files = tuple(named or sorted((root / "data").rglob("*.parquet"), key=by_number))
+    apart = any(DATA_FILE in row for row in episodes)
+    named = [row[DATA_FILE] for row in episodes] if apart else map(data_file, episodes) if is_ours(root) else ()
+    paths = tuple(root / name for name in dict.fromkeys(named))
+    files = paths or tuple(sorted((root / "data").rglob("*.parquet"), key=by_number))
     if not files:
         raise EmbodyError(f"{root / 'data'} contains no .parquet file. Fetch or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]
-    counters = {name: np.concatenate([table[name].to_numpy().ravel() for table in tables]) for name in COUNTERS}
-    order = np.argsort(counters["index"], kind="stable")
     lengths = [len(table) for table in tables]
+    for row, length in zip(episodes, lengths, strict=True) if apart else ():
+        if length != row["length"]:
+            raise EmbodyError(
+                f"{root / row[DATA_FILE]} has {length} rows, but episode {row['episode_index']} has length "
+                f"{row['length']} in the table of episodes."
+            )
+    counters = {name: np.concatenate([table[name].to_numpy().ravel() for table in tables]) for name in COUNTERS}
+    file = np.repeat(np.arange(len(files)), lengths)
+    order = np.lexsort((counters["frame_index"], file)) if apart else np.argsort(counters["index"], kind="stable")
+    found = {name: values[order] for name, values in counters.items()}
     return Rows(
         files=files,
-        file=np.repeat(np.arange(len(files)), lengths)[order],
+        file=file[order],
         place=np.concatenate([np.arange(length) for length in lengths])[order],
-        counters={name: values[order] for name, values in counters.items()},
+        counters=found | ({"index": np.arange(len(order))} if apart else {}),
     )
-
-
-def data_path(row: dict[str, Any]) -> str:
-    """Return the data file of an episode according to the table of episodes."""
-    return DATA_PATH.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -118,10 +124,8 @@ def _matrix(column: Any) -> FloatArray | None:
         return column.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, max(1, width))
 
 
-def frame_times(
-    rows: Rows, episode: dict[str, Any], column: str, fps: float
-) -> tuple[tuple[int, int], npt.NDArray[np.float64]]:
-    """Return chunk and file number of an episode's video, and the timestamp of each step in seconds.
+def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) -> tuple[str, npt.NDArray[np.float64]]:
+    """Return an episode's video file, relative to the data set, and the timestamp of each step in seconds.
 
     Raises:
         EmbodyError: a timestamp is outside the episode's part of the video.
@@ -142,7 +146,7 @@ def frame_times(
             f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
             f"outside the episode's segment {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
         )
-    return (int(values[0]), int(values[1])), times
+    return video_file(episode, column), times
 
 
 def non_finite(

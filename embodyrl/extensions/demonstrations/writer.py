@@ -20,7 +20,8 @@ from embodyrl.extensions.demonstrations.frames import encode_mp4, encode_png
 from embodyrl.extensions.demonstrations.layout import Card, Demonstration, image_key
 from embodyrl.extensions.demonstrations.rows import find_rows, read_vectors
 from embodyrl.extensions.demonstrations.statistics import image_stats, pixel_counts, vector_stats
-from embodyrl.files import SCRATCH, by_number
+from embodyrl.extensions.demonstrations.tables import data_file, read_episodes, video_file
+from embodyrl.files import SCRATCH
 from embodyrl.types import FloatArray, IntArray
 
 FLUSH_EPISODES = 20
@@ -262,30 +263,10 @@ class DatasetWriter:
         return row
 
 
-def read_episodes(root: Path) -> list[dict[str, Any]]:
-    """Read the table of episodes, in order; empty if the table is missing.
-
-    Raises:
-        EmbodyError: a file of the table is damaged.
-    """
-    rows: list[dict[str, Any]] = []
-    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
-        try:
-            rows += pq.read_table(path).to_pylist()
-        except (OSError, pa.ArrowException) as error:
-            raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
-    return sorted(rows, key=lambda row: row["episode_index"])
-
-
 def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
     """Return the files with an episode's data, relative to the folder."""
-    place = {name: row[f"data/{name}"] for name in ("chunk_index", "file_index")}
-    paths = [layout.DATA_PATH.format(**place)]
-    for camera in card.env.cameras.names if card.video else ():
-        key = image_key(camera)
-        video = {name: row[f"videos/{key}/{name}"] for name in ("chunk_index", "file_index")}
-        paths.append(layout.VIDEO_PATH.format(video_key=key, **video))
-    return paths
+    cameras = card.env.cameras.names if card.video else ()
+    return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
 
 
 def _number(row: dict[str, Any]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,48 @@ def write_set(
         _write_videos(root, cameras, fps, video_files, table)
     pq.write_table(pa.Table.from_pylist(table), root / "meta/episodes/chunk-000/file-000.parquet")
     return root
+
+
+def write_v2_set(
+    root: Path, *, version: str = "v2.1", video: bool = False, chunks_size: int = 2, **options: Any
+) -> Path:
+    """Write the three episodes in the layout of lerobot before 0.4: each episode has its own files."""
+    write_set(root, video_files=(0, 1, 2) if video else None, data_files=(0, 1, 2), **options)
+    info = json.loads((root / "meta/info.json").read_text())
+    place = "chunk-{episode_chunk:03d}"
+    info |= {"codebase_version": version, "chunks_size": chunks_size, "total_videos": 6 * video}
+    info |= {"data_path": f"data/{place}/episode_{{episode_index:06d}}.parquet"}
+    info |= {"video_path": f"videos/{place}/{{video_key}}/episode_{{episode_index:06d}}.mp4" if video else None}
+    (root / "meta/info.json").write_text(json.dumps(info))
+    rows = pq.read_table(root / "meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    keys = [key for key, feature in info["features"].items() if feature["dtype"] == "video"]
+    stats = []
+    for row in rows:
+        number = row["episode_index"]
+        named = {"episode_chunk": number // chunks_size, "episode_index": number}
+        moved = {f"data/chunk-000/file-{number:03d}.parquet": info["data_path"].format(**named)}
+        for key in keys:
+            moved[f"videos/{key}/chunk-000/file-{number:03d}.mp4"] = info["video_path"].format(video_key=key, **named)
+        for old, new in moved.items():
+            (root / new).parent.mkdir(parents=True, exist_ok=True)
+            (root / old).rename(root / new)
+        stats.append({"episode_index": number, "stats": {"action": {"count": [row["length"]]}}})
+    tasks = pq.read_table(root / "meta/tasks.parquet").to_pylist()
+    write_lines(root / "meta/tasks.jsonl", tasks)
+    write_lines(
+        root / "meta/episodes.jsonl", [{k: row[k] for k in ("episode_index", "tasks", "length")} for row in rows]
+    )
+    if version == "v2.1":
+        write_lines(root / "meta/episodes_stats.jsonl", stats)
+    else:
+        (root / "meta/stats.json").write_text(json.dumps({"action": {"count": [sum(LENGTHS)]}}))
+    (root / "meta/tasks.parquet").unlink()
+    shutil.rmtree(root / "meta/episodes")
+    return root
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def edit_episodes(root: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:

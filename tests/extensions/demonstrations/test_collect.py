@@ -19,7 +19,7 @@ from embodyrl.extensions.demonstrations.collect import CollectResult, collect, d
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
-from embodyrl.extensions.demonstrations.writer import read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.extensions.own_loop.environment import make_env
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config

@@ -14,7 +14,7 @@ from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.dagger import dagger
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
-from embodyrl.extensions.demonstrations.writer import read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 

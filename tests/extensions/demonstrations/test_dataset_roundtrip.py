@@ -21,7 +21,8 @@ from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration
 from embodyrl.extensions.demonstrations.reader import join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.statistics import QUANTILES, image_stats, pixel_counts, vector_stats
-from embodyrl.extensions.demonstrations.writer import DatasetWriter, read_episodes
+from embodyrl.extensions.demonstrations.tables import read_episodes
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
 
 
 def write(root: Path, demonstrations: list[Demonstration], **options: bool) -> None:

@@ -199,7 +199,7 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
         (lambda r: drop_column(r, "action"), "has no column 'action', which the data set declares"),
         (lambda r: drop_column(r, "task_index"), "has no column 'task_index'"),
         (lambda r: edit_info(r, lambda i: i.pop("fps")), "info.json has no field 'fps'"),
-        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v2.1")), "lerobot.scripts.convert_dataset_v21"),
+        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v2.1")), "tasks.jsonl is missing"),
         (lambda r: edit_info(r, lambda i: i["features"]["action"].update(shape=[5])), "vectors of 3 numbers, .* 5"),
         (lambda r: edit_info(r, lambda i: i["features"]["action"].update(shape=[1, 3])), "expected one vector"),
         (
@@ -212,7 +212,10 @@ def edit_info(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
             ),
             "is a depth map",
         ),
-        (lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")), "v3.1, not v3.0. Write it with"),
+        (
+            lambda r: edit_info(r, lambda i: i.update(codebase_version="v3.1")),
+            r"v3.1, expected one of .*v3\.0\. Write it",
+        ),
         (lambda r: (r / "meta/tasks.parquet").unlink(), "tasks.parquet is missing"),
         (lambda r: cut_picture(r, 9), r"episode 1, step 3: 'observation.images.wrist': The frame is not a PNG, JPEG"),
         (

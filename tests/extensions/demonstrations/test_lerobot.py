@@ -44,7 +44,7 @@ def test_unsupported_lerobot_datasets_are_refused(tmp_path: Path) -> None:
     shutil.copytree(FILES / "image", tmp_path / "old")
     info = json.loads((tmp_path / "old" / "meta" / "info.json").read_text())
     for change, said in (
-        ({"codebase_version": "v2.1"}, "convert_dataset_v21_to_v30"),
+        ({"codebase_version": "v1.6"}, "has LeRobot's layout v1.6"),
         (
             {"features": {**info["features"], "observation.image": {"dtype": "image", "shape": [8, 8, 3]}}},
             "data.cameras",

@@ -1,0 +1,200 @@
+"""Tables of a data set: its episodes with their files, and its instructions, in each version of LeRobot's layout.
+
+v3.0 stores them in parquet files, v2.0 and v2.1 in JSON lines and with files of one episode each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations.layout import (
+    CHUNKS_SIZE,
+    CODEBASE_VERSION,
+    DATA_PATH,
+    INFO_PATH,
+    TASKS_PATH,
+    VIDEO_PATH,
+    is_ours,
+)
+from embodyrl.files import by_number
+
+ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
+VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
+"""Versions of the layout that can be read."""
+DATA_FILE = "data/path"
+"""Column of the data file of an episode, relative to the data set; only for files of one episode."""
+_EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
+_LEROBOT_TASK = ("task", "__index_level_0__")
+"""Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
+_FETCH = "Fetch the data set again."
+_NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
+
+
+def read_info(root: Path) -> dict[str, Any]:
+    """Read `meta/info.json`.
+
+    Raises:
+        ConfigError: the layout has a version that cannot be read.
+    """
+    info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    version = info.get("codebase_version")
+    if version not in VERSIONS:
+        cure = (
+            "Convert it to v2.0 with the lerobot of its time."
+            if str(version).startswith("v1.")
+            else f"Write it with a version of lerobot whose layout is {CODEBASE_VERSION}."
+        )
+        raise ConfigError(
+            f"data.path={root} has LeRobot's layout {version}, expected one of {', '.join(VERSIONS)}. {cure}"
+        )
+    return info
+
+
+def video_file(episode: Mapping[str, Any], column: str) -> str:
+    """Return the video file of a camera in an episode, relative to the data set."""
+    prefix = f"videos/{column}"
+    place = {name: int(episode[f"{prefix}/{name}"]) for name in ("chunk_index", "file_index")}
+    return episode.get(f"{prefix}/path") or VIDEO_PATH.format(video_key=column, **place)
+
+
+def data_file(episode: Mapping[str, Any]) -> str:
+    """Return the data file of an episode according to the table of episodes, relative to the data set."""
+    place = {name: episode[f"data/{name}"] for name in ("chunk_index", "file_index")}
+    return DATA_PATH.format(**place)
+
+
+def read_episodes(root: Path) -> list[dict[str, Any]]:
+    """Read the table of episodes with the columns of v3.0, in order; empty if the table is missing.
+
+    Raises:
+        EmbodyError: a file of the table is damaged, or a path template refers to files outside the data set.
+    """
+    if is_ours(root) or not (root / INFO_PATH).is_file():
+        return _stored_episodes(root)
+    info = read_info(root)
+    if info["codebase_version"] in ONE_FILE_PER_EPISODE:
+        return _episodes_of_lines(root, info)
+    rows, template = _stored_episodes(root), info.get("video_path") or VIDEO_PATH
+    for row in rows:
+        for column in [name for name in row if name.startswith("videos/") and name.endswith("/chunk_index")]:
+            key = column.removeprefix("videos/").removesuffix("/chunk_index")
+            place = {name: row.get(f"videos/{key}/{name}") for name in ("chunk_index", "file_index")}
+            if None not in place.values():  # reported where the videos are read
+                row[f"videos/{key}/path"] = fill_template(root, template, video_key=key, **place)
+    return rows
+
+
+def _stored_episodes(root: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for path in sorted((root / "meta" / "episodes").glob("chunk-*/file-*.parquet"), key=by_number):
+        try:
+            rows += pq.read_table(path).to_pylist()
+        except (OSError, pa.ArrowException) as error:
+            raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+    return sorted(rows, key=lambda row: row["episode_index"])
+
+
+def _episodes_of_lines(root: Path, info: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read the episodes of v2.0 and v2.1; each has its own files, whose times begin at 0."""
+    cameras = [name for name, feature in info["features"].items() if feature["dtype"] == "video"]
+    rows: list[dict[str, Any]] = []
+    start = 0
+    lines = _read_lines(root, _EPISODES_LINES, episode_index=int, length=int)
+    for line in sorted(lines, key=lambda line: line["episode_index"]):
+        number, length = line["episode_index"], line["length"]
+        chunk = number // int(info.get("chunks_size") or CHUNKS_SIZE)
+        named = {"episode_chunk": chunk, "episode_index": number}
+        row = {"episode_index": number, "tasks": [*(line.get("tasks") or ())], "length": length}
+        row |= {DATA_FILE: fill_template(root, info.get("data_path"), **named)}
+        row |= {"dataset_from_index": start, "dataset_to_index": start + length}
+        for key in cameras:
+            place = {"chunk_index": chunk, "file_index": number, "from_timestamp": 0.0}
+            place |= {"to_timestamp": length / float(info["fps"])}
+            place |= {"path": fill_template(root, info.get("video_path"), video_key=key, **named)}
+            row |= {f"videos/{key}/{name}": value for name, value in place.items()}
+        rows.append(row)
+        start += length
+    if len(rows) != info.get("total_episodes", len(rows)):
+        raise EmbodyError(
+            f"{root / INFO_PATH} declares {info['total_episodes']} episodes, but {_EPISODES_LINES} has {len(rows)}. "
+            f"{_FETCH}"
+        )
+    return rows
+
+
+def read_tasks(root: Path) -> dict[int, str]:
+    """Read the instructions by their numbers.
+
+    Raises:
+        EmbodyError: the file is missing or damaged.
+    """
+    if not is_ours(root) and read_info(root)["codebase_version"] in ONE_FILE_PER_EPISODE:
+        lines = _read_lines(root, _TASKS_LINES, task_index=int, task=str)
+        return {line["task_index"]: line["task"] for line in lines}
+    path = root / TASKS_PATH
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise EmbodyError(f"{path} is missing. {_FETCH}") from None
+    except (OSError, pa.ArrowException) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    text = next((name for name in _LEROBOT_TASK if name in table.column_names), None)
+    if text is None or "task_index" not in table.column_names:
+        raise EmbodyError(f"{path} has the columns {', '.join(table.column_names)}, expected task_index and task.")
+    rows = zip(table["task_index"].to_pylist(), table[text].to_pylist(), strict=True)
+    return {int(number): str(task or "") for number, task in sorted(rows)}
+
+
+def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
+    """Read a file of JSON lines whose objects have fields of these types."""
+    path, found = root / name, []
+    if not path.is_file():
+        raise EmbodyError(f"{path} is missing. {_FETCH}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. {_FETCH}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise EmbodyError(f"{path}, line {number}: no JSON ({error}). {_FETCH}") from None
+        for field, kind in fields.items():
+            if not isinstance(row, dict) or not isinstance(row.get(field), kind):
+                raise EmbodyError(f"{path}, line {number}: {field} is missing or no {kind.__name__}. {_FETCH}")
+        found.append(row)
+    return found
+
+
+def fill_template(root: Path, template: str | None, **values: Any) -> str:
+    """Fill in a path template of `meta/info.json`; return the path relative to the data set.
+
+    Raises:
+        EmbodyError: the template has other fields, or leaves the data set.
+    """
+    if not template:
+        raise EmbodyError(f"{root / INFO_PATH} has no path template of its data or videos. {_FETCH}")
+    try:
+        fields = [(name, spec, how) for _, name, spec, how in string.Formatter().parse(template) if name is not None]
+        wrong = [n for n, spec, how in fields if n not in values or how or not _NUMBER_FORMAT.fullmatch(spec or "")]
+        path = PurePosixPath("" if wrong else template.format(**values))
+    except (ValueError, TypeError) as error:
+        raise EmbodyError(f"{root / INFO_PATH}: the path {template!r} is not a template ({error}).") from None
+    if wrong:
+        raise EmbodyError(
+            f"{root / INFO_PATH}: the path {template!r} has the field {{{wrong[0]}}}, expected {', '.join(values)}."
+        )
+    if path.is_absolute() or ".." in path.parts:
+        raise EmbodyError(f"{root / INFO_PATH}: the path {template!r} refers to {path}, outside the data set.")
+    return str(path)
