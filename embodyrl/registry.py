@@ -143,8 +143,19 @@ class Registry(Generic[T]):
                 )
         found = self._load(value) if isinstance(value, str) else value
         if not self._fits(found):
-            raise UnknownNameError(f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}.")
+            raise UnknownNameError(
+                f"{self.kind} '{name}' is {type(found).__name__} {found!r:.80}, not {self._wants}."
+                f"{self._fitting(value)}"
+            )
         return found
+
+    def _fitting(self, target: Any) -> str:
+        """Return a hint with the components of this kind in the module of a "module:attr" string."""
+        if not isinstance(target, str):
+            return ""
+        module = target.partition(":")[0]
+        fitting = [name for name, value in vars(importlib.import_module(module)).items() if self._fits(value)]
+        return f" Did you mean {' or '.join(f'{module}:{name}' for name in fitting[:3])}?" if fitting else ""
 
     def _entry_point(self, name: str) -> str | None:
         """Return the target of an entry point; entry points of extensions come first."""

@@ -22,3 +22,9 @@ def test_failing_plugin_import_is_reported(tmp_path, monkeypatch, body: str) -> 
     with pytest.raises(UnknownNameError, match=r"Cannot import 'plugin_that_fails' for number .*Repair or remove"):
         numbers.get("broken")
     assert numbers.get("tau") > 6
+
+
+def test_suggest_a_component_of_the_same_module() -> None:
+    numbers: Registry[float] = Registry("number", group="my.numbers", wants="a tau", fits=has("hex"))
+    with pytest.raises(UnknownNameError, match=r"not a tau\. Did you mean math:pi or math:e or math:tau\?$"):
+        numbers.get("math:cos")

@@ -1,6 +1,7 @@
 """Reward functions of users, for every simulator: a function of an env step, or a reward model in a folder."""
 
 import math
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -158,12 +159,19 @@ class StepReward:
             if len(parts) != len(self._names) or not all(map(math.isfinite, parts)):
                 raise ValueError(f"the function returned {value!r:.80}, not {len(self._names)} finite number(s)")
         except Exception as error:  # errors of a user's function are counted and reported
-            parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300]
+            parts, why = [0.0] * len(self._names), f"{type(error).__name__}: {error}"[:300] + _line(error)
         return [*parts, *([simulated] if self._adds else []), float(why is not None)], why
 
     def total(self, parts: list[float]) -> float:
         """Return the weighted sum of the components."""
         return sum(weight * part for weight, part in zip(self.weights, parts, strict=True))
+
+
+def _line(error: Exception) -> str:
+    """Return the deepest line of the file of the user's function; "" for errors in the value that it returned."""
+    below = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in below if frame.filename == below[0].filename]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def reward_problems(cfg: StepRewardSettings) -> list[str]:

@@ -196,7 +196,8 @@ def test_training_uses_the_reward_and_logs_its_components(tmp_path):
 
 @pytest.mark.integration
 def test_always_failing_reward_ends_the_run(tmp_path):
-    with pytest.raises(EmbodyError, match=r"None of 4 episodes has a reward: .*step 1: RuntimeError: no reward"):
+    why = r"None of 4 episodes has a reward: .*step 1: RuntimeError: no reward today \(test_reward\.py, line \d+\)"
+    with pytest.raises(EmbodyError, match=why):
         train(toy_config(tmp_path, "reward.path=test_reward:never"))
 
 

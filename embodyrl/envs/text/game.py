@@ -271,7 +271,9 @@ def make_game(cfg: GameSettings) -> Any:
     try:
         gymnasium = importlib.import_module("gymnasium")
     except ImportError as error:
-        raise MissingDependencyError(f"env.env_type=text_game needs gymnasium ({error}): embodyrl[gym].") from error
+        raise MissingDependencyError(
+            f"env.env_type=text_game needs gymnasium: {error}. Fix: pip install 'gymnasium>=1.0'"
+        ) from error
     try:
         return gymnasium.make(cfg.id, **({} if cfg.words else {"render_mode": "ansi"}), **cfg.kwargs)
     except (gymnasium.error.Error, TypeError, ValueError) as error:
