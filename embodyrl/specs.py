@@ -44,6 +44,21 @@ class ActionKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """Input of a person that sets one dimension of an action."""
+
+    label: str
+    index: int
+    """Dimension of the action; 0 for categories."""
+    value: float
+    """Value of the dimension while the input is fully pressed."""
+    key: str = ""
+    """Key of a keyboard, as `KeyboardEvent.code` of browsers, for example ArrowLeft."""
+    pad: str = ""
+    """Input of a gamepad with the standard mapping: button3, or an axis with a direction, axis0- or axis0+."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ActionSpec:
     """Actions [A] of an environment, passed as float32 for every kind."""
 
@@ -57,6 +72,10 @@ class ActionSpec:
     high: tuple[float, ...] = ()
     """`box`: maximum of each dimension, possibly inf; empty: 1."""
     gripper: GripperConvention | None = None
+    controls: tuple[Control, ...] | None = field(default=None, compare=False)
+    """Inputs of a person; None: standard keys (`envs.controls`); empty: a person cannot act."""
+    neutral: tuple[float, ...] = field(default=(), compare=False)
+    """Action without an input of a person; empty: zeros, or the nearest bound. A gripper keeps its last command."""
 
     @property
     def bounds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -143,6 +162,8 @@ class SimulatorSpec:
     """True if env workers compute or render on a GPU; None: unknown, so each worker has a visible GPU."""
     renders: bool = True
     """True if the environment can render frames for recordings and `embodyrl play`."""
+    saves_state: bool = False
+    """True if the state of a slot can be saved and loaded (`Simulators.save`)."""
     may_truncate: bool = False
     """True if the environment may truncate an episode itself, at any step; False: only the run's time limit does."""
 

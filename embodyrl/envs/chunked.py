@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -266,6 +267,18 @@ class ChunkedEnv:
         """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
         self._require_begun(np.array([slot]))
         return self._sims.render(slot)
+
+    def save(self, slot: int) -> tuple[int, float, Any]:
+        """Return a copy of the state of the slot's episode (see `SavesState`)."""
+        return self._position(slot)[1], float(self._last_reward[slot]), self._sims.save(slot)
+
+    def load(self, slot: int, state: tuple[int, float, Any]) -> None:
+        """Continue the slot's episode in a saved state."""
+        self._require_begun(np.array([slot]))
+        self._steps[slot], self._last_reward[slot], saved = state
+        self._sims.load(slot, saved)
+        self._phase[slot] = _RUNNING
+        self._final.pop(slot, None)
 
     def instruction(self, slot: int) -> str:
         """Return the language instruction of the slot's current episode."""

@@ -100,6 +100,19 @@ class ReportsSolvedStarts(Env, Protocol):
         ...
 
 
+@runtime_checkable
+class SavesState(Env, Protocol):
+    """Interface of environments that save and load the state of a slot, if `spec.simulator.saves_state`."""
+
+    def save(self, slot: int) -> Any:
+        """Return a copy of the state of the slot's episode."""
+        ...
+
+    def load(self, slot: int, state: Any) -> None:
+        """Continue the slot's episode in a saved state of the same episode, also after its end."""
+        ...
+
+
 class TextEnv(Env, Protocol):
     """Interface of environments with text actions."""
 

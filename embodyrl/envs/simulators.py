@@ -86,6 +86,14 @@ class Simulators(ABC):
         """Return the scripted expert's next action [A]; called only for tasks in `spec.expert.tasks`."""
         raise EnvError(f"env '{self.spec.name}' has no scripted expert; choose another model.")
 
+    def save(self, slot: int) -> Any:
+        """Return a copy of the slot's state for `load`; called only if `spec.simulator.saves_state`."""
+        raise EnvError(f"env '{self.spec.name}' cannot save its state.")
+
+    def load(self, slot: int, state: Any) -> None:
+        """Continue the slot's episode in a saved state of the same episode."""
+        raise EnvError(f"env '{self.spec.name}' cannot load a state.")
+
     def close(self) -> None:
         """Free the simulators; idempotent."""
         return None

@@ -14,9 +14,19 @@ from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.envs.isolated import NoAnswerError, call_isolated
 from embodyrl.envs.protocol import EnvContext, GoalJudge
 from embodyrl.envs.simulators import Simulators
-from embodyrl.errors import EnvError
+from embodyrl.errors import ConfigError, EnvError
 from embodyrl.leftovers import left_after
-from embodyrl.types import CameraSpec, EnvSpec, ExpertSpec, GoalSpec, RewardSpec, SimulatorSpec, TextSpec
+from embodyrl.types import (
+    ActionSpec,
+    CameraSpec,
+    Control,
+    EnvSpec,
+    ExpertSpec,
+    GoalSpec,
+    RewardSpec,
+    SimulatorSpec,
+    TextSpec,
+)
 
 if TYPE_CHECKING:
     from embodyrl.envs.gym.probe import Probe
@@ -126,7 +136,7 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
     fixed = cfg.instruction is not None or found.instruction is None
     return EnvSpec(
         name=env_id,
-        action=action_space(env_id, found.action_space),
+        action=_with_controls(cfg, action_space(env_id, found.action_space)),
         tasks=(found.instruction or env_id,),
         text=TextSpec(
             instructed=found.instruction is not None,
@@ -149,6 +159,25 @@ def _spec(cfg: GymSettings, found: Probe) -> EnvSpec:
         expert=ExpertSpec(tasks=(0,) if found.expert else ()),
         doubts=found.doubts,
     )
+
+
+def _with_controls(cfg: GymSettings, action: ActionSpec) -> ActionSpec:
+    """Add the declared inputs of a person.
+
+    Raises:
+        ConfigError: an input does not fit the action space.
+    """
+    if len(cfg.neutral) not in (0, action.dim):
+        raise ConfigError(f"env.neutral has {len(cfg.neutral)} numbers, but the actions of {cfg.id} have {action.dim}.")
+    controls = tuple(Control(**{"label": "", **each}) for each in cfg.controls) or None
+    low, high = action.bounds
+    for number, each in enumerate(controls or ()):
+        if not (0 <= each.index < action.dim and low[each.index] <= each.value <= high[each.index]):
+            raise ConfigError(
+                f"env.controls[{number}]: dimension {each.index} and value {each.value:g} do not fit the actions of "
+                f"{cfg.id}, which have {action.dim} dimensions in {low}..{high}."
+            )
+    return replace(action, controls=controls, neutral=tuple(cfg.neutral))
 
 
 FACTORY = GymFactory()

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
+from embodyrl.envs.controls import control_problem
 from embodyrl.envs.settings import EnvSettings, RewardSettings
 
 
@@ -25,6 +26,12 @@ class GymSettings(EnvSettings, RewardSettings):
     """Language instruction of every episode; null: the environment's instruction."""
     instruction_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the instruction in the observation or in the info of reset; nested keys as a.b."""
+    controls: list[dict[str, Any]] = []
+    """Inputs of a person in `embodyrl play`, each {key: ArrowLeft, pad: axis0-, index: 0, value: -1, label: left}. key:
+    a KeyboardEvent.code. pad: buttonN, axisN+ or axisN- of a gamepad. index, value: the dimension that the input sets.
+    Default: two keys for each number of the action, or a digit for each category."""
+    neutral: list[float] = []
+    """Action without an input of a person; default: zeros."""
     success_key: Annotated[str, Field(min_length=1)] | None = None
     """Key of the success flag in info; nested keys as a.b; null: success, is_success or succeed."""
 
@@ -37,6 +44,9 @@ class GymSettings(EnvSettings, RewardSettings):
         """Yield keys that exclude each other."""
         if self.instruction is not None and self.instruction_key is not None:
             yield "env.instruction and env.instruction_key are both set; remove one."
+        for number, each in enumerate(self.controls):
+            if problem := control_problem(each):
+                yield f"env.controls[{number}]: {problem}"
 
     @property
     def wrapped(self) -> list[tuple[str, dict[str, Any]]]:

@@ -28,5 +28,8 @@ def flattened(env: EnvSpec, chunk: int) -> EnvSpec:
     action, gripper = env.action, env.action.gripper
     # The environment itself snaps the gripper of executed actions.
     gripper = None if gripper is None else replace(gripper, binary=False)
-    chunked = replace(action, dim=chunk * action.dim, low=action.low * chunk, high=action.high * chunk, gripper=gripper)
+    # A person chooses single actions, not chunks.
+    chunked = replace(
+        action, dim=chunk * action.dim, low=action.low * chunk, high=action.high * chunk, gripper=gripper, controls=()
+    )
     return replace(env, action=chunked, expert=ExpertSpec())

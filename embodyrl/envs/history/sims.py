@@ -1,5 +1,6 @@
 """Simulators with a history of observations and a running average of chunks for each slot."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,6 +105,18 @@ class HistorySims(Simulators):
     def expert(self, slot: int) -> FloatArray:
         """Return the scripted expert's next action [A]."""
         return self._inner.expert(slot)
+
+    def save(self, slot: int) -> Any:
+        """Return a copy of the slot's state, its history and its chunks."""
+        return self._inner.save(slot), [*self._seen.get(slot, ())], copy.deepcopy(self._ensembles.get(slot))
+
+    def load(self, slot: int, state: Any) -> None:
+        """Continue in a saved state."""
+        inner, seen, ensemble = state
+        self._inner.load(slot, inner)
+        self._seen[slot] = [*seen]
+        if ensemble is not None:
+            self._ensembles[slot] = copy.deepcopy(ensemble)
 
     def close(self) -> None:
         """Free the simulators; idempotent."""

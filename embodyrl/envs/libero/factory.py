@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import NumbersStates
+from embodyrl.envs.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems, tasks_in_memory
 from embodyrl.envs.libero import install
 from embodyrl.envs.libero.plus import ASSET_AXES, PLUS_AXES, stock, variant
@@ -78,6 +79,10 @@ _RETOLD = frozenset(f"{suite}_{axis}" for suite in SUITE_TASKS for axis in ("lan
 def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
     """Return the name of measured chunk times (see `EnvCosts.chunk_name`)."""
     return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
+
+
+PERSON_STEP, PERSON_TURN = 0.3, 0.15
+"""Action of a pressed key: 15 mm and 0.075 rad per step, as seen by the front camera, which faces the robot."""
 
 
 def family(suite: str) -> str:
@@ -203,7 +208,17 @@ class LiberoFactory(SimFactory[LiberoSettings]):
         count = install.STATES_PER_TASK + cfg.sampled_states
         return EnvSpec(
             name=suite,
-            action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
+            action=ActionSpec(
+                dim=7,
+                gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
+                controls=arm_controls(
+                    right=(1, PERSON_STEP),
+                    away=(0, -PERSON_STEP),
+                    up=(2, PERSON_STEP),
+                    turns=((3, PERSON_TURN), (4, PERSON_TURN), (5, PERSON_TURN)),
+                    gripper=gripper,
+                ),
+            ),
             tasks=tuple(told),
             instructions=_varied(tasks, told, count),
             benchmark=BenchmarkSpec(
@@ -221,7 +236,7 @@ class LiberoFactory(SimFactory[LiberoSettings]):
                 tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in EXPERT_TASKS.get(stock(name), ())),
                 reacts=False,
             ),
-            simulator=SimulatorSpec(on_gpu=on_gpu),
+            simulator=SimulatorSpec(on_gpu=on_gpu, saves_state=True),
             seeded_tasks=tuple(k for k, (name, task) in enumerate(tasks) if task in install.seeded_tasks(name)),
         )
 

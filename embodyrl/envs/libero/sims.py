@@ -127,6 +127,7 @@ class LiberoSims(PerSlot):
         names = dict.fromkeys(spec.suite_of(task) for task in range(len(spec.tasks)))
         self._tasks = [(name, number, task) for name in names for number, task in enumerate(install.suite_tasks(name))]
         self._experts: dict[int, Expert] = {}
+        self._seeds: dict[int, int] = {}
         self.pool = SimPool(self._build, max_models=max_models)
 
     def reset_slot(self, slot: int, reset_id: int, seed: int) -> None:
@@ -144,6 +145,7 @@ class LiberoSims(PerSlot):
                 f"env '{suite}', task {number}: the installed LIBERO has {len(states)} initial states, "
                 f"{install.STATES_PER_TASK} expected. Fix: {install.INSTALL}"
             )
+        self._seeds[slot] = seed
         self._experts[slot] = Expert(seed, nearest=self._nearest)
         simulator = self.pool.begin(slot, task)
         state = states[stored] if index < install.STATES_PER_TASK else simulator.sample_state(index)
@@ -156,6 +158,15 @@ class LiberoSims(PerSlot):
     def expert(self, slot: int) -> FloatArray:
         """Return the expert's next action [7], which must be executed before the next call."""
         return self._experts[slot].act(self.pool.use(slot).scene)
+
+    def save(self, slot: int) -> SimState:
+        """Copy the state of the slot's episode."""
+        return self.pool.use(slot).save()
+
+    def load(self, slot: int, state: SimState) -> None:
+        """Continue in a saved state; the expert plans anew."""
+        self.pool.use(slot).load(state)
+        self._experts[slot] = Expert(self._seeds[slot], nearest=self._nearest)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec, and read proprioception [8], into the views."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from embodyrl.envs.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.maniskill.install import Description, describe_apart
 from embodyrl.envs.maniskill.settings import (
@@ -30,6 +31,8 @@ from embodyrl.types import (
     SimulatorSpec,
 )
 
+_STEP, _TURN = 0.2, 0.5
+"""Action of a pressed key for a person: 2 cm and 0.05 rad per step."""
 _BATCH_BYTES, _SLOT_BYTES, _PIXEL_BYTES = int(2e9), int(2e6), 64
 """GPU memory, estimated: buffers of PhysX and the renderer, state of a slot, layers of a camera image per pixel."""
 
@@ -107,12 +110,18 @@ def _spec(cfg: ManiSkillSettings, found: Description) -> EnvSpec:
             )
     height, width = cfg.init_params.camera_heights, cfg.init_params.camera_widths
     poses = found.control_mode == EE_DELTA_POSE
+    gripper = GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None
+    controls = None
+    if poses and gripper:  # as seen by a camera that faces the robot
+        turns = ((3, _TURN), (4, _TURN), (5, _TURN))
+        controls = arm_controls(right=(1, _STEP), away=(0, -_STEP), up=(2, _STEP), turns=turns, gripper=gripper)
     bridge, batched = name in BRIDGE_EPISODES, cfg.sim_backend is SimBackend.gpu
     return EnvSpec(
         name=name,
         action=ActionSpec(
             dim=len(found.action_low),
-            gripper=GripperConvention(open=1.0, closed=-1.0) if found.has_gripper else None,
+            gripper=gripper,
+            controls=controls,
             kind=ActionKind.box,
             low=found.action_low,
             high=found.action_high,

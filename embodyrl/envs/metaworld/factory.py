@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
+from embodyrl.envs.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, camera_problems
 from embodyrl.envs.metaworld.settings import BENCHMARKS, HIDDEN_GOALS, PROPRIOCEPTION, STATE, TASKS, MetaWorldSettings
 from embodyrl.envs.protocol import EnvContext
@@ -47,7 +48,8 @@ class MetaWorldFactory(SimFactory[MetaWorldSettings]):
             name=f"metaworld {cfg.id}",
             action=ActionSpec(
                 dim=4,
-                gripper=GripperConvention(open=-1.0, closed=1.0),
+                gripper=(gripper := GripperConvention(open=-1.0, closed=1.0)),
+                controls=arm_controls(right=(1, 0.5), away=(0, -0.5), up=(2, 0.5), gripper=gripper),
                 kind=ActionKind.box,
                 low=(-1.0,) * 4,
                 high=(1.0,) * 4,

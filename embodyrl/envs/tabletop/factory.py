@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from embodyrl.config.settings import NumbersStates
+from embodyrl.envs.controls import arm_controls
 from embodyrl.envs.factory import SimFactory, camera_problems, task_problems
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.envs.settings import CameraSettings, EnvSettings, RewardSettings
@@ -67,9 +68,14 @@ class TabletopFactory(SimFactory[TabletopSettings]):
         axes = (cfg.axis, *map(Axis, context.suites))
         tasks = [(axis, task) for axis in axes for task in TASKS]
         return EnvSpec(
-            simulator=SimulatorSpec(on_gpu=False),
+            simulator=SimulatorSpec(on_gpu=False, saves_state=True),
             name=suite_name(cfg.axis),
-            action=ActionSpec(dim=7, gripper=GripperConvention(open=-1.0, closed=1.0, binary=True)),
+            action=ActionSpec(
+                dim=7,
+                gripper=(gripper := GripperConvention(open=-1.0, closed=1.0, binary=True)),
+                # As seen by the front camera.
+                controls=arm_controls(right=(0, 1.0), away=(1, 1.0), up=(2, 1.0), gripper=gripper),
+            ),
             tasks=tuple(t.other_words if axis is Axis.phrasings else t.instruction for axis, t in tasks),
             benchmark=BenchmarkSpec(
                 suites=tuple(suite_name(axis) for axis, _ in tasks) if context.suites else (), unnorm_key="tabletop"

@@ -1,5 +1,6 @@
 """Tabletop as slot simulators: plain Python per table, because a step takes only a few microseconds."""
 
+import copy
 import math
 
 import numpy as np
@@ -138,6 +139,14 @@ class TabletopSims(PerSlot):
     def expert(self, slot: int) -> FloatArray:
         """Return the expert's next action [7]."""
         return expert_action(self._worlds[slot])
+
+    def save(self, slot: int) -> World:
+        """Copy the table."""
+        return copy.deepcopy(self._worlds[slot])
+
+    def load(self, slot: int, state: World) -> None:
+        """Continue on a saved table."""
+        self._worlds[slot] = copy.deepcopy(state)
 
     def observe_slot(self, slot: int, out: ObservationOut) -> None:
         """Render the cameras of the spec and write proprioception [4] into the views."""

@@ -10,8 +10,9 @@ from gymnasium import spaces
 
 from embodyrl.config import tree
 from embodyrl.envs import ENVS
-from embodyrl.envs.settings import EnvSettings
-from embodyrl.errors import ConfigError
+from embodyrl.envs.protocol import SavesState
+from embodyrl.envs.settings import EnvSettings, EnvSplit
+from embodyrl.errors import ConfigError, EnvError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
@@ -32,13 +33,13 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     # As a class attribute, because Gymnasium's wrappers read it before the first frame is rendered.
     render_mode = "rgb_array"
 
-    def __init__(self, cfg: Config, settings: EnvSettings) -> None:
-        """Build the simulator of these settings in this process."""
+    def __init__(self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None) -> None:
+        """Build the simulator of these settings in this process; `split`: default `env.eval`."""
         context = env_context(cfg)
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
-        self._split = cfg.env.eval
+        self._split = split or cfg.env.eval
         self._ids = list(selected_reset_ids(self.layout, self._split))
         self._kind = self.layout.action.kind
         self.action_space = _actions(self.layout)
@@ -73,7 +74,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
             ignore_terminations=self._split.ignore_terminations,
         )
         self.env.reset([0], [start])
-        return self._look(), {"reset_id": chosen, "task": self.layout.task_of(chosen)[0]}
+        return self._look(), {"reset_id": chosen, "task": self.layout.task_of(chosen)[0], "seed": start.seed}
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute one action."""
@@ -82,6 +83,18 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         result = self.env.step_chunk([0], row)
         ended, cut = bool(result.terminated[0, 0]), bool(result.truncated[0, 0])
         return self._look(), float(result.reward[0, 0]), ended, cut, {"success": bool(result.success[0, 0])}
+
+    def save_state(self) -> Any:
+        """Return a copy of the episode's state for `load_state`; needs `layout.simulator.saves_state`."""
+        if not isinstance(self.env, SavesState) or not self.layout.simulator.saves_state:
+            raise EnvError(f"env '{self.layout.name}' cannot save its state.")
+        return self.env.save(0)
+
+    def load_state(self, state: Any) -> dict[str, Any]:
+        """Continue the same episode in a saved state, and return the observation."""
+        assert isinstance(self.env, SavesState), "saved before"
+        self.env.load(0, state)
+        return self._look()
 
     def render(self) -> Any:
         """Return a video frame [H, W, 3] uint8."""

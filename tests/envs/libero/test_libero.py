@@ -223,6 +223,16 @@ def test_swapping_slots_restores_the_full_state(roomy):
         assert (other["own"][name] != before["own"][name]).any(), f"{name} tells the slots apart"
 
 
+def test_loaded_state_continues_the_episode_exactly(roomy):
+    roomy.start(0, STOVE, 0)
+    chunks = actions_of(11)
+    roomy.chunk(0, chunks[0])
+    saved = roomy.env.save(0)
+    first = roomy.chunk(0, chunks[1])
+    roomy.env.load(0, saved)
+    roomy.chunk(0, chunks[1]).assert_equal(first)
+
+
 def test_evicted_simulators_reload_and_continue_exactly():
     spec = spec_of("libero_10")
     kitchen, study = 2, 5

@@ -1,0 +1,116 @@
+"""Inputs of a person for the action space of an environment."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from embodyrl.types import ActionKind, ActionSpec, Control, FloatArray, GripperConvention
+
+Direction = tuple[int, float]
+"""Dimension of the action, and its value for a pressed key."""
+
+_PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
+_PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
+"""Keys that decrease and increase a dimension, and an axis of a gamepad."""
+_UPWARDS = ("axis1", "axis3")
+"""Axes of a gamepad that are negative when the stick is pushed up."""
+
+
+def arm_controls(
+    *, right: Direction, away: Direction, up: Direction, gripper: GripperConvention, turns: Sequence[Direction] = ()
+) -> tuple[Control, ...]:
+    """Return the inputs of an arm in Cartesian coordinates, as seen on the screen.
+
+    Args:
+        right: motion to the right of the image.
+        away: motion away from the viewer.
+        up: upward motion.
+        gripper: convention of the gripper.
+        turns: rotations around three axes.
+    """
+    moves = [("left", "right", right), ("back", "away", away), ("down", "up", up)]
+    moves += [(f"turn {axis}-", f"turn {axis}+", turn) for axis, turn in zip("xyz", turns, strict=False)]
+    pads = ("axis0", "axis1", "axis3", "axis2", "", "")
+    found = []
+    for (less, more, (index, value)), (low, high, _), pad in zip(moves, _PAIRS, pads, strict=False):
+        found += _pair((less, more), index, (-value, value), (low, high), pad)
+    fingers = [("close", gripper.closed, "KeyX", "button0"), ("open", gripper.open, "KeyZ", "button1")]
+    return (*found, *(Control(label=n, index=gripper.index, value=v, key=k, pad=p) for n, v, k, p in fingers))
+
+
+def controls_of(action: ActionSpec) -> tuple[Control, ...]:
+    """Return the declared inputs, or standard keys: two per number, or a digit per category."""
+    if action.controls is not None:
+        return action.controls
+    if action.kind is ActionKind.discrete:
+        return tuple(
+            Control(label=str(i), index=0, value=float(i), key=f"Digit{i}") for i in range(min(10, action.sizes[0]))
+        )
+    if action.kind is not ActionKind.box:
+        return ()
+    found = []
+    for index, (low, high, (less, more, pad)) in enumerate(zip(*action.bounds, _PAIRS, strict=False)):
+        ends = max(low, -1.0) if np.isinf(low) else low, min(high, 1.0) if np.isinf(high) else high
+        found += _pair((f"{index} -", f"{index} +"), index, ends, (less, more), pad)
+    return tuple(found)
+
+
+def control_problem(given: Mapping[str, Any]) -> str:
+    """Return an error in the fields of a `Control`, or an empty string."""
+    kinds = {"label": str, "key": str, "pad": str, "index": int, "value": (int, float)}
+    if wrong := [name for name, value in given.items() if not isinstance(value, kinds.get(name, ()))]:
+        return f"{wrong[0]}={given[wrong[0]]!r} is unknown or has another type; the fields are {', '.join(kinds)}."
+    if missing := [name for name in ("index", "value") if name not in given]:
+        return f"{missing[0]} is missing."
+    if not given.get("key") and not given.get("pad"):
+        return "neither key nor pad is set."
+    if given.get("pad") and not re.fullmatch(r"button\d\d?|axis\d\d?[+-]", given["pad"]):
+        return f"pad={given['pad']!r} is neither buttonN nor axisN with + or -."
+    return ""
+
+
+def _pair(
+    labels: tuple[str, str], index: int, values: tuple[float, float], keys: tuple[str, str], pad: str
+) -> list[Control]:
+    ends = ("+", "-") if pad in _UPWARDS else ("-", "+")
+    pads = [f"{pad}{end}" if pad else "" for end in ends]
+    rows = zip(labels, values, keys, pads, strict=True)
+    return [Control(label=label, index=index, value=value, key=key, pad=pad) for label, value, key, pad in rows]
+
+
+def neutral_action(action: ActionSpec) -> FloatArray:
+    """Return the action [A] without an input, with an open gripper."""
+    neutral = np.array(action.neutral or np.clip(np.zeros(action.dim), *action.bounds), np.float32)
+    if action.gripper is not None:
+        neutral[action.gripper.index] = action.gripper.open
+    return neutral
+
+
+def action_of(action: ActionSpec, amounts: Mapping[int, float], last: FloatArray) -> FloatArray:
+    """Return the action [A] of pressed inputs.
+
+    Args:
+        action: the action space.
+        amounts: how far each input is pressed, from 0 to 1, by its position in `controls_of`.
+        last: the last executed action [A], whose gripper command is kept.
+    """
+    controls, found = controls_of(action), neutral_action(action)
+    if action.kind is not ActionKind.box:
+        for number, amount in amounts.items():
+            if amount > 0.5:
+                found[controls[number].index] = controls[number].value
+        return found
+    gripper = None if action.gripper is None else action.gripper.index % action.dim
+    if gripper is not None:
+        found[gripper] = last[gripper]
+    rest = found.copy()
+    for number, amount in amounts.items():
+        control = controls[number]
+        index = control.index % action.dim
+        if index != gripper:
+            found[index] += amount * (control.value - rest[index])
+        elif amount > 0.5:
+            found[index] = control.value
+    return np.clip(found, *action.bounds).astype(np.float32)
