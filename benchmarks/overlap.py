@@ -35,7 +35,7 @@ from embodyrl.plan.episodes import EpisodeList, Wave
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
-from embodyrl.policies.untrained import UntrainedFactory, UntrainedPolicy
+from embodyrl.policies.untrained.policy import UntrainedFactory, UntrainedPolicy
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.scheduler import RolloutScheduler
 from embodyrl.scheduler.slot import Phase

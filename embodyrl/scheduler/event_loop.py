@@ -62,9 +62,14 @@ class PolicyClient:
         self._published = False
 
     @property
-    def busy(self) -> bool:
-        """True if no process can act: all are busy, or new weights are being transferred."""
-        return self._publishing or all(self._open[name] for name in self._acting)
+    def num_acting(self) -> int:
+        """Number of acting processes."""
+        return len(self._acting)
+
+    @property
+    def num_free(self) -> int:
+        """Number of idle acting processes; 0 while new weights are being transferred."""
+        return 0 if self._publishing else sum(not self._open[name] for name in self._acting)
 
     @property
     def idle(self) -> bool:

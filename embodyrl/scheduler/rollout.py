@@ -140,6 +140,8 @@ class Rollout:
         self.crash_count: Counter[int] = Counter()
         """Number of worker crashes during each episode, by episode id."""
         self._quota: int | None = None
+        self.openings = 0
+        """Number of times that episodes became available: waves, and attempts that start again."""
         self._next_wave()
 
     @property
@@ -168,6 +170,7 @@ class Rollout:
         queue = self._queue_of(slot)
         if again and queue is not None:
             queue.put_back(spec)
+            self.openings += 1
 
     def spend(self, slot: int, chunks: int) -> None:
         """Subtract the chunk steps of an ended episode from the slot's quota."""
@@ -204,5 +207,6 @@ class Rollout:
         wave = self._waves.popleft()
         self._queues = [Queue(queue) for queue in wave.queues]
         self._quota = wave.quota_chunks
+        self.openings += 1
         # Quotas apply to one wave.
         self._spent.clear()

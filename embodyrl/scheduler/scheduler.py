@@ -29,6 +29,7 @@ from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import Open, Phase, Slots
+from embodyrl.scheduler.stages import Stages
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
@@ -56,16 +57,12 @@ class RolloutScheduler(EventLoop):
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
         self._padded_size = run_plan.num_slots if cfg.runner.deterministic else 0
         self._slots = Slots(run_plan.num_slots, arena)
-        self._stages: dict[tuple[str, int], IntArray] = {}
-        self._first = {worker.name: worker.slots[0] for worker in run_plan.env_workers}
-        for worker in run_plan.env_workers:
-            for stage, rows in enumerate(np.array_split(worker.slots, min(self._num_stages, len(worker.slots)))):
-                self._stages[worker.name, stage] = rows
-        self._busy: dict[tuple[str, int], EnvRequest] = {}
+        self._stages = Stages(run_plan.env_workers, self._num_stages)
         self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
         self._version = 0
         self._rollouts: list[Rollout] = []
+        self._num_opened = 0
         self._tally = Tally()
         self._tally_since: float | None = None
         """Start of the tally if rollouts were open and progressed outside of `finish`; else None."""
@@ -80,6 +77,7 @@ class RolloutScheduler(EventLoop):
 
     def open(self, rollout: Rollout, *, first: bool = False) -> Rollout:
         """Queue a rollout: its episodes start in free slots, after those of earlier rollouts or `first`."""
+        self._num_opened += 1
         self._rollouts.insert(0 if first else len(self._rollouts), rollout)
         self.advance()
         return rollout
@@ -110,20 +108,23 @@ class RolloutScheduler(EventLoop):
 
     def advance(self) -> float:
         """Send requests to idle stages and, if due, to the policy; return the maximum time to wait for events."""
+        self._process_reports()
         if not self._rollouts:
             return PATIENCE_S
         if any(rollout.replayed is not None for rollout in self._rollouts):
-            self._slots.repeat_actions(np.flatnonzero(self._may_act))
+            ready = np.flatnonzero(self._may_act)
+            self._slots.repeat_actions(ready)
+            self._stages.note_slots(ready)
         # Simulators before the policy: whether a small batch waits depends on whether a simulator is busy.
         self._dispatch_env()
         self._dispatch_inference()
-        waits_for_batch = not self._policy.busy and self._may_act.any()
+        waits_for_batch = self._policy.num_free and self._may_act.any()
         return _SHORT_WAIT_S if waits_for_batch else PATIENCE_S
 
     @property
     def pending(self) -> bool:
         """True if a worker or the policy is busy, or can receive work."""
-        return super().pending or bool(self._busy) or bool(self._may_act.any())
+        return super().pending or bool(self._stages.busy) or bool(self._may_act.any())
 
     def abandon(self) -> None:
         """Stop sending requests, because the run ends."""
@@ -139,9 +140,13 @@ class RolloutScheduler(EventLoop):
     def on_message(self, worker: str, message: Message) -> None:
         """Handle reports and deaths of env workers; callback for `Supervisor`."""
         if isinstance(message, EnvReport):
-            self._on_report(worker, message)
+            self._stages.close(worker, message)
+            self._tally.sim_s += message.sim_s
+            self._tally.render_s += message.render_s
+            self._tally.reset_s += message.reset_s
         elif isinstance(message, WorkerReady):
             self._task_limits[worker] = message.task_limit
+            self._stages.note_worker(worker)
         elif isinstance(message, WorkerDied):
             self._on_death(worker)
 
@@ -149,15 +154,19 @@ class RolloutScheduler(EventLoop):
 
     def _dispatch_env(self) -> None:
         """Send work to each idle stage: a stage steps as a whole, but resets do not wait for inference."""
-        for key, rows in self._stages.items():
-            if key in self._busy or key[0] in self._supervisor.starting:
+        # A crash also couples stages: a suspicious episode waits until its worker has no other episode.
+        crashed = any(rollout.crash_count for rollout in self._rollouts)
+        work = None if crashed else (self._version, self._num_opened, *(rollout.openings for rollout in self._rollouts))
+        for key, rows in self._stages.to_check(work):
+            if key[0] in self._supervisor.starting:
                 continue
             phase = self._slots.phase[rows]
             found = phase.tobytes()  # bytes are faster than several array comparisons
             # If actions of this stage are still missing, wait: half a stage would stay split forever.
-            waits = Phase.INFERRING in found or (Phase.READY in found and self._may_act[rows].any())
+            ready = Phase.READY in found and self._slots.may_act(self._version, rows).any()
+            waits = ready or Phase.INFERRING in found
             acted = rows[phase == Phase.ACTED] if Phase.ACTED in found and not waits else rows[:0]
-            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE]) if Phase.IDLE in found else ()
+            resets = self._reset_requests(key[0], rows[phase == Phase.IDLE], crashed) if Phase.IDLE in found else ()
             if not len(acted) and not resets:
                 continue
             # Before the request is made: this allocates the target records.
@@ -166,19 +175,17 @@ class RolloutScheduler(EventLoop):
             request = EnvRequest(
                 sequence=self._sequence,
                 stage=key[1],
-                slots=(acted - self._first[key[0]]).tolist(),
+                slots=(acted - self._stages.first[key[0]]).tolist(),
                 sources=self._slots.current[acted],
                 targets=self._slots.target[acted],
                 resets=resets,
             )
-            self._busy[key] = request
+            self._stages.busy[key] = request
             # The slots of a worker may run sequentially, so the deadline grows with their number.
             self._supervisor.send(key[0], request, timeout_s=self._step_timeout_s * (len(acted) + len(resets)))
 
-    def _reset_requests(self, worker: str, rows: IntArray) -> tuple[ResetRequest, ...]:
+    def _reset_requests(self, worker: str, rows: IntArray, crashed: bool) -> tuple[ResetRequest, ...]:
         """Start the next episodes of slots; slots that continue a cut episode need no reset."""
-        # Look up rollouts once, not for each of thousands of slots.
-        crashed = any(rollout.crash_count for rollout in self._rollouts)
         fresh: list[int] = []
         going_on: list[int] = []
         for row in rows.tolist():
@@ -196,7 +203,7 @@ class RolloutScheduler(EventLoop):
         # In this order: `go_on` fills the targets that `begin` allocates.
         self._slots.begin(np.array(fresh + going_on))
         self._slots.go_on(np.array(going_on, np.int64))
-        first = self._first[worker]
+        first = self._stages.first[worker]
         return tuple(self._slots.reset_request(row, first) for row in fresh)
 
     def _next_rollout(self, worker: str, row: int, *, crashed: bool) -> Rollout | None:
@@ -209,7 +216,7 @@ class RolloutScheduler(EventLoop):
         if limit is None and not crashed:
             # Only suspicious episodes matter; checking all for each of thousands of slots would take quadratic time.
             return next((rollout for rollout in self._rollouts if rollout.has_next(row)), None)
-        running = [r for r in self._rows_of(worker) if self._slots.each[r].episode is not None]
+        running = [r for r in self._stages.slots_of(worker) if self._slots.each[r].episode is not None]
         # Slots that wait for new weights are excluded: they may also wait for the end of this rollout.
         may_act, phase = self._may_act, self._slots.phase
         moving = [] if self._lockstep else [r for r in running if phase[r] != Phase.READY or may_act[r]]
@@ -241,12 +248,13 @@ class RolloutScheduler(EventLoop):
         ready = np.flatnonzero(self._may_act)
         if not len(ready):
             self._ready_since = 0.0
-        if not len(ready) or self._policy.busy:
+        if not len(ready) or not (free := self._policy.num_free):
             return
         now = time.monotonic()
         self._ready_since = self._ready_since or now
-        target = max(1, int(np.count_nonzero(slots.phase)) // self._num_stages)
-        if len(ready) < target and self._busy and now - self._ready_since < _SHORT_WAIT_S:
+        active, acting = int(np.count_nonzero(slots.phase)), self._policy.num_acting
+        target = max(1, active // (self._num_stages * acting))
+        if len(ready) < target and self._stages.busy and now - self._ready_since < _SHORT_WAIT_S:
             return
         self._ready_since = 0.0
         rollout = slots.each[ready[0]].rollout
@@ -255,18 +263,26 @@ class RolloutScheduler(EventLoop):
         if len({one.mode for one in self._rollouts}) > 1:
             modes = [(other := slots.each[row].rollout) and other.mode for row in ready]
             ready = ready[[mode == rollout.mode for mode in modes]]
-        slots.phase[ready] = Phase.INFERRING
+        if acting > 1:
+            # Several processes share the slots: none gets more than its share.
+            ready = ready[: free * -(-active // acting)]
+        for rows in np.array_split(ready, min(free, max(1, len(ready) // target))):
+            self._infer(rows, rollout)
+
+    def _infer(self, rows: IntArray, rollout: Rollout) -> None:
+        slots = self._slots
+        slots.phase[rows] = Phase.INFERRING
         request = InferRequest(
-            tickets=slots.current[ready],
-            noise_seeds=slots.noise_seed[ready],
-            chunks=slots.chunks[ready],
+            tickets=slots.current[rows],
+            noise_seeds=slots.noise_seed[rows],
+            chunks=slots.chunks[rows],
             greedy=rollout.greedy,
             temperature=rollout.temperature,
             version=self._version,
             padded_size=self._padded_size,
-            rows=ready,
+            rows=rows,
         )
-        self._policy.submit(request, partial(self._on_inferred, ready))
+        self._policy.submit(request, partial(self._on_inferred, rows))
 
     # --- replies ----------------------------------------------------------------------------------------------------
 
@@ -277,33 +293,31 @@ class RolloutScheduler(EventLoop):
         # Records of dead workers: the policy was reading them until now, so they are freed here.
         stale = [row for row in rows.tolist() if self._slots.each[row].stale]
         self._slots.phase[rows] = Phase.ACTED
+        self._stages.note_slots(rows)
         for row in stale:
             self._arena.free(self._slots.drop(row))
 
-    def _on_report(self, worker: str, report: EnvReport) -> None:
-        key = (worker, report.stage)
-        request = self._busy.pop(key, None)
-        assert request is not None, f"{worker} reports stage {report.stage}, which has no open request"
-        assert request.sequence == report.sequence, f"{worker}: reply {report.sequence} to request {request.sequence}"
-        self._tally.sim_s += report.sim_s
-        self._tally.render_s += report.render_s
-        self._tally.reset_s += report.reset_s
-        first = self._first[worker]
+    def _process_reports(self) -> None:
+        """Process all new reports together: array operations on a few slots cost as much as on thousands."""
+        if not (reports := self._stages.take_reports()):
+            return
         # Store results before `_on_stepped` closes the episode and clears the slot.
-        recordings = {first + r.slot: r for r in report.recordings}
+        recordings = {first + r.slot: r for first, _, report in reports for r in report.recordings}
         for row, recording in recordings.items():
             rollout = self._slots.each[row].rollout
             if recording.problem and rollout is not None:
                 rollout.out.video_problems.append(recording.problem)
-        for local, why in report.reward_errors:
-            if (rollout := self._slots.each[first + local].rollout) is not None:
+        for row, why in ((first + local, why) for first, _, report in reports for local, why in report.reward_errors):
+            if (rollout := self._slots.each[row].rollout) is not None:
                 rollout.out.reward_errors.append(why)
-        if len(request.slots):
-            self._on_stepped(np.asarray(request.slots) + first, records_of(request.sources), recordings)
-        for local in report.solved:
-            self._slots.each[first + local].solved = True
-        if request.resets:
-            self._slots.advance(np.array([first + reset.slot for reset in request.resets]))
+        stepped = [first + slot for first, request, _ in reports for slot in request.slots]
+        if stepped:
+            sources = np.concatenate([np.asarray(request.sources, np.int64) for _, request, _ in reports])
+            self._on_stepped(np.array(stepped), records_of(sources), recordings)
+        for row in (first + local for first, _, report in reports for local in report.solved):
+            self._slots.each[row].solved = True
+        if resets := [first + reset.slot for first, request, _ in reports for reset in request.resets]:
+            self._slots.advance(np.array(resets))
 
     def _on_stepped(self, rows: IntArray, records: IntArray, recordings: Mapping[int, Recording]) -> None:
         terminated, truncated = (np.asarray(self._arena[name][records].any(axis=1)) for name in _ENDS)
@@ -339,9 +353,10 @@ class RolloutScheduler(EventLoop):
 
     def _on_death(self, worker: str) -> None:
         """Restart the running episodes of a dead worker; the policy may still be reading some of their records."""
+        self._process_reports()
         # Drop open requests: the restarted worker does not have them.
-        self._busy = {key: request for key, request in self._busy.items() if key[0] != worker}
-        for row in self._rows_of(worker):
+        self._stages.drop_requests(worker)
+        for row in self._stages.slots_of(worker):
             slot = self._slots.each[row]
             slot.open = None
             if slot.rollout is None or slot.stale:
@@ -381,6 +396,3 @@ class RolloutScheduler(EventLoop):
         self.run_until(self._policy.ask_acting(request).complete)
         for episode, value in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
             episode.bootstrap_value[:] = value
-
-    def _rows_of(self, worker: str) -> list[int]:
-        return [row for (name, _), rows in self._stages.items() if name == worker for row in rows.tolist()]

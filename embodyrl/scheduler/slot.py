@@ -54,7 +54,7 @@ class Slot:
     rollout: Rollout | None = None
     """Rollout of the running episode."""
     episode: EpisodeSpec | None = None
-    copies: list[Mapping[str, np.ndarray]] = field(default_factory=list)
+    copies: list[Sequence[np.ndarray]] = field(default_factory=list)
     """Fields `KEPT` of the chunks so far, without records."""
     started: float = 0.0
     room: int = NO_QUOTA
@@ -84,11 +84,12 @@ class Slots:
         # longest]; `take_chunks` doubles its width for longer episodes.
         self._taken = np.zeros((count, 32), np.int64)
 
-    def may_act(self, version: int) -> BoolArray:
-        """Return a mask [N] of slots whose observation the policy may process with this weight version."""
-        if Phase.READY not in self.phase.tobytes():  # the common case; faster than an array comparison
-            return np.zeros(len(self.phase), np.bool_)
-        return (self.phase == Phase.READY) & (self.not_before <= version)
+    def may_act(self, version: int, rows: IntArray | slice = slice(None)) -> BoolArray:
+        """Return a mask [n] of slots, by default of all, whose observation the policy may process with this version."""
+        phase = self.phase[rows]
+        if Phase.READY not in phase.tobytes():  # the common case; faster than an array comparison
+            return np.zeros(len(phase), np.bool_)
+        return (phase == Phase.READY) & (self.not_before[rows] <= version)
 
     def assign(self, row: int, rollout: Rollout) -> None:
         """Assign the rollout's next episode to a slot; `begin` starts the episode."""
@@ -173,11 +174,13 @@ class Slots:
         self._taken[rows, self.chunks[rows]] = self.current[rows]
         self.chunks[rows] += 1
         self._left[rows] -= 1
-        for row in rows[~self.keeps[rows]].tolist():
-            record = records_of(self.current[row])
-            # Copy before the record is freed: it may be reallocated immediately.
-            self.each[row].copies.append({name: self._arena[name][record].copy() for name in KEPT})
-            self._arena.free(self.current[row : row + 1])
+        if len(freed := rows[~self.keeps[rows]]):
+            records = records_of(self.current[freed])
+            # Copy before the records are freed: they may be reallocated immediately.
+            columns = [self._arena[name][records] for name in KEPT]
+            for row, *values in zip(freed.tolist(), *columns, strict=True):
+                self.each[row].copies.append(values)
+            self._arena.free(self.current[freed])
         return np.asarray(self._left[rows] == 0)
 
     def finish(
@@ -213,7 +216,8 @@ class Slots:
                 fields = {name: column[own] for name, column in columns.items()}
             else:
                 own = slice(0, 0)
-                fields: dict[str, Any] = {name: np.stack([chunk[name] for chunk in slot.copies]) for name in KEPT}
+                stacked = map(np.stack, zip(*slot.copies, strict=True))
+                fields: dict[str, Any] = dict(zip(KEPT, stacked, strict=True))
             cut = not (terminated[i] or truncated[i])
             # With a quota, episodes that end before the cut are the short ones.
             whole = slot.room * fields[Record.valid].shape[1] >= rollout.plan.max_episode_steps

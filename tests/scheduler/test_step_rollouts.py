@@ -65,7 +65,7 @@ def test_next_rollout_resets_early_and_uses_new_weights(tmp_path):
         sampler, slots = sampler_of(stage), stage.workers.scheduler._slots
         first = collect(stage, sampler, 0)
         sampler.ahead(1)
-        stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._busy)
+        stage.workers.scheduler.run_until(lambda: not stage.workers.scheduler._stages.busy)
         assert set(slots.phase.tolist()) == {Phase.READY}, "reset, and waiting for version 1"
         stage.workers.scheduler.release(first)
         second = collect(stage, sampler, 1)
