@@ -22,6 +22,8 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from embodyrl.errors import ConfigError
+
 
 def only(holds: Callable[[Any], bool]) -> AfterValidator:
     """Accept only values that satisfy the condition; the field's `Must` is the error text."""
@@ -98,14 +100,21 @@ class Settings(BaseModel):
         yield from ()
 
     def updated(self, values: Mapping[str, Any]) -> Self:
-        """Return a copy with other values by dotted key; the values are not validated."""
+        """Return a copy with other values by dotted key; the values are not validated.
+
+        Raises:
+            ConfigError: a name that is not a key, or a key below a section that is None.
+        """
         changes: dict[str, Any] = {}
         for name, value in values.items():
             head, _, rest = name.partition(".")
             if head not in type(self).model_fields:
-                assert self.flattened, f"no key {name}"
                 head, rest = self.flattened, name
-            changes[head] = changes.get(head, getattr(self, head)).updated({rest: value}) if rest else value
+            below = changes.get(head, getattr(self, head, None)) if head else None
+            if rest and not isinstance(below, Settings):
+                where = f" because its {head} is {below!r}. Set `{head}` to settings first." if head else "."
+                raise ConfigError(f"{type(self).__name__} has no key '{rest}'{where}")
+            changes[head] = below.updated({rest: value}) if isinstance(below, Settings) and rest else value
         return self.model_copy(update=changes)
 
 

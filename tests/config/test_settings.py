@@ -29,6 +29,7 @@ from embodyrl.config.settings import (
     plain,
     spell,
 )
+from embodyrl.errors import ConfigError
 from embodyrl.plan.checks import validated
 from embodyrl.plan.keys import all_keys
 
@@ -91,6 +92,14 @@ def test_keys_of_a_flattened_field_are_at_the_level_of_its_section() -> None:
     assert {"base", "width"} <= {*json_schema(Studio)["$defs"]["Mixed"]["properties"]}
     assert validated(Studio, {"mixed.base": 1, "mixed.width": 0}, problems) is None
     assert [line.split("=")[0] for line in problems] == ["mixed.width", "mixed.base"]
+
+
+@pytest.mark.parametrize("name", ["mixed.width", "mixed.base.x", "width", "depth.width"])
+def test_updated_rejects_names_that_are_not_keys(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no key '{name.rpartition('.')[2]}'|has no key '{name}'"):
+        Studio().updated({name: 5})
+    with pytest.raises(ConfigError, match=r"Mixed has no key 'width' because its tool is None\. Set `tool`"):
+        Studio().updated({"mixed.width": 5})
 
 
 def test_values_are_validated_strictly() -> None:
