@@ -75,9 +75,10 @@ def test_config_differences_that_change_states_are_found() -> None:
     assert differs(data={"path": "b"}) == "data.path=a and b"
 
 
-@pytest.mark.needs("openvla_oft", "tabletop")
+@pytest.mark.needs("libero", "maniskill", "openvla_oft", "tabletop")
 def test_keys_that_affect_initial_states_are_declared() -> None:
-    """The sampled states of LIBERO must be included."""
+    """The sampled and settled states of LIBERO must be included, and the device of ManiSkill's random numbers."""
+    assert {"env.settle_steps", "env.settle_gripper", "env.sim_backend"} <= state_keys()
     assert {"env.env_type", "env.kwargs", "env.task_suite_name", "env.sampled_states", "data.split"} <= state_keys()
     assert not {"env.reward_coef", "env.train.total_num_envs", "data.shuffle"} & state_keys()
 

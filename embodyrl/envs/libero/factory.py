@@ -137,9 +137,9 @@ class LiberoSettings(EnvSettings, RewardSettings, CameraSettings):
     sampled_states: Annotated[int, Field(ge=0, le=10**6), NumbersStates] = 0
     """Additional initial states per task (numbers 50 and up), sampled by the benchmark's own sampler: unseen states
     for evaluation."""
-    settle_steps: Annotated[int, Field(ge=1, le=1000)] = 10
+    settle_steps: Annotated[int, Field(ge=1, le=1000), NumbersStates] = 10
     """Simulator steps after each reset that let objects settle: 10 in the OpenVLA-OFT evaluation, 15 in RLinf."""
-    settle_gripper: SettleGripper = SettleGripper.open
+    settle_gripper: Annotated[SettleGripper, NumbersStates] = SettleGripper.open
     """Gripper command in the settling steps: open (the OpenVLA-OFT evaluation) or hold (no command)."""
     expert_grasps: ExpertGrasps = ExpertGrasps.varied
     """Grasps of the scripted expert: varied (another free grasp in each episode) or nearest (the smallest rotation of

@@ -22,7 +22,7 @@ class ManiSkillSettings(EnvSettings, RewardSettings, CameraSettings):
     """Keyword arguments of the task's constructor."""
     obs_mode: ObsMode = ObsMode.rgb
     """rgb: camera images and proprioception; state: all state observations of the task, no images."""
-    sim_backend: SimBackend = SimBackend.cpu
+    sim_backend: Annotated[SimBackend, NumbersStates] = SimBackend.cpu
     """cpu: one simulator per slot, exactly reproducible; gpu: one batch for all slots of a worker."""
     control_mode: str | None = None
     """Controller of the robot; default: the task's own."""
