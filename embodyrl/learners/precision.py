@@ -3,6 +3,7 @@
 from torch import nn
 
 VALUE_HEAD = "value_head"
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def halve(module: nn.Module, *, sharded: bool) -> None:
@@ -11,7 +12,7 @@ def halve(module: nn.Module, *, sharded: bool) -> None:
     Autocast casts the weights of matrix products and convolutions; FSDP casts all weights of a layer.
     Embeddings, other norms and the value head are unchanged.
     """
-    products = (nn.Linear, nn.modules.conv._ConvNd)
+    products = (nn.Linear, *_CONVOLUTIONS)
     whole = [*layers(module)] if sharded else []
     parts = [m for n, m in module.named_modules() if isinstance(m, products) and VALUE_HEAD not in n]
     # A tied weight that is also used outside of a product (an embedding) keeps its dtype.

@@ -126,3 +126,46 @@ def test_no_private_module_of_a_dependency_is_imported():
             outside = (name.split(".") for name in names if name.partition(".")[0] not in ("embodyrl", "__future__"))
             private |= {(file.name, ".".join(parts)) for parts in outside if any(p.startswith("_") for p in parts)}
     assert private == set()
+
+
+PRIVATE_OF_SIMULATORS = {
+    "libero": "_address _check_success _data _eval_predicate _initialize_sim _model _observables _post_action "
+    "_post_process _pre_action _render_context_offscreen _update_observables",
+    "maniskill": "_batched_episode_rng _episode_rng _get_obs_sensor_data _get_obs_state_dict _initialize_episode "
+    "_obs_mode _reconfigure _reset_mask _sensor_configs",
+    "metaworld": "_freeze_rand_vec _get_obs _partially_observable _set_task_called",
+}
+"""Attributes without a public equivalent: resets of single rows, raw MuJoCo models, steps without rendering."""
+FREE_SEMAPHORES = {("leftovers.py", "_run_finalizers")}
+"""Python has no public function that frees the resources of `multiprocessing` before `os._exit`."""
+
+
+def private_attributes(file: Path) -> set[str]:
+    """Return private attributes that a file reads from other objects and that none of its own classes defines."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    fields = [item for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body]
+    own = {item.name for item in fields if isinstance(item, ast.FunctionDef)}
+    own |= {i.target.id for i in fields if isinstance(i, ast.AnnAssign) and isinstance(i.target, ast.Name)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    mine = [node for node in attributes if ast.unparse(node.value) in ("self", "cls", "super()")]
+    if file.parent.name not in PRIVATE_OF_SIMULATORS:
+        own |= {node.attr for node in mine}
+    return {
+        node.attr
+        for node in attributes
+        if node not in mine and re.fullmatch("_[a-z]\\w*", node.attr) and node.attr not in own | {"_exit", "_replace"}
+    }
+
+
+def test_no_private_attribute_of_a_dependency_is_used():
+    """Private attributes of our own classes are used in other files by the loader of configs only."""
+    found = {(file, name) for file in (ROOT / "embodyrl").rglob("*.py") for name in private_attributes(file)}
+    simulators = {name: set[str]() for name in PRIVATE_OF_SIMULATORS}
+    others = set()
+    for file, name in found:
+        if (home := file.parent.name) in simulators:
+            simulators[home].add(name)
+        elif (file.parent.name, file.name) != ("plan", "config.py"):
+            others.add((file.name, name))
+    assert others == FREE_SEMAPHORES
+    assert simulators == {name: set(names.split()) for name, names in PRIVATE_OF_SIMULATORS.items()}

@@ -100,7 +100,7 @@ class FastLoop:
             speeds=data.qvel[arm],
             bias=data.qfrc_bias[arm],
             inertia=data.qM,
-            torques=data.ctrl[_as_slice(robot._ref_joint_actuator_indexes)],
+            torques=data.ctrl[_as_slice([self._model.actuator(name).id for name in robot.robot_model.actuators])],
             low=low,
             high=high,
             fingers=data.ctrl[_as_slice(fingers)],

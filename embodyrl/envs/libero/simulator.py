@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class TaskSimulator:
         self._model = self._env.sim.model._model
         self._data = self._env.sim.data._data
         self._hand = self._model.body(self._robot.robot_model.eef_name).id
-        self._fingers = np.asarray(self._robot._ref_gripper_joint_pos_indexes)
+        self._fingers = self._qpos_of(self._robot.gripper.joints)
         self._new_sites = self._model.site_rgba.copy()
         self._fixtures = [self._model.body(fixture.root_body).id for fixture in self._env.fixtures_dict.values()]
         self._view_qpos, self._view_sites = self._data.qpos.copy(), self._new_sites
@@ -163,10 +163,14 @@ class TaskSimulator:
         self._robot.init_qpos = self._usual_start
         with quiet(), _numpy_seed(seed):
             self._place_objects()
-            joints = 1 + np.asarray(self._robot._ref_joint_pos_indexes)
+            joints = 1 + self._qpos_of(self._robot.robot_model.joints)
             state = self._env.sim.get_state().flatten()
             state[joints] += np.random.normal(0.0, JOINT_NOISE, len(joints))
         return state
+
+    def _qpos_of(self, joints: Sequence[str]) -> np.ndarray:
+        """Return the indices of hinge and slide joints in qpos."""
+        return np.array([self._model.joint(name).qposadr[0] for name in joints])
 
     def step(self, action: npt.ArrayLike) -> SimStep:
         """Execute one action [7] in -1..1; success is the benchmark's goal predicate after the step."""

@@ -176,9 +176,12 @@ class LanguageModel(nn.Module):
 
     def positions(self, ids: Tensor, mask: Tensor, image_inputs: dict[str, Tensor]) -> Tensor:
         """Return positions [B, T], or [n, B, T] for models that count positions within images, as in `generate`."""
-        if not image_inputs:
-            return (mask.cumsum(1) - 1).clamp(min=0)
-        return self._whole._prepare_position_ids_for_generation(ids, {"attention_mask": mask, **image_inputs})
+        in_text = (mask.cumsum(1) - 1).clamp(min=0)
+        owner = next((m for m in (self._whole.base_model, self._whole) if hasattr(m, "get_rope_index")), None)
+        if owner is None or "image_grid_thw" not in image_inputs:
+            return in_text
+        in_images, _ = owner.get_rope_index(ids, attention_mask=mask, **image_inputs)
+        return torch.cat([in_text[None], in_images])
 
     @property
     def _whole(self) -> Any:

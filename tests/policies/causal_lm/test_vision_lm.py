@@ -138,6 +138,23 @@ def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy)
         np.testing.assert_allclose(greedy.logprob[row, : len(tokens)], logprob, atol=1e-5)
 
 
+def test_positions_match_those_of_transformers_generate(policy: CausalLMPolicy):
+    net, obs = policy.module, observe()
+    given: list[torch.Tensor] = []
+    keep = lambda module, args, kwargs: given.append(kwargs["position_ids"])  # noqa: E731
+    for row in range(4):
+        (prompt,) = policy.read(one(obs, row))
+        ids = torch.tensor([[0, 0, *prompt]])
+        mask = (ids > 0).long()
+        inputs = dict(prompt.image_inputs)
+        if "mm_token_type_ids" in inputs:
+            inputs["mm_token_type_ids"] = torch.nn.functional.pad(inputs["mm_token_type_ids"], (2, 0))
+        with net.lm.register_forward_pre_hook(keep, with_kwargs=True):
+            net.lm.generate(input_ids=ids, attention_mask=mask, **inputs, max_new_tokens=1, do_sample=False)
+        found, wanted = net.positions(ids, mask, inputs), given.pop()
+        assert torch.equal(found.expand_as(wanted), wanted)
+
+
 def test_reply_depends_on_the_image():
     policy, obs = build(), observe()
     tokens = policy.act(obs, noise=None).tokens
