@@ -79,7 +79,8 @@ def show(args: argparse.Namespace) -> int:
     group, equals, _ = what.partition("=")
     if equals:
         overrides = [what, *overrides]
-    command = group if group in READS else "train"
+    commands = READS.names()
+    command = group if group in commands else "train"
     cfg = load_config(command, overrides, config_dirs=args.config_dir)
     if args.schema:
         print(json.dumps(json_schema(type(cfg)), indent=2))
@@ -90,7 +91,7 @@ def show(args: argparse.Namespace) -> int:
     if not names:
         tops = ", ".join(name for name in type(cfg).model_fields)
         hint = suggest(group)
-        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(READS)}, {tops}, or a key.")
+        raise ConfigError(f"unknown group or key '{group}'.{hint} One of: {', '.join(commands)}, {tops}, or a key.")
     rows, lines = [], []
     for name in names:
         key = keys[name]

@@ -12,7 +12,7 @@ from embodyrl.plan.schema import READS, Config
 
 def describe(cfg: Config) -> str:
     """Return the lines of a dry run; the config of the command selects the function."""
-    module, _, name = READS[cfg.command].dry_run.partition(":")
+    module, _, name = READS.get(cfg.command).dry_run.partition(":")
     lines: list[tuple[str, str]] = getattr(importlib.import_module(module), name)(cfg)
     if launcher := getattr(cfg, "launcher", None):
         hosts = LAUNCHERS.get(launcher.name).preview(getattr(cfg, "cluster", None))

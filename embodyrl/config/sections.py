@@ -8,7 +8,8 @@ from embodyrl.config.settings import Settings
 from embodyrl.registry import Registry
 
 
-def _no_problems(_: Any) -> Iterator[str]:
+def no_problems(_: Any) -> Iterator[str]:
+    """Yield nothing: the default of `problems`."""
     yield from ()
 
 
@@ -34,7 +35,7 @@ class Section:
     """All classes that the section may have, for help and suggestions."""
     choose: Callable[[Chosen], type[Settings] | None]
     """Return the class of the section; None: the section does not exist with these choices."""
-    problems: Callable[[Any], Iterator[str]] = field(default=_no_problems)
+    problems: Callable[[Any], Iterator[str]] = no_problems
     """Yield contradictions between this section and others of the config, one line each with the fix."""
     derive: Callable[[Any], Mapping[str, Any]] = field(default=lambda _: {})
     """Return values of any keys that follow from others, by dotted name; they are set before the config is final."""

@@ -19,7 +19,7 @@ from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
-from embodyrl.plan.schema import Config, sections_of
+from embodyrl.plan.schema import READS, Config, sections_of
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.weights import resolve_weights
 from embodyrl.policies import POLICIES
@@ -240,18 +240,7 @@ def check_components(cfg: Config) -> None:
         CheckpointError: `algorithm.reference_path` has no weights.
         ConfigError: problems reported by a component, and missing keys of the command; one line each.
     """
-    problems: list[str] = []
-    if cfg.command == "check-env" and cfg.reads_rows:
-        raise ConfigError(
-            f"env.env_type={cfg.env.env_type}: `embodyrl check-env` runs simulators with random actions, and this "
-            "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
-        )
-    if cfg.command == "serve" and cfg.reads_rows:
-        raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves actions, not text.")
-    if cfg.has("collect") and cfg.collect.out is None:
-        problems.append("collect.out is not set. Name the folder for the demonstrations, for example demos/a.")
-    if cfg.command in ("sft", "dagger") and cfg.data.path is None:
-        problems.append("data.path is not set. Name a folder with demonstrations; `embodyrl collect` writes one.")
+    problems = [*READS.get(cfg.command).problems(cfg)]
     if cfg.has("runner"):
         problems += missing_loggers(cfg.runner.logger.backends)
     if cfg.trains and cfg.algorithm.reference_path is not None:

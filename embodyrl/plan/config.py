@@ -142,7 +142,7 @@ def _finish(command: str, settings: Sequence[Setting], problems: list[str], *, f
         raise ConfigError(problems)
     cfg._sources.update({name: last[name].source for name in read})
     if cfg.has("env"):
-        cfg.env._played = READS[command].plays
+        cfg.env._played = READS.get(command).plays
     if problems := [*contradictions(cfg)]:
         raise ConfigError(problems)
     cfg._warnings += [*unread, *inert(cfg, cfg.changed, conditions(cfg))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 from embodyrl.algorithms.settings import AlgorithmSettings
 from embodyrl.cluster.protocol import FaultSettings, LauncherSettings
 from embodyrl.config.compose import COMMAND_LINE
-from embodyrl.config.sections import SECTIONS, Section
+from embodyrl.config.sections import SECTIONS, Section, no_problems
 from embodyrl.config.settings import Index, Path, Settings, keys_of, leaves, plain
 from embodyrl.config.shared import Precision
 from embodyrl.devices import multiplies_bfloat16
@@ -21,14 +21,13 @@ from embodyrl.envs.video import VideoSettings
 from embodyrl.learners.settings import ActorSettings, CriticSettings
 from embodyrl.plan.settings import (
     CheckpointSettings,
-    CollectSettings,
-    DaggerSettings,
     EvalSettings,
     RolloutSettings,
     RunnerSettings,
     VideoChoice,
 )
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.registry import Registry
 
 THIS_HOST = "this host"
 """Source label of defaults that depend on the host."""
@@ -62,8 +61,6 @@ class Config(Settings):
     change of outcome)."""
     critic: CriticSettings = CriticSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    collect: CollectSettings = CollectSettings()
-    dagger: DaggerSettings = DaggerSettings()
 
     if TYPE_CHECKING:
 
@@ -133,35 +130,44 @@ class Config(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reads:
-    """Sections of the config that a command uses, and conditions of their keys."""
+    """Sections of the config that a command uses, and conditions of their keys.
+
+    The module of an extension's `Reads` is imported for each config of the command: it imports nothing heavy.
+    """
 
     sections: str
-    """Names of the sections in addition to `seed`; extensions can add sections."""
+    """Names of the core's sections in addition to `seed`; extensions can add sections."""
     dry_run: str = ""
     """`module:function` that returns the lines of `--dry-run` from the config."""
     plays: tuple[str, ...] = ("train", "eval")
     """Splits of the environment in which the command runs episodes."""
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`."""
+    problems: Callable[[Any], Iterator[str]] = no_problems
+    """Yield missing keys, and components that the command does not support, one line each with the fix."""
 
+
+READS: Registry[Reads] = Registry(
+    "command", group="embodyrl.reads", wants="a Reads", fits=lambda found: isinstance(found, Reads)
+)
+"""Commands with a config, by name."""
 
 _VIDEO = "video_cfg.base_dir video_cfg.fps video_cfg.info_on_video faults.on_video_error"
-_SAMPLED = {
+LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
+"""Keys of the training loop."""
+RUN = "trust model runner launcher actor faults"
+"""Sections of a command that starts workers."""
+ACT = f"{RUN} ckpt env algorithm rollout eval video_cfg"
+"""Sections of a command that runs episodes."""
+SAMPLED = {
     "eval.sampling_params.do_sample": "algorithm.sampling_params.temperature algorithm.sampling_params.top_k "
     "algorithm.sampling_params.top_p"
 }
-_RECORDED = {
-    "never: recordings are a data set": "video_cfg faults.on_video_error",
-    "never: `collect` plays env.train and collect.episodes": "env.eval eval.episodes eval.episodes_per_task "
-    "eval.samples eval.baseline eval.show_replies eval.sampling_params.temperature",
-}
-_LOOP = "runner.max_steps runner.max_epochs runner.val_check_interval runner.save_interval runner.resume_dir"
-_MODEL = "trust model"
-_RUN = f"{_MODEL} runner launcher actor faults"
-_ACT = f"{_RUN} ckpt env algorithm rollout eval video_cfg"
-READS: dict[str, Reads] = {
-    "train": Reads(
-        sections=f"{_ACT} video critic checkpoint",
+"""Conditions of a command that does not train by reinforcement learning."""
+READS.add(
+    "train",
+    Reads(
+        sections=f"{ACT} video critic checkpoint",
         dry_run="embodyrl.commands.dry_run:run_facts",
         needs={
             "runner.only_eval": "eval.baseline",
@@ -171,57 +177,31 @@ READS: dict[str, Reads] = {
             "algorithm.value_coef or algorithm.tau": "actor.optim.value_lr actor.optim.value_clip_grad",
         },
     ),
-    "eval": Reads(
-        sections=f"{_ACT} video",
+)
+READS.add(
+    "eval",
+    Reads(
+        sections=f"{ACT} video",
         dry_run="embodyrl.commands.dry_run:run_facts",
         plays=("eval",),
         needs={
             "video!=none": _VIDEO,
-            "never: nothing is trained": f"{_LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
+            "never: nothing is trained": f"{LOOP} actor.optim runner.only_eval rollout.mode rollout.num_workers",
             "never: `embodyrl eval` plays env.eval": "env.train",
         }
-        | _SAMPLED,
+        | SAMPLED,
     ),
-    "collect": Reads(
-        sections=f"{_ACT} collect",
-        dry_run="embodyrl.extensions.demonstrations.collect:collection_facts",
-        plays=("train",),
-        needs={"never: nothing is trained": f"{_LOOP} actor.optim"} | _SAMPLED | _RECORDED,
-    ),
-    "sft": Reads(
-        sections=f"{_RUN} checkpoint",
-        dry_run="embodyrl.extensions.demonstrations.sft_setup:sft_facts",
-        needs={
-            "never: no episodes are played": "runner.only_eval runner.val_suites runner.trace faults.step_timeout_s "
-            "faults.on_env_crash faults.max_restarts_per_worker",
-            "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
-        },
-    ),
-    "serve": Reads(sections=f"{_MODEL} ckpt env", dry_run="embodyrl.extensions.serving.serve:server_facts"),
-    "dagger": Reads(
-        sections=f"{_ACT} checkpoint collect dagger",
-        dry_run="embodyrl.extensions.demonstrations.dagger:dagger_facts",
-        plays=("train",),
-        needs={
-            "never: every round collects all episodes with labels of the expert": "collect.labels collect.filter",
-            "never: the labels are imitated": "objective.name",
-            "never: the same command resumes an incomplete run": "runner.on_existing runner.resume_dir",
-        }
-        | _SAMPLED
-        | _RECORDED,
-    ),
-    "check-env": Reads(sections="env faults", plays=("train",)),
-}
+)
 
 
 def reads(command: str, section: str) -> bool:
     """Return whether a command uses a section of the core."""
-    return section == "seed" or section in READS[command].sections.split()
+    return section == "seed" or section in READS.get(command).sections.split()
 
 
 def conditions(cfg: Config) -> dict[str, str]:
     """Return the conditions of keys that involve several sections, by condition."""
-    found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS[cfg.command].needs}
+    found = {"reward.path=null or reward.mode=add": "env.use_rel_reward", **READS.get(cfg.command).needs}
     for section in sections_of(cfg).values():
         found |= section.needs
     return found

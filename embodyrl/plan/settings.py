@@ -198,30 +198,3 @@ class CheckpointSettings(Settings):
     """Continue training once the files are written; hashing, syncing and renaming continue in the background."""
     on_error: OnSaveError = OnSaveError["continue"]
     """Response to a failed intermediate checkpoint (full disk): continue with a warning, or stop."""
-
-
-EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
-FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
-Labels = StrEnum("Labels", ["executed", "expert"])
-
-
-class DaggerSettings(Settings):
-    """Config keys for DAgger."""
-
-    rounds: Count = 3
-    """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
-
-
-class CollectSettings(Settings):
-    """Config keys for recorded demonstrations."""
-
-    out: Path | None = None
-    """Output folder of the demonstrations; an incomplete data set is continued."""
-    episodes: Count = 50
-    """Number of episodes to record, distributed evenly over the tasks."""
-    filter: EpisodeFilter = EpisodeFilter.success
-    """success: keep only episodes that reach their goal; all: keep every episode."""
-    labels: Labels = Labels.executed
-    """Recorded actions: the executed actions, or the expert's actions for the same states."""
-    images: FrameFormat = FrameFormat.png
-    """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""

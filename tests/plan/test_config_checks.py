@@ -174,11 +174,11 @@ def test_keys_unused_by_the_components_give_one_warning(
 
 @pytest.mark.needs("demonstrations")
 def test_key_conditions_name_existing_keys() -> None:
-    for command in READS:
+    for command in READS.names():
         cfg = load_config(command, {"collect": [OUT], "sft": ["data.path=a"]}.get(command, []))
         keys = keys_of(type(cfg)).keys() | branches_of(type(cfg)) | {"data.val_split"}  # of rows of text
-        assert {name for names in READS[command].needs.values() for name in names.split()} <= keys
-        list(inert(cfg, keys_of(type(cfg)), READS[command].needs))
+        assert {name for names in READS.get(command).needs.values() for name in names.split()} <= keys
+        list(inert(cfg, keys_of(type(cfg)), READS.get(command).needs))
 
 
 @pytest.mark.needs("sweep")

@@ -23,6 +23,7 @@ from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
+from embodyrl.extensions.demonstrations.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.files import write_atomically
 from embodyrl.monitor.fanout import Fanout
@@ -30,7 +31,6 @@ from embodyrl.plan.episodes import selected_tasks
 from embodyrl.plan.run_plan import RunPlan, build_run_plan, count_env_workers, deal_slots
 from embodyrl.plan.saved import dump_config
 from embodyrl.plan.schema import Config
-from embodyrl.plan.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.scheduler.rollout import Rollout
 from embodyrl.scheduler.start import Workers, start_workers
 from embodyrl.types import EnvSpec, Episode

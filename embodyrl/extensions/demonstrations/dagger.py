@@ -7,10 +7,11 @@ from pathlib import Path
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
+from embodyrl.extensions.demonstrations.settings import EpisodeFilter, Labels
 from embodyrl.extensions.demonstrations.sft import sft
 from embodyrl.plan.config import overridden
 from embodyrl.plan.schema import Config
-from embodyrl.plan.settings import EpisodeFilter, Labels, OnExisting
+from embodyrl.plan.settings import OnExisting
 from embodyrl.plan.weights import resolve_weights
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from embodyrl.config.sections import of_commands
-from embodyrl.config.settings import Must, Path, Positive, Settings, only
+from embodyrl.config.settings import Count, Must, Path, Positive, Settings, only
 from embodyrl.extensions.text.settings import DataSettings
 
 
@@ -79,3 +79,32 @@ class ObjectiveSettings(Settings):
 
 
 OBJECTIVE = of_commands(ObjectiveSettings, "sft", "dagger")
+
+EpisodeFilter = StrEnum("EpisodeFilter", ["success", "all"])
+FrameFormat = StrEnum("FrameFormat", ["png", "mp4"])
+Labels = StrEnum("Labels", ["executed", "expert"])
+
+
+class DaggerSettings(Settings):
+    """Config keys for DAgger."""
+
+    rounds: Count = 3
+    """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
+
+
+class CollectSettings(Settings):
+    """Config keys for recorded demonstrations."""
+
+    out: Path | None = None
+    """Output folder of the demonstrations; an incomplete data set is continued."""
+    episodes: Count = 50
+    """Number of episodes to record, distributed evenly over the tasks."""
+    filter: EpisodeFilter = EpisodeFilter.success
+    """success: keep only episodes that reach their goal; all: keep every episode."""
+    labels: Labels = Labels.executed
+    """Recorded actions: the executed actions, or the expert's actions for the same states."""
+    images: FrameFormat = FrameFormat.png
+    """png: lossless, inside the parquet files; mp4: much smaller, but lossy."""
+
+
+COLLECT, DAGGER = of_commands(CollectSettings, "collect", "dagger"), of_commands(DaggerSettings, "dagger")

@@ -16,9 +16,9 @@ from embodyrl.envs.reward import changed_reward
 from embodyrl.envs.settings import RewardSettings
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Card, is_ours
+from embodyrl.extensions.demonstrations.settings import Labels
 from embodyrl.extensions.off_policy.estimator import ReplaySettings
 from embodyrl.plan.schema import Config
-from embodyrl.plan.settings import Labels
 from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 log = logging.getLogger(__name__)
