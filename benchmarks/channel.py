@@ -22,6 +22,7 @@ import json
 import multiprocessing as mp
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,6 +40,7 @@ from embodyrl.channels.arena import Arena, ArenaHandle, Ticket
 from embodyrl.channels.channel import PipeChannel
 from embodyrl.channels.layout import Field, Record, RecordLayout
 from embodyrl.files import available_cores
+from embodyrl.leftovers import signal_at_parents_end
 
 SIZES = {"64 KB": 64 << 10, "1 MB": 1 << 20, "3.1 MB": 8 * 2 * 256 * 256 * 3, "25 MB": 64 * 2 * 256 * 256 * 3}
 """The last two: two 256x256 cameras of 8 and of 64 slots."""
@@ -67,6 +69,7 @@ def check(payload: np.ndarray) -> int:
 
 def consume(receive: Callable[[], np.ndarray | None], answer: Callable[[], None], weight: Any) -> None:
     """The consumer's loop; `weight`, where given, takes the most memory that one observation needed here."""
+    signal_at_parents_end(signal.SIGKILL)
     if weight is not None:
         ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1))  # let another process of ours look in
         tracemalloc.start()
@@ -126,6 +129,7 @@ def arena(source: np.ndarray, weight: Any = None, *, copied: bool = False) -> Li
 
 
 def _limit_side(connection: Any, answers: Any) -> None:
+    signal_at_parents_end(signal.SIGKILL)
     while os.read(connection.fileno(), 1) == b"x":
         os.write(answers.fileno(), b"x")
 
