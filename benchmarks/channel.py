@@ -319,7 +319,7 @@ def count_copies(make: Callable[..., Link], size: int) -> dict[str, float]:
     kernel = (_through_kernel(link.pid) - before) / size
     middle = link.payload()[size // 2 : size // 2 + 48]
     hidden = (~middle).tobytes().hex()  # inverted: the thing looked for must not lie in memory by being looked for
-    words = [sys.executable, __file__, "--find", hidden, str(os.getpid()), str(link.pid)]
+    words = [sys.executable, str(Path(__file__).with_name("copies.py")), hidden, str(os.getpid()), str(link.pid)]
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(2**64 - 1))
     places = int(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
     link.close()
@@ -336,28 +336,6 @@ def _through_kernel(consumer: int) -> int:
     )
 
 
-def find(pattern: bytes, pids: list[int]) -> int:
-    """Count the places in the memory of the processes that hold the pattern; shared memory counts once."""
-    seen: set[tuple[str, str, str]] = set()
-    hits = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-                span, mode, offset, device, inode, *name = line.split(maxsplit=5)
-                key = (device, inode, offset)
-                if "r" not in mode or name[:1] == ["[vvar]"] or (mode[3] == "s" and key in seen):
-                    continue
-                if mode[3] == "s":
-                    seen.add(key)
-                start, end = (int(edge, 16) for edge in span.split("-"))
-                memory.seek(start)
-                try:
-                    hits += memory.read(end - start).count(pattern)
-                except OSError:
-                    continue  # device memory, guard pages
-    return hits
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -365,11 +343,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--budget", type=float, default=0.15, help="seconds per turn")
-    parser.add_argument("--find", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.find:
-        print(find(bytes(255 - b for b in bytes.fromhex(args.find[0])), [int(p) for p in args.find[1:]]))
-        return
     transports: dict[str, Callable[..., Link]] = {
         "ours": arena,
         "ours, copied": partial(arena, copied=True),

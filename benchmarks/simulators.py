@@ -21,11 +21,9 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -288,162 +286,10 @@ def maniskill(seconds: float) -> Iterator[dict]:
 # --- cheap environments ---------------------------------------------------------------------------------------------
 
 
-class Pixels(gymnasium.Env):
-    """A 96x96 picture that costs nothing to make."""
-
-    observation_space = gymnasium.spaces.Box(0, 255, (96, 96, 3), np.uint8)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
-        super().reset(seed=seed)
-        self._picture = self.np_random.integers(0, 255, (96, 96, 3), np.uint8)
-        return self._picture, {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        self._picture[0, 0] += 1
-        return self._picture, 0.0, False, False, {}
-
-
-class Busy(Pixels):
-    """Four numbers after 2 ms of computing."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[Any, dict]:
-        return np.zeros(4, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
-        start = time.thread_time()
-        while time.thread_time() - start < 0.002:
-            pass
-        return np.zeros(4, np.float32), 0.0, False, False, {}
-
-
-CHEAP: dict[str, Callable[[], gymnasium.Env]] = {
-    "CartPole-v1": lambda: gymnasium.make("CartPole-v1"),
-    "pixels 96x96": Pixels,
-    "2 ms of work": Busy,
-}
-
-
-class OurVector:
-    """Env workers and the arena, ordered about as a rollout orders them, with actions from a table."""
-
-    def __init__(self, name: str, count: int) -> None:
-        from embodyrl.channels.arena import Arena
-        from embodyrl.channels.layout import Record, record_layout
-        from embodyrl.cluster.local import LocalLauncher
-        from embodyrl.envs import ENVS
-        from embodyrl.envs.protocol import EnvContext
-        from embodyrl.plan.config import load_config
-        from embodyrl.plan.run_plan import deal_slots
-        from embodyrl.policies import POLICIES
-        from embodyrl.workers.env_worker import EnvWorkerInit
-        from embodyrl.workers.lifecycle import WorkerSpec
-
-        classes = {"CartPole-v1": "CartPole-v1", "pixels 96x96": "simulators:Pixels", "2 ms of work": "simulators:Busy"}
-        cfg = load_config("eval", ["env=gym", f"env.id={classes[name]}", "model=random", "model.num_action_chunks=1"])
-        context = EnvContext(num_workers=min(CORES, count))
-        spec = ENVS.get("gym").spec(cfg.env, context)
-        policy = POLICIES.get("random").spec(cfg.model, spec, 0)
-        self.count = count
-        self._columns = Record
-        self._arena = Arena.create(record_layout(spec, policy), 2 * count)
-        self._folder = tempfile.TemporaryDirectory()
-        self._launcher = LocalLauncher(Path(self._folder.name))
-        self._slots = {worker.name: worker.slots for worker in deal_slots(count, min(CORES, count))}
-        for worker, slots in self._slots.items():
-            init = EnvWorkerInit(
-                env=cfg.env, context=replace(context, num_slots=len(slots)), video=cfg.video_cfg,
-                arena=self._arena.handle,
-            )  # fmt: skip
-            spec = WorkerSpec(name=worker, entry="embodyrl.workers.env_worker:EnvWorker", init=init)
-            self._launcher.start(spec, timeout_s=120.0)
-        self._answers(len(self._slots))
-        self._current = [self._arena.allocate() for _ in range(count)]
-        self._next = [self._arena.allocate() for _ in range(count)]
-        self._order({slot: None for slot in range(count)})
-
-    def step(self) -> None:
-        """One step of all environments; those that end begin anew."""
-        records = [ticket.record for ticket in self._current]
-        self._arena[self._columns.action][records] = np.random.randint(0, 2, (self.count, 1, 1))
-        self._order(dict(enumerate(self._current)))
-        ends = (self._arena[name][records].any(1) for name in (self._columns.terminated, self._columns.truncated))
-        done = np.logical_or(*ends)
-        self._current, self._next = self._next, self._current
-        if done.any():
-            self._order(dict.fromkeys(np.flatnonzero(done).tolist()), reuse=True)
-
-    def _order(self, work: dict[int, Any], reuse: bool = False) -> None:
-        from embodyrl.channels.messages import EnvRequest, ResetRequest
-        from embodyrl.types import EpisodeStart
-
-        sent = 0
-        targets = self._current if reuse or None in work.values() else self._next
-        for worker, slots in self._slots.items():
-            mine = {slot: source for slot, source in work.items() if slot in slots}
-            stepped = {slot: source for slot, source in mine.items() if source is not None}
-            resets = tuple(
-                ResetRequest(
-                    slot=slot - slots.start,
-                    start=EpisodeStart(reset_id=slot, seed=0, max_episode_steps=10**6),
-                    target=targets[slot],
-                )
-                for slot, source in mine.items()
-                if source is None
-            )
-            if mine:
-                request = EnvRequest(
-                    stage=0,
-                    slots=[slot - slots.start for slot in stepped],
-                    sources=list(stepped.values()),
-                    targets=[targets[slot] for slot in stepped],
-                    resets=resets,
-                )
-                self._launcher.send(worker, request, timeout_s=60.0)
-                sent += 1
-        self._answers(sent)
-
-    def _answers(self, count: int) -> None:
-        from embodyrl.cluster.protocol import WorkerDied
-
-        while count:
-            for event in self._launcher.wait(60.0):
-                assert not isinstance(event.message, WorkerDied), event.message
-                count -= 1
-
-    def close(self) -> None:
-        self._launcher.stop()
-        self._arena.close()
-        self._folder.cleanup()
-
-
-class TheirVector:
-    """A vector environment of gymnasium or Stable-Baselines3, which both reset by themselves."""
-
-    def __init__(self, env: Any, count: int) -> None:
-        self.count, self._env = count, env
-        env.reset()
-
-    def step(self) -> None:
-        self._env.step(np.random.randint(0, 2, self.count))
-
-    def close(self) -> None:
-        self._env.close()
-
-
-def async_vector(name: str, count: int) -> TheirVector:
-    return TheirVector(gymnasium.vector.AsyncVectorEnv([CHEAP[name]] * count, shared_memory=True), count)
-
-
-def subproc_vector(name: str, count: int) -> TheirVector:
-    from stable_baselines3.common.vec_env import SubprocVecEnv
-
-    return TheirVector(SubprocVecEnv([CHEAP[name]] * count, start_method="fork"), count)
-
-
 def cheap(seconds: float, turns: int) -> Iterator[dict]:
+    # The memory of the other parts is without these modules.
+    from vectors import CHEAP, OurVector, async_vector, subproc_vector
+
     makers: dict[str, Callable[[str, int], Any]] = {
         "ours": OurVector, "AsyncVectorEnv": async_vector, "SubprocVecEnv": subproc_vector,
     }  # fmt: skip
@@ -475,9 +321,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="CPU seconds per figure")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
-    # Workers import the environments of this file by its name.
+    # Workers import the environments of `vectors` by its name.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    sys.path.insert(0, str(Path(__file__).parent))
     parts: dict[str, Callable[[], Iterator[dict]]] = {
         "cheap": lambda: cheap(args.seconds / 2, args.turns),
         "libero": lambda: libero(args.seconds),

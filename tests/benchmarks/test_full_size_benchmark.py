@@ -27,10 +27,10 @@ def run(tmp_path: Path, *words: str) -> dict[str, dict]:
 @pytest.mark.parametrize("model", ["openvla_oft", "smolvla", "pi05"])
 @pytest.mark.parametrize("size", ["full", "tiny"])
 def test_written_weights_are_read_instead_of_generated(tmp_path: Path, model: str, size: str) -> None:
-    spec = importlib.util.spec_from_file_location("full_size", ROOT / "benchmarks" / "full_size.py")
+    spec = importlib.util.spec_from_file_location("random_weights", ROOT / "benchmarks" / "random_weights.py")
     assert spec is not None
     assert spec.loader is not None
-    benchmark = sys.modules["full_size"] = importlib.util.module_from_spec(spec)
+    benchmark = sys.modules["random_weights"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
     benchmark.write_side_files(tmp_path, model, size)
     assert RANDOM_INIT_KEY not in json.loads((tmp_path / "config.json").read_text())

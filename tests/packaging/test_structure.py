@@ -24,7 +24,8 @@ def trees() -> Iterator[tuple[Path, ast.Module]]:
 
 def test_files_have_at_most_400_lines():
     assert len(FILES) > 50
-    assert [f"{p.relative_to(ROOT)}" for p in FILES if len(p.read_text().splitlines()) > MAX_FILE_LINES] == []
+    files = [*FILES, *(ROOT / "benchmarks").glob("*.py")]
+    assert [f"{p.relative_to(ROOT)}" for p in files if len(p.read_text().splitlines()) > MAX_FILE_LINES] == []
 
 
 def test_functions_have_at_most_60_lines():
