@@ -33,6 +33,10 @@ class Browser:
     def _find(self, selector: str) -> str:
         return self._ask("element", {"using": "css selector", "value": selector})[_ELEMENT]
 
+    def command(self, name: str, **params: Any) -> Any:
+        """Run a command of Chromium's DevTools protocol."""
+        return self._ask("goog/cdp/execute", {"cmd": name, "params": params})
+
     def click(self, selector: str) -> None:
         self._ask(f"element/{self._find(selector)}/click", {})
 

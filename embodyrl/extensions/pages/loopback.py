@@ -49,6 +49,7 @@ class Loopback(ThreadingHTTPServer):
             ConfigError: the port is taken.
         """
         self.gets, self.posts, self.token = gets, posts, secrets.token_urlsafe(16)
+        self._stopped = False
         self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
         self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
         try:
@@ -72,10 +73,10 @@ class Loopback(ThreadingHTTPServer):
             self.server_close()
 
     def answer_forever(self) -> None:
-        """Accept connections and answer requests until an exception, such as Ctrl-C, ends it."""
+        """Accept connections and answer requests until `stop`, or an exception such as Ctrl-C."""
         threading.Thread(target=self.serve_forever, name="loopback", daemon=True).start()
         try:
-            while True:
+            while not self._stopped:
                 try:
                     future, act = self._calls.get(timeout=_SIGNALS_S)
                 except Empty:
@@ -86,6 +87,10 @@ class Loopback(ThreadingHTTPServer):
                     future.set_exception(error)
         finally:
             self.shutdown()
+
+    def stop(self) -> None:
+        """End `answer_forever` within half a second."""
+        self._stopped = True
 
     def call(self, act: Callable[[], Answer]) -> Answer:
         """Run a function in the answering thread; raise its exceptions."""

@@ -19,6 +19,7 @@ FONT_SIZE = 22
 _LINE = FONT_SIZE + 8
 _MARGIN = 10
 _BAND, _TEXT, _GOOD, _BAD = (24, 24, 28), (235, 235, 235), (80, 220, 110), (235, 90, 80)
+_PERSON = (242, 163, 60)
 _SHORTEST_S = 4.0
 """Minimum duration of a video of the longest episode: shorter videos are slowed down by the same factor."""
 _STILL_S = 1.0
@@ -58,11 +59,15 @@ class VideoRecorder:
         self._font = ImageFont.load_default(FONT_SIZE)
         self._frames = self._written = 0
         self._last: ByteArray | None = None
+        self._actor, self._highlighted = "", False
         self.success = False
         """The goal was reached in some frame."""
 
-    def add(self, frame: ByteArray, success: bool) -> None:
-        """Append the frame [H, W, 3] uint8 of the next env step; `success`: the goal is reached.
+    def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
+        """Append the frame [H, W, 3] uint8 of the next env step.
+
+        `success`: the goal is reached. `actor`: the author of the action, below the image, on a coloured band if
+        `highlighted`.
 
         Raises:
             VideoError: the frame and the first frame have different shapes, or the encoder failed.
@@ -76,6 +81,7 @@ class VideoRecorder:
         # Simulators may render the next frame into the same memory.
         self._last = frame.copy()
         self._frames += 1
+        self._actor, self._highlighted = actor, highlighted
         self._write(self._compose(frame), self._repeats)
 
     def finish(self) -> Path:
@@ -168,7 +174,10 @@ class VideoRecorder:
             for row, line in enumerate(lines):
                 draw.text((_MARGIN, row * _LINE + _MARGIN // 2), line, fill=_TEXT, font=self._font)
             y = top + height + _MARGIN // 2
-            ink, text = _TEXT, f"step {self._frames}"
+            ink, text = _TEXT, f"step {self._frames}" + f" · {self._actor}" * bool(self._actor)
+            if self._highlighted:
+                draw.rectangle((0, top + height, canvas.width, canvas.height), fill=_PERSON)
+                ink = _BAND
             if at_end and (self._judged or self.success):
                 color = _GOOD if self.success else _BAD
                 draw.rectangle((0, top + height, canvas.width, canvas.height), fill=color)

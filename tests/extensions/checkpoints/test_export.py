@@ -25,7 +25,6 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.checkpoints.export import export
 from embodyrl.extensions.demonstrations.sft import sft
-from embodyrl.extensions.serving.play import scene_of
 from embodyrl.extensions.text.dataset import open_rows
 from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.plan.config import load_config
@@ -130,6 +129,7 @@ def test_adapters_trained_by_text_sft_are_exported(tmp_path: Path):
     assert (export(run, 1, tmp_path / "out") / "model.safetensors").is_file()
 
 
+@pytest.mark.needs("cockpit")
 @pytest.mark.integration
 def test_fully_trained_modules_with_adapters_evaluate_in_bfloat16(tmp_path: Path):
     model = ["model=causal_lm", f"model.path={model_folder(tmp_path / 'base', tied=False)}", "model.precision=bf16"]
@@ -137,5 +137,7 @@ def test_fully_trained_modules_with_adapters_evaluate_in_bfloat16(tmp_path: Path
     words = [f"ckpt={run}", "eval.episodes=4", "env.eval.total_num_envs=4", f"runner.output_dir={run.parent}"]
     cfg = load_config("eval", [*words, *QUIET[:2], "runner.experiment_name=eval"], base=run / "config.yaml")
     assert evaluate(cfg).overall.episodes == 4
+    from embodyrl.extensions.cockpit.command import policy_with_env
+
     with pytest.raises(ConfigError, match="is a text task without steps"):
-        scene_of(run)
+        policy_with_env(run)

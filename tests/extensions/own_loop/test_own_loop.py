@@ -5,20 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from browser import CHROMIUM, DRIVER, browser
 from gymnasium.utils.env_checker import check_env
-from processes import start_cli
 
 import embodyrl
 from embodyrl.errors import ConfigError
@@ -194,98 +189,6 @@ def test_script_without_main_guard_runs_once(tmp_path: Path) -> None:
     assert done.stdout.count("begins") == 1
     assert len(list((tmp_path / "runs").iterdir())) == 1
     assert done.stdout.splitlines()[-1].startswith("EvalResult(")
-
-
-@pytest.mark.needs("serving")
-def test_play_runs_a_gymnasium_environment_until_its_end(tmp_path: Path) -> None:
-    """The environment must not be stepped after its end, and renders only if the render mode is set at construction."""
-    from embodyrl.extensions.serving.play import scene_of
-
-    names = ("env=gym", "env.id=pixel_env:PixelEnv", "model=cnn", "algorithm=ppo", "algorithm.group_size=1")
-    few = ("env.train.max_episode_steps=4", "env.train.max_steps_per_rollout_epoch=16")
-    played = ("runner.val_check_interval=1", "eval.episodes=1", "env.eval.max_episode_steps=4")
-    cfg = embodyrl.compose("train", *SMALL, *names, *few, *played, f"runner.output_dir={tmp_path}")
-    run = embodyrl.train(cfg).run
-    assert "embodyrl play" in (run / "logs" / "events.log").read_text()
-    scene = scene_of(run, ["trust=true"])
-    states = [json.loads(scene.step({})[1]) for _ in range(6)]
-    assert [state["steps"] for state in states] == [1, 2, 3, 4, 4, 4]
-    assert states[-1]["over"]
-    assert scene.frame()[1].startswith(b"\x89PNG")
-    assert not json.loads(scene.reset({})[1])["over"]
-    scene.env.close()
-    blind = cfg.updated({"env.id": "goal_env:Walk", "model.model_type": "mlp", "runner.experiment_name": "blind"})
-    assert "embodyrl play" not in (embodyrl.train(blind).run / "logs" / "events.log").read_text(), "nothing to watch"
-
-
-@pytest.mark.needs("serving")
-@pytest.mark.integration
-def test_play_accepts_requests_of_its_own_page_only(run: Path) -> None:
-    started = start_cli("play", str(run), cwd=run.parent)
-    started.wait_for(started.out, lines=1)
-    url, _, secret = started.out.read_text().split()[1].partition("?token=")
-    token = {"X-Token": secret}
-
-    def ask(name: str, body: object = None, **headers: str) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        with urllib.request.urlopen(urllib.request.Request(url + name, data, headers), timeout=60) as answer:
-            return answer.read()
-
-    assert b"<html" in ask(f"?token={secret}")
-    state = json.loads(ask("reset", {"task": 0}, **token))
-    assert (state["instruction"], state["steps"]) == ("touch the red block", 0)
-    first = ask("frame.png", **token)
-    assert first.startswith(b"\x89PNG")
-    assert json.loads(ask("say", {"instruction": "touch the blue block"}, **token))["instruction"].endswith(
-        "blue block"
-    )
-    assert json.loads(ask("step", {}, **token))["steps"] == 1
-    assert ask("frame.png", **token) != first, "the arm moved"
-    for code, name, body, headers in (
-        (403, "", None, {}),
-        (403, "", None, token | {"Host": "evil.example"}),
-        (403, "", None, token | {"Origin": "https://evil.example"}),
-        (404, "other", None, token),
-        (403, "step", {}, {}),
-        (403, "step", {}, {"X-Token": "\xfc"}),
-        (403, "step", {}, {"Content-Length": "many"}),
-        (400, "reset", {"task": 99}, token),
-    ):
-        with pytest.raises(urllib.error.HTTPError, match=str(code)):
-            ask(name, body, **headers)
-    started.signal_group(signal.SIGINT)
-    assert started.wait() == 130
-
-
-@pytest.mark.needs("serving")
-@pytest.mark.integration
-@pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine")
-def test_play_works_in_a_browser(run: Path, tmp_path: Path) -> None:
-    started = start_cli("play", str(run), cwd=run.parent)
-    started.wait_for(started.out, lines=1)
-    url = started.out.read_text().split()[1]
-    with browser(tmp_path / "profile", width=400) as page:
-        page.open(url)
-        page.until("document.querySelectorAll('#task option').length > 20 && document.images[0].naturalWidth > 0")
-        assert page.run("return document.documentElement.scrollWidth") <= 400, "no sideways scrolling on a phone"
-        page.run("const t = document.getElementById('task'); t.value = '0'")
-        page.click("#reset")
-        page.until("document.getElementById('instruction').textContent == 'touch the red block'")
-        page.click("#step")
-        page.until("document.getElementById('steps').textContent == 'step 1'")
-        shown = page.run("return document.images[0].src")
-        page.write("#words", "touch the blue block")
-        page.click("#talk button")
-        page.until("document.getElementById('instruction').textContent == 'touch the blue block'")
-        page.click("#run")
-        page.until("Number(document.getElementById('steps').textContent.slice(5)) > 3")
-        assert page.run("return document.images[0].src") != shown
-        page.click("#run")
-        page.until("document.getElementById('run').textContent == 'run'")
-        page.click("#reset")
-        page.until("document.getElementById('steps').textContent == 'step 0'")
-    started.signal_group(signal.SIGINT)
-    assert started.wait() == 130
 
 
 @pytest.mark.needs("openvla_oft", "tabletop")

@@ -19,7 +19,7 @@ from embodyrl.extensions.pages.loopback import Answer, Loopback
 CHECKPOINT = "assets/openvla_oft_tabletop"
 BODIES = [
     *(b"[]", b"7", b"null", b"true", b'"x"', b"", b"{}", b"{", b"\xff\xfe", b"\x00" * 9, b"[" * 20_000),
-    *(b'{"task":1e999}', b'{"task":-1e999}', b'{"task":NaN}', b'{"task":1.5}', b'{"task":null}', b'{"task":[]}'),
+    *(b'{"task":1e999}', b'{"seq":-1e999}', b'{"after":NaN}', b'{"seq":1.5}', b'{"seq":null}', b'{"client":[]}'),
     *(b'{"task":true}', b'{"task":"1"}', b'{"task":99}', b'{"task":-99}', b'{"task":1' + b"0" * 400 + b"}"),
     *(b'{"instruction":"\\ud800"}', b'{"instruction":"\xed\xa0\x80"}', b'{"instruction":null}', b'{"instruction":{}}'),
     *(
@@ -61,29 +61,29 @@ def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
     return read
 
 
-@pytest.mark.needs("serving")
+@pytest.mark.needs("cockpit", "openvla_oft", "tabletop")
 def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
-    from embodyrl.extensions.serving.play import Scene
+    from embodyrl.extensions.cockpit.desk import Desk
+    from embodyrl.extensions.cockpit.scene import Scene
 
-    scene = Scene(embodyrl.load_policy(CHECKPOINT, device="cpu"))
+    policy = embodyrl.load_policy(CHECKPOINT, device="cpu")
+    scene = Scene(policy, policy.make_env())
+    desk = Desk("run", scene)
     rng = random.Random(0)
-    fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(250)]
+    fuzzed = [bytearray(rng.choice(BODIES[10:])[:200]) for _ in range(500)]
     for body in fuzzed:
         for _ in range(rng.randrange(1, 4)):
             body[rng.randrange(len(body))] = rng.randrange(256)
-    acts = {"/step": scene.step, "/reset": scene.reset, "/say": scene.say}
-    with answering({"/state": scene.state}, acts) as server:
+    with answering({}, desk.posts) as server:
         for number, body in enumerate([*BODIES, *map(bytes, fuzzed)]):
-            for name in ("/reset", "/say"):
-                code, text = post(server, name, body)
-                assert code in (200, 400), (name, body[:80], code, text)
-                assert code == 400 or isinstance(json.loads(text), dict)
-            if number % 20 == 0:
-                assert post(server, "/step", b"{}")[0] == 200
-        assert post(server, "/reset", b'{"task":0}')[0] == 200
-        assert json.loads(post(server, "/say", '{"instruction":"touch it, é"}'.encode())[1])["instruction"].endswith(
-            "é"
-        )
+            name = ("/hello", "/view", "/act")[number % 3]
+            code, text = post(server, name, body)
+            assert code in (200, 400), (name, body[:80], code, text)
+        for seq in (1, 2):
+            good = json.dumps({"client": "a", "seq": seq, "do": "tick", "inputs": None}).encode()
+            assert post(server, "/act", good)[0] == 200
+        said = '{"client":"a","seq":3,"do":"say","instruction":"touch it, é"}'.encode()
+        assert b"touch it, \\u00e9" in post(server, "/act", said)[1]
     scene.env.close()
     assert "Traceback" not in capfd.readouterr().err
 

@@ -1,0 +1,75 @@
+"""The command `play`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.cli.runs import find_run, latest_run
+from embodyrl.config.trust import split_trust
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.pages.loopback import Answer
+
+if TYPE_CHECKING:
+    from embodyrl.extensions.own_loop.acting import LoadedPolicy
+    from embodyrl.extensions.own_loop.environment import SingleEnv
+
+_WATCHED = ("video=all",)
+"""Environment keys that affect rendering, set at construction."""
+_LONG = ("env.eval.max_episode_steps=100000",)
+"""Disable the time limit: the user ends an episode."""
+_FOR_EVER = ("env.eval.ignore_terminations=true",)
+"""Continue after success; recorded episodes end with it."""
+
+
+def play(args: argparse.Namespace) -> int:
+    """Run `embodyrl play`."""
+    trust, named = split_trust(args.words)
+    if len(named) > 1 or not args.port.isdecimal():
+        raise ConfigError("embodyrl play takes one run, and --port a number: embodyrl play runs/my_run --port 8000.")
+    run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
+    print(f"loading {run.name} ...", file=sys.stderr, flush=True)
+    from embodyrl.commands.run_folder import locked
+    from embodyrl.extensions.cockpit.desk import Desk
+    from embodyrl.extensions.cockpit.recording import Recording
+    from embodyrl.extensions.cockpit.scene import Scene
+    from embodyrl.extensions.pages.loopback import Loopback
+
+    with ExitStack() as stack:
+        recording = None
+        policy, env = policy_with_env(run, trust, records=args.record is not None)
+        stack.callback(env.close)
+        if args.record is not None:
+            stack.enter_context(locked(Path(args.record)))
+            recording = Recording(Path(args.record), policy.run_plan)
+            stack.callback(recording.close)
+        scene = Scene(policy, env, recording)
+        stack.callback(scene.keep)
+        desk = Desk(run.name, scene)
+        server = Loopback(int(args.port), {"/": page}, desk.posts)
+        server.show(open_page=args.open, name=f"{run.name}: ")
+    return 0
+
+
+def page() -> Answer:
+    """Return the page."""
+    text = files("embodyrl.extensions.cockpit").joinpath("page.html").read_bytes()
+    return "text/html; charset=utf-8", text
+
+
+def policy_with_env(run: Path, trust: Sequence[str] = (), *, records: bool = False) -> tuple[LoadedPolicy, SingleEnv]:
+    """Load the policy of a run, and build its environment without a time limit, if the environment permits."""
+    from embodyrl.extensions.own_loop.acting import load_policy
+
+    endless = _LONG if records else (*_LONG, *_FOR_EVER)
+    for words in ((*_WATCHED, *endless), _WATCHED):
+        with suppress(ConfigError):  # for an environment that ends by itself, or renders no frames
+            policy = load_policy(run, *words, *trust)
+            return policy, policy.make_env()
+    policy = load_policy(run, *trust)
+    return policy, policy.make_env()

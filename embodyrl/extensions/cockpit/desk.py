@@ -1,0 +1,155 @@
+"""Requests of the page: one client drives, all others watch; a repeated request has no further effect."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from embodyrl.extensions.cockpit.scene import Scene
+from embodyrl.extensions.pages.loopback import Answer
+
+_MOST_CLIENTS = 64
+"""Number of clients whose last request is stored."""
+_LONGEST_ID = 64
+
+
+@dataclass(slots=True)
+class _Client:
+    seq: int = 0
+    """Number of the last executed request."""
+    request: str = ""
+    answer: Answer | None = field(default=None, repr=False)
+
+
+class Desk:
+    """Answers the requests of the page.
+
+    `POST /act` executes the request `seq` of a client, which must follow the last one. A request that is sent again,
+    for example after a lost connection, returns the stored answer. A refused request does not count.
+
+    The simulator advances only on a request `tick` of the driving client: if its connection is lost or its computer
+    sleeps, the episode waits. Each answer contains the image after the step, so no frame is lost on a slow connection.
+    """
+
+    def __init__(self, name: str, scene: Scene | None = None) -> None:
+        self.name, self.scene = name, scene
+        self.note = ""
+        """Line of text above the image: the progress of a training."""
+        self._driver = ""
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._acts: dict[str, Callable[[Scene, dict[str, Any]], None]] = {
+            "take": lambda scene, body: None,
+            "tick": lambda scene, body: scene.tick(_amounts(body, len(scene.controls))),
+            "next": lambda scene, body: scene.begin(_integer(body, "task", -1, -1)),
+            "restart": lambda scene, body: scene.restart(),
+            "rewind": lambda scene, body: scene.rewind(_integer(body, "steps", 1)),
+            "say": lambda scene, body: scene.say(_text(body, "instruction")),
+        }
+
+    @property
+    def posts(self) -> dict[str, Callable[[dict[str, Any]], Answer]]:
+        """Handlers of the web server."""
+        return {"/hello": self.hello, "/view": self.view, "/act": self.act}
+
+    def hello(self, body: dict[str, Any]) -> Answer:
+        """Return the number of the client's last request, and the constants of the scene."""
+        client, scene = _client(body), self.scene
+        known = self._clients.get(client)
+        told: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
+        if scene is not None:
+            told |= {
+                "tasks": scene.env.layout.tasks,
+                "controls": [asdict(control) for control in scene.controls],
+                "rewinds": scene.rewinds,
+                "recorded": scene.is_recorded,
+                "speaks": not scene.is_recorded and scene.env.layout.text.instructed,
+            }
+        return self._answer(client, told, image=True)
+
+    def view(self, body: dict[str, Any]) -> Answer:
+        """Return the state, with the image if it is newer than `after`."""
+        moment = self.scene.moment if self.scene else 0
+        return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
+
+    def act(self, body: dict[str, Any]) -> Answer:
+        """Execute a request of the driving client.
+
+        Raises:
+            ValueError: the request is malformed, out of order, or of a client that does not drive.
+        """
+        name, seq, request = _client(body), _integer(body, "seq", 1), json.dumps(body, sort_keys=True)
+        client = self._clients.get(name) or _Client()
+        if seq == client.seq and request == client.request and client.answer is not None:
+            return client.answer
+        if seq != client.seq + 1:
+            raise ValueError(f"'seq' must be {client.seq + 1}, the number after the last request of this client")
+        do = _text(body, "do")
+        if do not in self._acts:
+            raise ValueError(f"'do' must be one of {', '.join(self._acts)}")
+        if self.scene is None:
+            raise ValueError("there is no episode at the moment")
+        if name != self._driver and self._driver and do != "take":
+            raise ValueError("another window drives; press `take the controls` first")
+        self._acts[do](self.scene, body)
+        self._driver = name
+        client.seq, client.request, client.answer = seq, request, self._answer(name, {}, image=True)
+        self._clients[name] = client
+        self._clients.move_to_end(name)
+        while len(self._clients) > _MOST_CLIENTS:
+            self._clients.popitem(last=False)
+        return client.answer
+
+    def _answer(self, client: str, told: dict[str, Any], *, image: bool) -> Answer:
+        """Return the state as JSON behind its length (4 bytes, big-endian), and the image."""
+        scene = self.scene
+        told |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
+        told["live"] = scene is not None
+        if scene is not None:
+            told |= {"moment": scene.moment, **scene.state()}
+        text = json.dumps(told).encode()
+        picture = scene.picture if scene is not None and image else b""
+        return "application/octet-stream", len(text).to_bytes(4, "big") + text + picture
+
+
+def _client(body: dict[str, Any]) -> str:
+    name = _text(body, "client")
+    if not 0 < len(name) <= _LONGEST_ID:
+        raise ValueError(f"'client' must have 1 to {_LONGEST_ID} characters")
+    return name
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    found = body.get(name)
+    if not isinstance(found, str) or any("\ud800" <= letter <= "\udfff" for letter in found):
+        raise ValueError(f"'{name}' must be a valid Unicode string")
+    return found
+
+
+def _integer(body: dict[str, Any], name: str, least: int, default: int | None = None) -> int:
+    found = body.get(name, default)
+    if type(found) is not int or not least <= found < 2**53:
+        raise ValueError(f"'{name}' must be an integer from {least}")
+    return found
+
+
+def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
+    """Return how far a person presses each input, from 0 to 1; None: the policy acts."""
+    found = body.get("inputs")
+    if found is None:
+        return None
+    if not count:
+        raise ValueError("a person cannot act in this environment: it declares no inputs")
+    if not isinstance(found, dict) or len(found) > count:
+        raise ValueError("'inputs' must be an object of amounts by position, or null")
+    amounts: dict[int, float] = {}
+    for name, amount in found.items():
+        if not (name.isascii() and name.isdecimal() and len(name) < 5 and int(name) < count):
+            raise ValueError(f"'inputs' has {name!r:.20}, expected positions from 0 below {count}")
+        if type(amount) not in (int, float) or not math.isfinite(amount) or not 0 <= amount <= 1:
+            raise ValueError("'inputs' must contain numbers from 0 to 1")
+        amounts[int(name)] = float(amount)
+    return amounts

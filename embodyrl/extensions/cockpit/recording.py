@@ -1,0 +1,97 @@
+"""Recording of played episodes: a data set with the author of each action, and videos that show the author."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+
+from embodyrl.extensions.demonstrations.collect import write_environment
+from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration, Source
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.extensions.recording.video import VideoRecorder
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.types import ByteArray, FloatArray
+
+VIDEOS = "watch"
+"""Folder of the videos in the data set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One executed action with the observation before it."""
+
+    images: ByteArray | None
+    """[C, H, W, 3]; None without cameras."""
+    state: FloatArray | None
+    """[S]; None without a state."""
+    instruction: str
+    action: FloatArray
+    """[A]"""
+    reward: float
+    success: bool
+    actor: Actor
+    picture: bytes
+    """Image after the action, JPEG."""
+
+
+class Recording:
+    """Data set to which every episode is appended as soon as it ends."""
+
+    def __init__(self, root: Path, run_plan: RunPlan) -> None:
+        """Start or continue a data set.
+
+        Raises:
+            EmbodyError: the folder contains other files, or a data set of another policy.
+        """
+        cfg, self._env = run_plan.cfg, run_plan.env
+        collected = {"by": "play", "model": run_plan.policy.name, "weights": cfg.ckpt or cfg.model.weights}
+        card = Card(env=self._env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
+        self._writer = DatasetWriter(root, card)
+        write_environment(cfg, root)
+        self._trials = Counter(row["embodyrl/task_id"] for row in self._writer.episodes)
+
+    @property
+    def root(self) -> Path:
+        """Folder of the data set."""
+        return self._writer.root
+
+    def append(self, steps: Sequence[Step], start: Mapping[str, int], instruction: str) -> None:
+        """Write an episode to disk, and its video; `start`: task, reset_id and seed."""
+        task, cameras = start["task"], self._env.cameras
+        shape = (len(cameras.names), *cameras.size, 3)
+        none, zero = np.zeros(shape, np.uint8), np.zeros(self._env.state_dim, np.float32)
+        episode = Demonstration(
+            images=np.stack([none if step.images is None else step.images for step in steps]),
+            state=np.stack([zero if step.state is None else step.state for step in steps]),
+            action=np.stack([step.action for step in steps]),
+            reward=np.array([step.reward for step in steps], np.float32),
+            success=np.array([step.success for step in steps], np.bool_),
+            instruction=instruction,
+            source=Source(
+                task_id=task, reset_id=start["reset_id"], trial=self._trials[task], seed=start["seed"], version=-1
+            ),
+            actor=np.array([step.actor for step in steps], np.int64),
+        )
+        self._trials[task] += 1
+        number = len(self._writer.episodes)
+        self._writer.append(episode)
+        self._writer.flush()
+        self._record_video(number, steps, instruction)
+
+    def _record_video(self, number: int, steps: Sequence[Step], instruction: str) -> None:
+        """Write a video of the episode, in which the band below the image names the author of each action."""
+        stem = self.root / VIDEOS / f"episode_{number:05d}"
+        video = VideoRecorder(stem, round(self._writer.card.fps), instruction, info=True)
+        for step in steps:
+            frame = simplejpeg.decode_jpeg(step.picture)
+            video.add(frame, step.success, actor=step.actor.name, highlighted=step.actor is Actor.person)
+        video.finish()
+
+    def close(self) -> None:
+        """Stop the writer; idempotent."""
+        self._writer.close()

@@ -1,0 +1,182 @@
+"""An environment that a policy and a person drive in turn."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import simplejpeg
+
+from embodyrl.envs.controls import action_of, controls_of, neutral_action
+from embodyrl.extensions.cockpit.recording import Recording, Step
+from embodyrl.extensions.demonstrations.layout import Actor
+from embodyrl.extensions.own_loop.acting import LoadedPolicy
+from embodyrl.extensions.own_loop.environment import SingleEnv
+
+_QUALITY = 90
+"""JPEG quality of the images of the page and of recorded videos."""
+_LONGEST_TEXT = 200
+"""Maximum length of an instruction, in characters."""
+
+
+class Scene:
+    """One episode at a time; every step is executed by the policy or by a person."""
+
+    def __init__(
+        self,
+        policy: LoadedPolicy,
+        env: SingleEnv,
+        recording: Recording | None = None,
+        reset_ids: Sequence[int] = (),
+    ) -> None:
+        """Start the first episode: of `reset_ids` in this order, or of any task if there are none."""
+        self.policy, self.env = policy, env
+        self.controls = controls_of(env.layout.action)
+        self.rewinds = env.layout.simulator.saves_state
+        self.moment = 0
+        """Number of changes of the scene so far."""
+        self.kept = 0
+        """Number of recorded episodes."""
+        self.assigned = 0
+        """Number of finished episodes of `reset_ids`."""
+        self._recording, self._reset_ids = recording, tuple(reset_ids)
+        self._plan: deque[np.ndarray] = deque()
+        self._steps: list[Step] = []
+        self._states: list[Any] = []
+        self._episodes = 0
+        self.begin()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if episodes are recorded."""
+        return self._recording is not None
+
+    @property
+    def remaining(self) -> int:
+        """Number of episodes of `reset_ids` that are not finished."""
+        return len(self._reset_ids) - self.assigned
+
+    def begin(self, task: int = -1) -> None:
+        """Record the open episode, and start the next one: of `reset_ids`, or of a task; -1: any task.
+
+        Raises:
+            ValueError: the environment has no such task.
+        """
+        if task >= len(self.env.layout.tasks):
+            raise ValueError(f"'task' must be below {len(self.env.layout.tasks)}")
+        self.keep()
+        options = {"task": task} if task >= 0 else None
+        if self._reset_ids:
+            self.assigned += self._episodes > self.assigned
+            if not self.remaining:
+                self.moment += 1
+                return
+            options = {"reset_id": self._reset_ids[self.assigned]}
+        self._options, self.said = options, ""
+        self._episodes += 1
+        self._reset()
+
+    def _reset(self) -> None:
+        self._seen, told = self.env.reset(seed=self._episodes, options=self._options)
+        self.start: dict[str, int] = told
+        self._last = neutral_action(self.env.layout.action)
+        self._plan.clear()
+        self._steps = []
+        self._states = [self.env.save_state()] if self.rewinds else []
+        self.over = False
+        self._render()
+
+    def keep(self) -> None:
+        """Record the open episode and end it."""
+        if self._recording is not None and self._steps:
+            self._recording.append(self._steps, self.start, str(self._steps[0].instruction))
+            self.kept += 1
+        self._steps = []
+        self.over = True
+
+    def restart(self) -> None:
+        """Discard the open episode, and start it again from its initial state."""
+        self._reset()
+
+    def rewind(self, steps: int) -> None:
+        """Discard the last steps, and continue from the simulator's state before them."""
+        if not self.rewinds or not self._steps:
+            raise ValueError("no earlier state of the simulator is saved")
+        first = max(0, len(self._steps) - steps)
+        self._seen = self.env.load_state(self._states[first])
+        del self._steps[first:], self._states[first + 1 :]
+        self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
+        self._plan.clear()
+        self.over = False
+        self._render()
+
+    def say(self, instruction: str) -> None:
+        """Set the instruction of the next actions; empty: the task's own.
+
+        Raises:
+            ValueError: the episode is recorded, with the task's own instruction.
+        """
+        if self._recording is not None:
+            raise ValueError("recorded episodes have the instruction of their task; play without --record")
+        self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
+        self._plan.clear()
+        self.moment += 1
+
+    def tick(self, amounts: Mapping[int, float] | None) -> None:
+        """Execute one action: of a person's inputs by position (see `action_of`), or with None of the policy.
+
+        The person's first action drops the rest of the policy's chunk; after the hand-back, the policy acts on the
+        observation of that moment.
+        """
+        if self.over:
+            return
+        if amounts is None:
+            if not self._plan:
+                self._plan.extend(self.policy.act(self._seen, instruction=self.said or None))
+            action, actor = self._plan.popleft(), Actor.policy
+        else:
+            self._plan.clear()
+            action, actor = action_of(self.env.layout.action, amounts, self._last), Actor.person
+        seen = self._seen
+        self._seen, reward, ended, cut, info = self.env.step(action)
+        self._last = np.asarray(action, np.float32).reshape(-1)
+        self.over = ended or cut
+        self._render()
+        step = Step(
+            images=seen.get("images"),
+            state=seen.get("state"),
+            instruction=seen["instruction"],
+            action=self._last,
+            reward=reward,
+            success=info["success"],
+            actor=actor,
+            picture=self.picture,
+        )
+        self._steps.append(step)
+        if self.rewinds:
+            self._states.append(self.env.save_state())
+
+    def _render(self) -> None:
+        frame = np.ascontiguousarray(self.env.render())
+        self.picture: bytes = simplejpeg.encode_jpeg(frame, _QUALITY, "RGB")
+        """The rendered image as JPEG."""
+        self.moment += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the values shown next to the image."""
+        last = self._steps[-1] if self._steps else None
+        return {
+            "task": self.start["task"],
+            "reset_id": self.start["reset_id"],
+            "instruction": self.said or self._seen["instruction"],
+            "steps": len(self._steps),
+            "by_person": sum(step.actor == Actor.person for step in self._steps),
+            "actor": "" if last is None else last.actor.name,
+            "success": any(step.success for step in self._steps),
+            "over": self.over,
+            "kept": self.kept,
+            "assigned": self.assigned,
+            "remaining": self.remaining,
+        }
