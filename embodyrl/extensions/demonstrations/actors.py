@@ -25,7 +25,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.settings import ModelSettings
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.start import Started, actor_specs, rendezvous, shared_arena
-from embodyrl.types import IntArray
+from embodyrl.types import BoolArray, IntArray
 from embodyrl.workers.lifecycle import PolicyHostInit
 
 
@@ -40,14 +40,17 @@ class SupervisedActors(Started):
         self.loop.call(SaveRequest(folder=str(folder)))
 
     @contextmanager
-    def holding(self, samples: Samples, rows: IntArray) -> Iterator[IntArray]:
-        """Write the samples `rows` into records, which are valid inside the block."""
+    def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
+        """Write the samples `rows` into records, which are valid inside the block; `plain`: mask of those without a
+        suffix.
+        """
+        bare = np.zeros(len(rows) * samples.width, np.bool_) if plain is None else np.repeat(plain, samples.width)
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()
         tickets = self.arena.allocate_all(len(rows))
         # Written by the driver, which loads the data set: there is no env worker.
         with self.arena.write_all(tickets) as records:
-            for record, row in zip(records.tolist(), rows.tolist(), strict=True):
-                samples.write(self.arena, record, row)
+            for record, row, without in zip(records.tolist(), rows.tolist(), bare.tolist(), strict=True):
+                samples.write(self.arena, record, row, plain=without)
         yield tickets
         self.arena.free(tickets)
 

@@ -19,6 +19,7 @@ from embodyrl.learners.protocol import Learner, LearnerContext
 from embodyrl.learners.training import InParts, deal
 from embodyrl.policies.protocol import Policy, TextPolicy, TokenPolicy
 from embodyrl.policies.tensors import on_device
+from embodyrl.policies.vla.conditioning import POSITIVE, Conditioned, Conditioning
 from embodyrl.types import BoolArray, FloatArray, ImitationScores, IntArray, Observation
 
 
@@ -41,6 +42,13 @@ class ImitationLearner(Learner):
         self._arena = context.arena
         self._objective = context.objective
         self._reference = context.reference
+        labels = self._objective.labels
+        if isinstance(self._policy, Conditioned):
+            # SFT without suffixes trains the plain prompt, with which the policy then acts.
+            rule = Conditioning(suffix=POSITIVE, guidance=self._objective.guidance)
+            self._policy.conditioning = rule if labels else None
+        elif labels:
+            raise ConfigError(f"objective.labels: model '{self._policy.spec.name}' cannot act with a suffix.")
         if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
                 f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for recorded actions; use an "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from embodyrl.channels.arena import Arena
 from embodyrl.channels.layout import Record, encode_instruction, encode_reply
 from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.policies.vla.conditioning import tagged
 from embodyrl.types import BoolArray, FloatArray, IntArray
 
 
@@ -24,6 +25,8 @@ class Samples:
     """[M, K] True for actions of the episode; the others repeat its first or last action."""
     history: int = 1
     """Number of observed steps of a sample."""
+    tags: Sequence[str] = ()
+    """[M] suffix of the instruction of each sample; empty: no suffixes."""
     replies: Sequence[str] = ()
     """[M] replies of text tasks, instead of actions."""
     width: int = 1
@@ -32,8 +35,13 @@ class Samples:
     def __len__(self) -> int:
         return len(self.steps) // self.width
 
-    def write(self, arena: Arena, record: int, row: int) -> None:
-        """Write one sample into a record."""
+    def instruction(self, row: int, *, plain: bool = False) -> str:
+        """Return the instruction of a sample; `plain`: without the suffix."""
+        text = str(self.demos.instruction[self.steps[row]])
+        return text if plain or not self.tags else tagged(text, self.tags[row])
+
+    def write(self, arena: Arena, record: int, row: int, *, plain: bool = False) -> None:
+        """Write one sample into a record; `plain`: without the suffix of the instruction."""
         demos, step = self.demos, self.steps[row]
         width = arena[Record.instruction].shape[1]
         if self.history == 1:
@@ -43,7 +51,7 @@ class Samples:
             seen = demos.window(self.steps[row : row + 1], self.history, before=self.history - 1)[0][0]
             arena[Record.images][record] = demos.images[seen].reshape(-1, *demos.images.shape[2:])
             arena[Record.observed_state][record] = demos.state[seen].ravel()
-        arena[Record.instruction][record] = encode_instruction(str(demos.instruction[step]), width)
+        arena[Record.instruction][record] = encode_instruction(self.instruction(row, plain=plain), width)
         arena[Record.action][record] = self.actions[row]
         arena[Record.valid][record] = self.valid[row]
         arena[Record.success][record] = self.shown[step]

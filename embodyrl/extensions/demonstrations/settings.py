@@ -1,5 +1,6 @@
 """Config keys for demonstrations and of SFT objectives."""
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, ClassVar, Literal
 
@@ -49,7 +50,12 @@ class ObjectiveSettings(Settings):
 
     learner: ClassVar[str] = "embodyrl.extensions.demonstrations.imitation:ImitationLearner"
     """package.module:class of the learner (`learners/protocol.py`)."""
-    needs = {"name=dpo": "beta reference_path", "name=dpo|preference": "label_smoothing"}
+    needs = {
+        "name=dpo": "beta reference_path",
+        "name=dpo|preference": "label_smoothing",
+        "name=imitation": "labels",
+        "labels": "label_dropout guidance",
+    }
 
     name: Objective = Objective.imitation
     """imitation: cross-entropy or regression on actions and answers. dpo: DPO on pairs of answers, or on pairs of
@@ -61,6 +67,20 @@ class ObjectiveSettings(Settings):
     """dpo, preference: assumed fraction of pairs with a wrong label."""
     reference_path: Path | None = None
     """dpo: weights of the reference; default: the initial weights."""
+    labels: Path | None = None
+    """File with the label of each frame (`embodyrl recap` writes it): instructions get the suffix "Advantage: positive"
+    or "Advantage: negative", and the trained policy acts with the positive suffix."""
+    label_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Fraction of the samples without a suffix; guidance weights other than 1 need samples without a suffix."""
+    guidance: Annotated[float, Field(ge=0, lt=1000)] = 1.0
+    """Weight w of classifier-free guidance of the trained policy: null + w (positive - null). 1: one pass per
+    inference; 0: the policy without the suffix."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error for guidance by outputs that are not trained."""
+        yield from super().problems()
+        if self.labels is not None and self.label_dropout == 0 and self.guidance != 1:
+            yield "objective.label_dropout=0 trains no sample without a suffix; raise it, or set objective.guidance=1."
 
     @property
     def needs_reference(self) -> bool:

@@ -30,7 +30,7 @@ from embodyrl.plan.saved import ENVIRONMENT_FILE
 from embodyrl.plan.schema import Config
 from embodyrl.plan.seeds import derive
 from embodyrl.policies.protocol import PolicyRequest
-from embodyrl.types import IntArray
+from embodyrl.types import BoolArray, IntArray
 
 LOG_EVERY = 10
 """Number of optimizer steps per row of metrics."""
@@ -179,7 +179,7 @@ class _Sft:
         rows = self._batch(step)
         starts = range(0, len(rows), cfg.actor.micro_batch_size) if augments(cfg) else ()
         seeds = tuple(derive(cfg.seed, "augment", step, start) for start in starts)
-        with actors.holding(self.material.train, rows) as tickets:
+        with actors.holding(self.material.train, rows, self._plain(step)) as tickets:
             done = actors.loop.call(ImitateRequest(step=step, tickets=tickets, augment=seeds))
         return {f"actor/{name}": value for name, value in done.metrics.items()}
 
@@ -195,6 +195,14 @@ class _Sft:
             parts.append(part)
             position, missing = position + len(part), missing - len(part)
         return np.concatenate(parts)
+
+    def _plain(self, step: int) -> BoolArray | None:
+        """Return a mask of the samples of a step's batch whose instruction has no suffix."""
+        if not self.material.train.tags:
+            return None
+        # Computed from the step, as the batch is: the same samples in a resumed run and for any number of ranks.
+        rng = np.random.default_rng(derive(self.cfg.seed, "label-dropout", step))
+        return rng.random(self.cfg.actor.global_batch_size) < self.cfg.objective.label_dropout
 
     def _order(self, epoch: int) -> IntArray:
         if epoch not in self._orders:

@@ -17,16 +17,15 @@ from embodyrl.config.paths import resolve_asset
 from embodyrl.conversation import join_messages
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import read_card
-from embodyrl.extensions.demonstrations.checks import check_layout, differences
+from embodyrl.extensions.demonstrations.checks import check_layout
 from embodyrl.extensions.demonstrations.layout import INFO_PATH, is_ours
 from embodyrl.extensions.demonstrations.reader import (
     Demonstrations,
     gripper_doubts,
-    join_demonstrations,
-    load_demonstrations,
 )
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
+from embodyrl.extensions.demonstrations.sft_data import load_samples
 from embodyrl.extensions.demonstrations.statistics import vector_stats
 from embodyrl.extensions.text.conversation import TextRow, join_pair
 from embodyrl.extensions.text.dataset import TextRows
@@ -35,16 +34,15 @@ from embodyrl.extensions.text.settings import RowSettings
 from embodyrl.files import available_bytes
 from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.schema import Config
-from embodyrl.plan.seeds import derive
 from embodyrl.policies import POLICIES
 from embodyrl.policies.inputs import gripper_text
 from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.conditioning import tagged
 from embodyrl.policies.vla.folder import STATISTICS_FILE, check_statistics
-from embodyrl.specs import convert_gripper, picture_names
+from embodyrl.specs import picture_names
 from embodyrl.types import ActionKind, ByteArray, CameraSpec, EnvSpec, FloatArray, PolicySpec, TextSpec
 
 _SMALL = 16 * 2**20
-_VALIDATION_EPISODES = "sft-validation"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +71,7 @@ class Material:
         """Arena layout for these samples."""
         parts = [self.train, *([self.validation] if self.validation else [])]
         prompts = {str(text) for part in parts for text in part.demos.instruction}
+        prompts |= {tagged(text, tag) for text in prompts for part in parts for tag in {*part.tags}}
         replies = {text for part in parts for text in part.replies}
         env = replace(self.env, text=TextSpec(prompt_bytes=max(len(text.encode()) for text in prompts)))
         policy = replace(
@@ -148,67 +147,6 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     foreign = not is_ours(resolve_asset(str(cfg.data.path)))
     doubts = gripper_doubts(env.action.gripper, train.demos.action) if foreign else ()
     return Material(env=env, policy=spec, model=model, train=train, validation=validation, doubts=doubts)
-
-
-def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
-    """Load demonstrations and split them by episode into training and validation.
-
-    Raises:
-        EmbodyError: a folder is damaged, empty, or too large for the memory.
-        ConfigError: further or validation data belong to another environment.
-    """
-    assert cfg.data.path is not None
-    assert isinstance(cfg.data, DemonstrationSettings)
-    data, history = cfg.data, cfg.data.history
-    first = load_demonstrations(resolve_asset(cfg.data.path), data)
-    ranked = cfg.objective.name is Objective.dpo
-    # Equal reset ids of two environments are different initial states.
-    alike = ("name", "states_per_task") if ranked else ()
-    demos = join_demonstrations([first, *(_more(path, data, env, *alike) for path in cfg.data.more)])
-    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
-    # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
-    known, count = np.unique(kinds[: first.num_episodes]), 0
-    if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
-        count = max(1, round(cfg.data.val_share * len(known)))
-    order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
-    aside = np.isin(kinds, known[order[:count]])
-    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, history=history, ranked=ranked)
-    if cfg.data.val_path is None:
-        held_out = np.flatnonzero(aside).tolist()
-        if not held_out:
-            return training, None
-        return training, _samples(demos, held_out, env, policy, history=history, ranked=ranked)
-    validation = _more(cfg.data.val_path, data, env)
-    every = list(range(validation.num_episodes))
-    return training, _samples(validation, every, env, policy, history=history, ranked=ranked)
-
-
-def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
-    """Load demonstrations of `env` in addition to those of `data.path`; `alike`: fields that must be equal."""
-    other = read_card(resolve_asset(folder), data).env
-    if differs := differences(other, env, *alike):
-        raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
-    return load_demonstrations(resolve_asset(folder), data)
-
-
-def _samples(
-    demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, history: int = 1, ranked: bool
-) -> Samples:
-    length = policy.imitated or policy.num_action_chunks
-    steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
-    found, valid = demos.window(steps, length + history - 1, before=history - 1)
-    actions = demos.action[found]
-    # Once for all samples: target actions are in the policy's convention, as in acting.
-    convert_gripper(actions, env.action.gripper, policy.gripper)
-    return Samples(
-        demos=demos,
-        steps=steps,
-        actions=actions,
-        shown=demos.shown,
-        valid=valid,
-        history=history,
-        width=2 if ranked else 1,
-    )
 
 
 def data_statistics(actions: FloatArray, states: FloatArray, env: EnvSpec, episodes: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
+from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
     START,
@@ -150,6 +151,7 @@ class FlowPolicy:
         request: PolicyRequest,
     ) -> None:
         self.spec = spec
+        self.conditioning: Conditioning | None = None
         self._cfg, self._scale, self._files = cfg, scale, files
         self._shape: ChunkShape = module.network.shape
         self._temperature = request.temperature
@@ -169,8 +171,7 @@ class FlowPolicy:
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Sample a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
-        prefix = self._prefix(obs)
-        velocity = partial(self._velocity, prefix)
+        prefix, velocity = self._acting(obs)
         if noise is None:
             chosen = Chosen.greedily(self._greedy(obs, velocity))
         else:
@@ -189,12 +190,12 @@ class FlowPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
-        return self._value(self._prefix(obs), len(obs)).cpu().numpy()
+        return self._value(self._acting(obs)[0], len(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens of `act`, and values [B, V], with gradients."""
-        prefix = self._prefix(obs)
-        scored = self._likelihood.score(partial(self._velocity, prefix), tokens, self._device, self._temperature)
+        prefix, velocity = self._acting(obs)
+        scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
 
@@ -231,10 +232,13 @@ class FlowPolicy:
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""
         self._files.save(self._module, folder)
+        if self.conditioning is not None:
+            self.conditioning.save(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Replace the weights in place (see `Policy.load_weights`); RL heads may be missing or unused."""
         self._files.load(self._module, folder)
+        self.conditioning = read_conditioning(folder)
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -249,6 +253,24 @@ class FlowPolicy:
         if self._cfg.greedy_start is GreedyStart.zero:
             return torch.zeros(len(obs), *self._size, device=self._device)
         return normals(seeds_of_observations(obs), START, self._size, self._device)
+
+    def _acting(self, obs: Observation) -> tuple[Any, Velocity]:
+        """Return the prefix of the policy's own prompt, and the velocity with guidance (see `Conditioning`)."""
+        rule = self.conditioning
+        if rule is None:
+            prefix = self._prefix(obs)
+            return prefix, partial(self._velocity, prefix)
+        prefix = self._prefix(rule.conditioned(obs) if rule.guidance else rule.null(obs))
+        if rule.guidance in (0, 1):
+            return prefix, partial(self._velocity, prefix)
+        null = self._prefix(rule.null(obs))
+
+        def guided(x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            v, hidden = self._velocity(prefix, x, t)
+            base, _ = self._velocity(null, x, t)
+            return base + rule.guidance * (v - base), hidden
+
+        return prefix, guided
 
     def _prefix(self, obs: Observation) -> Any:
         with self._autocast:

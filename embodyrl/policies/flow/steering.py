@@ -5,7 +5,6 @@ Decorator, arXiv 2412.13630).
 """
 
 from abc import abstractmethod
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,8 +27,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         """Return the inputs of the actor [B, F], a function of the observation, without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
-        prefix = self._prefix(obs)
-        velocity = partial(self._velocity, prefix)
+        prefix, velocity = self._acting(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
         return Seen(features, self._value(prefix, len(obs)), velocity)

@@ -23,7 +23,8 @@ from embodyrl.errors import ConfigError, NonFiniteError
 from embodyrl.extensions.demonstrations.collect import collect
 from embodyrl.extensions.demonstrations.reader import load_demonstrations
 from embodyrl.extensions.demonstrations.sft import SftResult, sft
-from embodyrl.extensions.demonstrations.sft_setup import data_statistics, load_samples, sft_facts
+from embodyrl.extensions.demonstrations.sft_data import load_samples
+from embodyrl.extensions.demonstrations.sft_setup import data_statistics, sft_facts
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config, load_saved_config
 from embodyrl.plan.run_plan import build_run_plan

@@ -36,6 +36,7 @@ from embodyrl.policies.flow.vla.settings import VlaSettings
 from embodyrl.policies.openvla_oft.checkpoint import SHARD_BYTES, Change, base_state, map_weights, weight_files
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.adapter import AdapterSpec, find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.conditioning import read_conditioning
 from embodyrl.policies.vla.folder import starts_random
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.weights import check_weights, fill_weights
@@ -222,6 +223,7 @@ def build_policy(
     # Before the weights are read: this selects the trained weights, and `_adapt` changes the selection.
     policy = policy_class(cfg)(spec, cfg, module, reader, files, request)
     _fill(module, files, cfg, folder, request)
+    policy.conditioning = read_conditioning(folder)
     if request.trainable:
         trained = ("expert",) if cfg.train_expert_only else ("expert", *BACKBONE)
         for part in {"expert", *BACKBONE} - set(trained):

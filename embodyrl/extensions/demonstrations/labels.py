@@ -1,0 +1,73 @@
+"""Labels of frames in addition to data sets: returns, values, advantages and the positive label of RECAP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from embodyrl.errors import ConfigError, reason_of
+from embodyrl.extensions.demonstrations.layout import write_file
+from embodyrl.extensions.demonstrations.reader import Demonstrations
+from embodyrl.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Labels of N frames of the data sets of a run, in their order."""
+
+    episode: IntArray
+    """[N] episode over all data sets, from 0."""
+    frame: IntArray
+    """[N] env step within the episode."""
+    returns: FloatArray
+    """[N] normalised return."""
+    value: FloatArray
+    """[N] value of a model that did not train on the episode, if there are folds."""
+    advantage: FloatArray
+    positive: BoolArray
+
+    def save(self, path: Path) -> None:
+        """Write a parquet file."""
+        columns = {
+            "episode_index": self.episode,
+            "frame_index": self.frame,
+            "recap.return": self.returns,
+            "recap.value": self.value,
+            "recap.advantage": self.advantage,
+            "recap.indicator": self.positive.astype(np.int64),
+        }
+        buffer = BytesIO()
+        pq.write_table(pa.table(columns), buffer)
+        write_file(path, buffer.getvalue())
+
+
+def places(demos: Demonstrations) -> tuple[IntArray, IntArray]:
+    """Return episode and env step within it of all frames."""
+    length = demos.stop - demos.start
+    return np.repeat(np.arange(len(length)), length), np.arange(int(length.sum())) - np.repeat(demos.start, length)
+
+
+def read_positive(path: Path, demos: Demonstrations) -> IntArray:
+    """Return the label [N] of all frames, 0 or 1.
+
+    Raises:
+        ConfigError: the file is missing or damaged, or was written for other data.
+    """
+    try:
+        table = pq.read_table(path)
+        found = [table[name].to_numpy() for name in ("episode_index", "frame_index", "recap.indicator")]
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise ConfigError(
+            f"objective.labels={path} cannot be read: {reason_of(error)}. Run `embodyrl recap`."
+        ) from error
+    if any(not np.array_equal(one, other) for one, other in zip(found, places(demos), strict=False)):
+        raise ConfigError(
+            f"objective.labels={path} has {len(found[0])} frames of other episodes than data.path and data.more, which "
+            f"have {len(demos.action)}. Use the data sets in the order in which they were labelled."
+        )
+    return found[2].astype(np.int64)

@@ -1,0 +1,103 @@
+"""Samples of SFT from data sets: pairs, labels, and the split into training and validation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.demonstrations.cards import read_card
+from embodyrl.extensions.demonstrations.checks import differences
+from embodyrl.extensions.demonstrations.labels import read_positive
+from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.extensions.demonstrations.samples import Samples
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
+from embodyrl.plan.schema import Config
+from embodyrl.plan.seeds import derive
+from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE
+from embodyrl.specs import convert_gripper
+from embodyrl.types import BoolArray, EnvSpec, PolicySpec
+
+_VALIDATION_EPISODES = "sft-validation"
+
+
+def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples, Samples | None]:
+    """Load demonstrations and split them by episode into training and validation.
+
+    Raises:
+        EmbodyError: a folder is damaged, empty, or too large for the memory.
+        ConfigError: further or validation data belong to another environment.
+    """
+    assert cfg.data.path is not None
+    assert isinstance(cfg.data, DemonstrationSettings)
+    data, history = cfg.data, cfg.data.history
+    first = load_demonstrations(resolve_asset(cfg.data.path), data)
+    ranked = cfg.objective.name is Objective.dpo
+    # Equal reset ids of two environments are different initial states.
+    alike = ("name", "states_per_task") if ranked else ()
+    demos = join_demonstrations([first, *(_more(path, data, env, *alike) for path in cfg.data.more)])
+    kinds = demos.reset_id if ranked else np.arange(demos.num_episodes)  # of pairs whole initial states are held out
+    # Of `data.path` only: rounds of DAgger add folders, and no round may train on later validation data.
+    known, count = np.unique(kinds[: first.num_episodes]), 0
+    if cfg.data.val_path is None and cfg.data.val_share and len(known) > 1:
+        count = max(1, round(cfg.data.val_share * len(known)))
+    order = np.random.default_rng(derive(cfg.seed, _VALIDATION_EPISODES)).permutation(len(known))
+    aside = np.isin(kinds, known[order[:count]])
+    if cfg.objective.labels is not None:
+        return _labelled(cfg, demos, aside, env, policy)
+    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, history=history, ranked=ranked)
+    if cfg.data.val_path is None:
+        held_out = np.flatnonzero(aside).tolist()
+        if not held_out:
+            return training, None
+        return training, _samples(demos, held_out, env, policy, history=history, ranked=ranked)
+    validation = _more(cfg.data.val_path, data, env)
+    every = list(range(validation.num_episodes))
+    return training, _samples(validation, every, env, policy, history=history, ranked=ranked)
+
+
+def _labelled(
+    cfg: Config, demos: Demonstrations, aside: BoolArray, env: EnvSpec, policy: PolicySpec
+) -> tuple[Samples, Samples | None]:
+    """Return samples of training and validation with the suffixes of `objective.labels`."""
+    if not policy.inputs.instructions:
+        raise ConfigError(
+            f"objective.labels: model '{policy.name}' reads no instruction, so its advantage cannot be a suffix. Use a "
+            "model with instructions, for example model=flow_small."
+        )
+    if cfg.data.val_path is not None or cfg.data.history > 1:
+        raise ConfigError("objective.labels cannot be combined with data.val_path or data.history; remove these keys.")
+    suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
+    chosen = [np.flatnonzero(kind).tolist() for kind in (~aside, aside) if kind.any()]
+    plain = [_samples(demos, episodes, env, policy, ranked=False) for episodes in chosen]
+    parts = [replace(part, tags=suffixes[part.steps].tolist()) for part in plain]
+    return parts[0], parts[1] if parts[1:] else None
+
+
+def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
+    """Load demonstrations of `env` in addition to those of `data.path`; `alike`: fields that must be equal."""
+    other = read_card(resolve_asset(folder), data).env
+    if differs := differences(other, env, *alike):
+        raise ConfigError(f"The demonstrations in {folder} differ from those of data.path in {differs}.")
+    return load_demonstrations(resolve_asset(folder), data)
+
+
+def _samples(
+    demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, history: int = 1, ranked: bool
+) -> Samples:
+    length = policy.imitated or policy.num_action_chunks
+    steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
+    found, valid = demos.window(steps, length + history - 1, before=history - 1)
+    actions = demos.action[found]
+    # Once for all samples: target actions are in the policy's convention, as in acting.
+    convert_gripper(actions, env.action.gripper, policy.gripper)
+    return Samples(
+        demos=demos,
+        steps=steps,
+        actions=actions,
+        shown=demos.shown,
+        valid=valid,
+        history=history,
+        width=2 if ranked else 1,
+    )

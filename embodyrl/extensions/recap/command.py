@@ -1,0 +1,135 @@
+"""The command `recap`: rounds of collection, value training, labels and SFT, as in RECAP (arXiv 2511.14759)."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from embodyrl.checkpoint.store import CheckpointStore
+from embodyrl.cli.output import show_result
+from embodyrl.commands import COMMANDS
+from embodyrl.commands.run_folder import locked
+from embodyrl.config.compose import write_word
+from embodyrl.errors import Interrupted
+from embodyrl.extensions.recap.arguments import Arguments, read_arguments
+from embodyrl.extensions.recap.labelling import Stage, label_in_process
+from embodyrl.extensions.recap.report import REPORT_TEXT, Round, read_score, write_report
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.plan.saved import config_of_ckpt
+from embodyrl.plan.schema import Config
+
+
+def recap(args: argparse.Namespace) -> int:
+    """Run `embodyrl recap`."""
+    arguments = read_arguments(args.words)
+    with (
+        contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext(),
+        locked(arguments.out),
+    ):
+        try:
+            rounds, lines = Rounds(arguments, args.config_dir).run()
+        except Interrupted as error:
+            error.args = (f"{error}; to continue all rounds, run the same command again",)
+            raise
+    text = arguments.out / REPORT_TEXT
+    show_result(args, {"rounds": rounds, "report": text}, [*lines, f"report   {text}"])
+    return 0
+
+
+class Rounds:
+    """The rounds of one command; finished stages are found by their files and are not repeated."""
+
+    def __init__(self, arguments: Arguments, config_dirs: Sequence[Path] = ()) -> None:
+        self._arguments, self._cfg, self._dirs = arguments, arguments.cfg, config_dirs
+        self._commands: list[str] = []
+        self.finished: list[Round] = []
+
+    def run(self) -> tuple[list[Round], list[str]]:
+        """Run all stages that are not finished; return the rounds and the lines of the report.
+
+        Raises:
+            EmbodyError: any failure with a known cause.
+        """
+        out, lines = self._arguments.out, list[str]()
+        first, *_ = (word for word in self._arguments.model if word.startswith("model.path="))
+        score = self._evaluate("round_0", list(self._arguments.model))
+        self.finished.append(Round(number=0, run=first.removeprefix("model.path="), **score))
+        for number in range(1, self._cfg.rounds + 1):
+            before = out / f"round_{number - 1}"
+            acting = [write_word("ckpt", str(before))] if number > 1 else list(self._arguments.model)
+            data = out / f"episodes_{number}"
+            self._collect(number, data, acting)
+            values = self._label(number)
+            run = self._train(number)
+            score = self._evaluate(run.name, [write_word("ckpt", str(run))])
+            self.finished.append(Round(number=number, run=str(run), data=str(data), values=values, **score))
+            lines = write_report(out, self.finished, self._commands)
+        return self.finished, lines
+
+    def _pool(self, number: int) -> list[str]:
+        """Return the data sets of a round: the demonstrations and the episodes of all rounds so far."""
+        return [self._arguments.demos, *(str(self._arguments.out / f"episodes_{n}") for n in range(1, number + 1))]
+
+    def _collect(self, number: int, data: Path, acting: list[str]) -> None:
+        """Sample episodes of the policy of the round before; each round has another seed."""
+        named = [write_word("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
+        fixed = ["collect.filter=all", "eval.sampling_params.do_sample=true", *named]
+        cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
+        COMMANDS.get("collect")(cfg)
+
+    def _label(self, number: int) -> dict[str, Any]:
+        """Train value models on the pool and label all of its frames."""
+        labels = self._labels(number)
+        stage = Stage(
+            folders=tuple(self._pool(number)),
+            cfg=self._cfg,
+            seed=self._arguments.seed,
+            labels=labels,
+            summary=labels.with_suffix(".json"),
+        )
+        return label_in_process(stage)
+
+    def _labels(self, number: int) -> Path:
+        return self._arguments.out / f"labels_{number}.parquet"
+
+    def _train(self, number: int) -> Path:
+        """Run SFT from the initial weights on the labelled pool; return the run."""
+        run = self._arguments.out / f"round_{number}"
+        more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
+        words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
+        cfg = self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *self._run_words(run.name)])
+        if cfg.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
+            COMMANDS.get("sft")(cfg, resume=run if run.exists() else None)
+        return run
+
+    def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
+        """Evaluate a policy on env.eval; return the fields of `Round`."""
+        if not self._cfg.evaluate:
+            return {}
+        run = self._arguments.out / f"{name}_eval"
+        cfg = self._compose("eval", [*acting, *self._words("eval"), *self._run_words(run.name)])
+        if (found := read_score(run)) is None:
+            COMMANDS.get("eval")(cfg, resume=run if run.exists() else None)
+            found = read_score(run)
+        return found or {}
+
+    def _words(self, stage: str) -> tuple[str, ...]:
+        return self._arguments.words[stage]
+
+    def _run_words(self, name: str) -> list[str]:
+        folder = write_word("runner.output_dir", str(self._arguments.out))
+        return [folder, f"runner.experiment_name={name}", "runner.on_existing=resume"]
+
+    def _compose(self, command: str, words: list[str]) -> Config:
+        """Compose and check the config of a stage, and record its command for the report."""
+        self._commands.append(shlex.join(["embodyrl", command, *words]))
+        base = config_of_ckpt(words) if command != "sft" else None
+        cfg = load_config(command, words, config_dirs=self._dirs, base=base)
+        check_components(cfg)
+        return cfg

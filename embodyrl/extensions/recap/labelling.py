@@ -1,0 +1,163 @@
+"""The value stage of a round, in a process of its own: the driver of a run loads neither frames nor torch."""
+
+import json
+import multiprocessing
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import EmbodyError
+from embodyrl.extensions.demonstrations.labels import Labels, places
+from embodyrl.extensions.demonstrations.layout import write_file
+from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
+from embodyrl.extensions.recap.settings import LabelSource, RecapSettings
+from embodyrl.extensions.recap.targets import (
+    Outcomes,
+    advantages,
+    folds_of,
+    forced,
+    normalised_returns,
+    rank_correlation,
+    ranked_labels,
+    shuffled,
+    thresholds,
+)
+from embodyrl.plan.seeds import derive, derive_small
+from embodyrl.types import BoolArray, DoubleArray, IntArray
+
+_STAGE_S = 24 * 3600.0
+"""Deadline of the process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Arguments of the value stage."""
+
+    folders: tuple[str, ...]
+    cfg: RecapSettings
+    seed: int
+    labels: Path
+    """Output: the labels of all frames, in the order of `folders`."""
+    summary: Path
+    """Output: metrics as JSON, written last."""
+
+
+def label_in_process(stage: Stage) -> dict[str, Any]:
+    """Run the value stage unless its files exist; return its metrics.
+
+    Raises:
+        EmbodyError: the process failed; its traceback is on standard error.
+    """
+    if not (stage.summary.is_file() and stage.labels.is_file()):
+        process = multiprocessing.get_context("spawn").Process(target=label, args=(stage,), name="value")
+        process.start()
+        try:
+            process.join(_STAGE_S)
+        finally:
+            if process.is_alive():
+                process.terminate()
+                process.join(10.0)
+        if process.exitcode != 0:
+            raise EmbodyError(f"The value stage for {stage.labels} failed (exit code {process.exitcode}).")
+    return json.loads(stage.summary.read_text(encoding="utf-8"))
+
+
+def label(stage: Stage) -> None:
+    """Train value models on all data, and write the labels of all frames."""
+    demos = join_demonstrations([_shrunk(load_demonstrations(resolve_asset(folder))) for folder in stage.folders])
+    outcomes, cfg = Outcomes.of(demos), stage.cfg
+    g = normalised_returns(outcomes, cfg.failure_penalty)
+    value = cross_fitted(demos, outcomes, g, cfg, stage.seed)
+    advantage = advantages(outcomes, g, value, cfg.advantage_steps)
+    limits = thresholds(outcomes, advantage, cfg.positive_share)
+    sure = forced(demos)
+    ranked = ranked_labels(outcomes, advantage, limits)
+    positive = ranked | sure
+    if cfg.labels is LabelSource.shuffled:
+        positive = shuffled(outcomes, positive, ~sure, derive_small(stage.seed, "recap-shuffled"))
+    episode, frame = places(demos)
+    Labels(
+        episode=episode,
+        frame=frame,
+        returns=g.astype(np.float32),
+        value=value.astype(np.float32),
+        advantage=advantage.astype(np.float32),
+        positive=positive,
+    ).save(stage.labels)
+    found = measured(outcomes, g, value) | shares(outcomes, ranked, positive, sure)
+    names = {int(task): str(demos.instruction[start]) for task, start in zip(outcomes.task, demos.start, strict=True)}
+    found |= {"held_out": cfg.value_folds > 1, "thresholds": {names[task]: limit for task, limit in limits.items()}}
+    write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
+
+
+def _shrunk(demos: Demonstrations) -> Demonstrations:
+    from embodyrl.extensions.recap.value import shrunk
+
+    return replace(demos, images=shrunk(demos.images))
+
+
+def cross_fitted(
+    demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, cfg: RecapSettings, seed: int
+) -> DoubleArray:
+    """Return values [N] of all frames, each from a model that did not train on the frame's episode (see `value_folds`).
+
+    Frames after the first success, where the return is 0, have the value 0.
+    """
+    import torch
+
+    from embodyrl.extensions.recap.value import ValueTraining, rate, train_value
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    count = min(cfg.value_folds, len(outcomes.start))
+    fold = folds_of(len(outcomes.start), count, derive_small(seed, "recap-folds"))
+    value = np.zeros(outcomes.frames)
+    for number in range(count):
+        inside = _frames(outcomes, fold == number)
+        others = inside if count == 1 else _frames(outcomes, fold != number)
+        training = ValueTraining(
+            steps=cfg.value_steps,
+            batch_size=cfg.value_batch_size,
+            lr=cfg.value_lr,
+            seed=derive(seed, "recap-value", number) % 2**32,
+        )
+        value[inside] = rate(train_value(demos, others, g, training), demos, inside)
+    return value
+
+
+def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
+    """Return the counted frames of the chosen episodes [E]."""
+    parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
+    return np.concatenate([np.zeros(0, np.int64), *parts])
+
+
+def measured(outcomes: Outcomes, g: DoubleArray, value: DoubleArray) -> dict[str, float]:
+    """Return the error and rank correlation of values, and the mean values of successes and failures."""
+    counted = outcomes.task_of_frame >= 0
+    won = np.zeros(outcomes.frames, np.bool_)
+    for start, end, success in zip(outcomes.start, outcomes.end, outcomes.success, strict=True):
+        won[start:end] = success
+    found = {
+        "value_error": float(np.abs(g - value)[counted].mean()),
+        "value_rank_correlation": rank_correlation(g[counted], value[counted]),
+    }
+    for name, chosen in (("success", counted & won), ("failure", counted & ~won)):
+        if chosen.any():
+            found[f"value_of_{name}"] = float(value[chosen].mean())
+    return found
+
+
+def shares(outcomes: Outcomes, ranked: BoolArray, positive: BoolArray, sure: BoolArray) -> dict[str, float]:
+    """Return the numbers of episodes and frames, and the fractions of positive labels before and after forcing."""
+    counted = outcomes.task_of_frame >= 0
+    return {
+        "episodes": float(len(outcomes.start)),
+        "successes": float(outcomes.success.sum()),
+        "frames": float(counted.sum()),
+        "forced_frames": float((sure & counted).sum()),
+        "positive_by_rank": float(ranked[counted].mean()),
+        "positive": float(positive[counted].mean()),
+    }

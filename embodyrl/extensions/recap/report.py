@@ -1,0 +1,75 @@
+"""The report of a RECAP run: one row per round, as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from embodyrl.files import json_text, write_atomically
+from embodyrl.monitor.history import read_table
+
+REPORT_JSON, REPORT_TEXT = "recap.json", "recap.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Results of one round; round 0 is the initial policy."""
+
+    number: int
+    run: str
+    """Folder of the SFT run; the initial weights for round 0."""
+    data: str | None = None
+    """Folder of the collected episodes."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics of the value stage (`labelling.label`)."""
+    success: float | None = None
+    low: float | None = None
+    high: float | None = None
+    """Success on the evaluation states with its 95 % interval; None without an evaluation."""
+    episodes: int = 0
+
+
+def read_score(run: Path) -> dict[str, Any] | None:
+    """Return the success of a finished evaluation in a run folder, or None."""
+    for folder in sorted((run / "eval").glob("step_*"), reverse=True):
+        if table := read_table(folder):
+            overall = table["overall"]
+            return {
+                "success": overall["success_once"],
+                "low": overall["low"],
+                "high": overall["high"],
+                "episodes": overall["episodes"],
+            }
+    return None
+
+
+def write_report(folder: Path, rounds: Sequence[Round], commands: Sequence[str]) -> list[str]:
+    """Write both files; return the lines of the table."""
+    head = ["round", "success", "95 % interval", "pool", "solved", "positive", "V error", "V rank corr."]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    lines += [f"| {' | '.join(_cells(one))} |" for one in rounds]
+    listed = ["", "Commands of the stages:", "", *(f"    {command}" for command in commands)]
+    write_atomically(folder / REPORT_TEXT, "\n".join(["# RECAP", "", *lines, *listed]) + "\n")
+    found = {"rounds": [asdict(one) for one in rounds], "commands": list(commands)}
+    write_atomically(folder / REPORT_JSON, json_text(found))
+    return lines
+
+
+def _cells(one: Round) -> list[str]:
+    values = one.values
+    share = "" if one.success is None else f"{one.success:.3f} ({one.episodes})"
+    bounds = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+    if not values:
+        return [str(one.number), share, bounds, "", "", "", "", ""]
+    pool = f"{values['episodes']:.0f} episodes"
+    solved = f"{values['successes'] / values['episodes']:.2f}"
+    numbers = (f"{values[name]:.3f}" for name in ("positive", "value_error", "value_rank_correlation"))
+    return [str(one.number), share, bounds, pool, solved, *numbers]
+
+
+def read_report(folder: Path) -> dict[str, Any]:
+    """Return the content of the JSON file."""
+    return json.loads((folder / REPORT_JSON).read_text(encoding="utf-8"))

@@ -1,0 +1,76 @@
+"""Advantage conditioning: a suffix of the instruction, and the weight of classifier-free guidance. No torch import."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.policies.protocol import Policy
+from embodyrl.types import Observation
+
+CONDITIONING_FILE = "advantage.json"
+"""File in the folder of a policy that acts with a suffix."""
+POSITIVE, NEGATIVE = "Advantage: positive", "Advantage: negative"
+"""Suffixes of an instruction (RECAP, arXiv 2511.14759)."""
+
+
+def tagged(instruction: str, suffix: str) -> str:
+    """Return an instruction with exactly one suffix, on a line of its own; an earlier suffix is replaced."""
+    text = instruction.rstrip()
+    for known in (POSITIVE, NEGATIVE):
+        text = text.removesuffix(known).rstrip()
+    return f"{text}\n{suffix}" if suffix else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditioning:
+    """How a policy acts: its output is null + guidance * (conditioned - null), with the suffix and without.
+
+    Guidance 0 is the policy without the suffix; 1 is the policy with the suffix, in one pass.
+    """
+
+    suffix: str
+    guidance: float
+
+    def conditioned(self, obs: Observation) -> Observation:
+        """Return observations whose instructions have the suffix."""
+        return _with(obs, self.suffix)
+
+    def null(self, obs: Observation) -> Observation:
+        """Return observations whose instructions have no suffix."""
+        return _with(obs, "")
+
+    def save(self, folder: Path) -> None:
+        """Write the file of a policy's folder."""
+        (folder / CONDITIONING_FILE).write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def _with(obs: Observation, suffix: str) -> Observation:
+    return replace(obs, instructions=tuple(tagged(text, suffix) for text in obs.instructions))
+
+
+def read_conditioning(folder: Path) -> Conditioning | None:
+    """Read the conditioning of a policy; None: the policy acts without a suffix.
+
+    Raises:
+        CheckpointError: the file is malformed.
+    """
+    path = folder / CONDITIONING_FILE
+    try:
+        found = Conditioning(**json.loads(path.read_text(encoding="utf-8")))
+        valid = found.suffix in (POSITIVE, NEGATIVE) and 0 <= float(found.guidance) < 1000
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({reason_of(error)}). Export the policy again.") from error
+    if not valid:
+        raise CheckpointError(f"{path}: {found} is no known suffix with a guidance weight. Export the policy again.")
+    return found
+
+
+@runtime_checkable
+class Conditioned(Policy, Protocol):
+    """Policy that can act with a suffix. `imitate` uses instructions as given."""
+
+    conditioning: Conditioning | None
