@@ -16,7 +16,7 @@ from embodyrl.types import DoubleArray, FloatArray, IntArray, Observation
 
 BINS = 201
 """Number of categories, at linspace(-1, 0)."""
-WIDTH, LAYERS = 64, 2
+WIDTH, LAYERS, PLANES, MAPS = 64, 2, (16, 32), 16
 MAX_EDGE = 64
 """Maximum side of an image in pixels; larger images are averaged over squares of pixels."""
 _RATED_AT_A_TIME = 256
@@ -41,7 +41,9 @@ class ValueModel(nn.Module):
         bounds = np.quantile(demos.state, (0.01, 0.99), axis=0).astype(np.float32)
         one = np.ones(1, np.float32)
         units = Units(action_low=-one, action_high=one, state_low=bounds[0], state_high=bounds[1])
-        sizes = SmallConfig(width=WIDTH, layers=LAYERS, num_images=cameras, state_dim=state, action_width=1)
+        sizes = SmallConfig(
+            width=WIDTH, layers=LAYERS, planes=PLANES, maps=MAPS, num_images=cameras, state_dim=state, action_width=1
+        )
         shape = ChunkShape(horizon=1, width=1, executed=1, action_dim=1)
         longest = max(len(str(text).split()) for text in set(demos.instruction.tolist()))
         self.network = SmallFlow(sizes, shape, units, words=longest)

@@ -1,0 +1,130 @@
+"""Policies that act with a suffix: guidance, files, and training."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from embodyrl.envs import ENVS
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.plan.config import load_config
+from embodyrl.plan.environment import env_context
+from embodyrl.policies import POLICIES
+from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, read_conditioning, tagged
+from embodyrl.types import Observation
+from embodyrl.workers.noise import token_noise
+
+MODELS = ("flow_small", "pi05_tiny", "smolvla_tiny")
+GUIDED = Conditioning(suffix=POSITIVE, guidance=2.0)
+
+
+def policy(model: str) -> FlowPolicy:
+    cfg = load_config("eval", ["env=tabletop", f"model={model}", "model.precision=fp32"])
+    env = ENVS.get("tabletop").spec(cfg.env, env_context(cfg))
+    found = POLICIES.get(cfg.model.model_type).build(cfg.model, PolicyRequest(env=env, device="cpu", seed=0))
+    assert isinstance(found, FlowPolicy)
+    return found
+
+
+def observation(found: FlowPolicy, text: str = "touch the red block") -> Observation:
+    rng = np.random.default_rng(0)
+    cameras = max(1, found.spec.inputs.num_images)
+    return Observation(
+        images=rng.integers(0, 256, (2, cameras, 56, 56, 3), np.uint8),
+        state=rng.normal(size=(2, 4)).astype(np.float32),
+        instructions=(text, text),
+    )
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def one(request: pytest.FixtureRequest) -> FlowPolicy:
+    return policy(request.param)
+
+
+def test_suffix_is_appended_once_and_replaced():
+    once = tagged("open it", POSITIVE)
+    assert once == "open it\nAdvantage: positive"
+    assert tagged(once, POSITIVE) == once
+    assert tagged(once, NEGATIVE) == "open it\nAdvantage: negative"
+    assert tagged(f"{once} ", "") == "open it"
+
+
+def test_guidance_is_the_formula(one: FlowPolicy):
+    """v = v_null + w (v_pos - v_null) in every step of the flow; w = 1 is one pass, w = 0 the policy without suffix."""
+    obs = observation(one)
+    x = torch.randn(2, *one._size, generator=torch.Generator().manual_seed(1))
+    t = torch.full((2,), 0.5)
+
+    def velocity(rule: Conditioning | None, words: str) -> torch.Tensor:
+        one.conditioning = rule
+        with torch.no_grad():
+            return one._acting(observation(one, words))[1](x, t)[0]
+
+    words = obs.instructions[0]
+    null, positive = velocity(None, words), velocity(None, tagged(words, POSITIVE))
+    assert not torch.equal(null, positive)
+    torch.testing.assert_close(velocity(GUIDED, words), null + 2.0 * (positive - null), rtol=0, atol=0)
+    for weight, expected in ((0.0, null), (1.0, positive)):
+        assert torch.equal(velocity(Conditioning(suffix=POSITIVE, guidance=weight), words), expected)
+    # A client that already sent a suffix changes nothing.
+    assert torch.equal(velocity(GUIDED, tagged(words, NEGATIVE)), velocity(GUIDED, words))
+    one.conditioning = None
+
+
+def test_guidance_zero_is_the_unconditioned_policy_bit_for_bit(one: FlowPolicy):
+    obs = observation(one)
+    seeds, steps = np.array([3, 4]), np.array([0, 0])
+    noise = token_noise(seeds, steps, one.spec.tokens_per_chunk)
+    for drawn in (None, noise):
+        one.conditioning = None
+        plain = one.act(obs, noise=drawn)
+        one.conditioning = Conditioning(suffix=POSITIVE, guidance=0.0)
+        found = one.act(obs, noise=drawn)
+        for name in ("actions", "tokens", "logprob"):
+            assert np.array_equal(getattr(found, name), getattr(plain, name)), name
+    one.conditioning = None
+
+
+def test_score_repeats_the_log_probabilities_of_guided_actions(one: FlowPolicy):
+    one.conditioning = GUIDED
+    obs = observation(one)
+    noise = token_noise(np.array([3, 4]), np.array([0, 0]), one.spec.tokens_per_chunk)
+    found = one.act(obs, noise=noise)
+    again = one.score(obs, found.tokens).logprob.detach().numpy()
+    np.testing.assert_allclose(again, found.logprob, rtol=1e-4, atol=1e-4)
+    one.conditioning = None
+
+
+def test_conditioning_is_part_of_the_saved_folder(one: FlowPolicy, tmp_path: Path):
+    one.conditioning = GUIDED
+    one.save(tmp_path)
+    guided = one.act(observation(one), noise=None).actions
+    one.conditioning = None
+    assert not np.array_equal(one.act(observation(one), noise=None).actions, guided)
+    one.load_weights(tmp_path)
+    assert one.conditioning == GUIDED
+    assert np.array_equal(one.act(observation(one), noise=None).actions, guided)
+    one.conditioning = None
+
+
+@pytest.mark.parametrize("content", ['{"suffix": "x", "guidance": 1}', '{"suffix": 1}', "[]", "{"])
+def test_malformed_conditioning_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "advantage.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"advantage\.json"):
+        read_conditioning(tmp_path)
+
+
+def test_guidance_without_samples_without_suffix_is_refused():
+    words = partial(load_config, "sft")
+    with pytest.raises(ConfigError, match="label_dropout=0"):
+        words(["data.path=x", "objective.labels=x", "objective.label_dropout=0", "objective.guidance=2"])
+    cfg: Any = words(["data.path=x", "objective.labels=x", "objective.guidance=2"])
+    assert json.loads(cfg.objective.model_dump_json())["label_dropout"] == 0.3
