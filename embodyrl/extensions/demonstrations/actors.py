@@ -41,8 +41,9 @@ class SupervisedActors(Started):
 
     @contextmanager
     def holding(self, samples: Samples, rows: IntArray, plain: BoolArray | None = None) -> Iterator[IntArray]:
-        """Write the samples `rows` into records, which are valid inside the block; `plain`: mask of those without a
-        suffix.
+        """Write the samples `rows` into records, which are valid inside the block.
+
+        `plain`: mask of the samples without a suffix of their instruction.
         """
         bare = np.zeros(len(rows) * samples.width, np.bool_) if plain is None else np.repeat(plain, samples.width)
         rows = (rows[:, None] * samples.width + np.arange(samples.width)).ravel()

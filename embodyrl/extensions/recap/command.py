@@ -23,6 +23,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.saved import config_of_ckpt
 from embodyrl.plan.schema import Config
+from embodyrl.policies.settings import ModelSettings
 
 
 def recap(args: argparse.Namespace) -> int:
@@ -65,8 +66,10 @@ class Rounds:
             acting = [write_word("ckpt", str(before))] if number > 1 else list(self._arguments.model)
             data = out / f"episodes_{number}"
             self._collect(number, data, acting)
-            values = self._label(number)
-            run = self._train(number)
+            learning, run = self._learning(number), out / f"round_{number}"
+            values = self._label(number, learning.model)
+            if learning.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
+                COMMANDS.get("sft")(learning, resume=run if run.exists() else None)
             score = self._evaluate(run.name, [write_word("ckpt", str(run))])
             self.finished.append(Round(number=number, run=str(run), data=str(data), values=values, **score))
             lines = write_report(out, self.finished, self._commands)
@@ -83,12 +86,13 @@ class Rounds:
         cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
         COMMANDS.get("collect")(cfg)
 
-    def _label(self, number: int) -> dict[str, Any]:
+    def _label(self, number: int, model: ModelSettings) -> dict[str, Any]:
         """Train value models on the pool and label all of its frames."""
         labels = self._labels(number)
         stage = Stage(
             folders=tuple(self._pool(number)),
             cfg=self._cfg,
+            model=model,
             seed=self._arguments.seed,
             labels=labels,
             summary=labels.with_suffix(".json"),
@@ -98,15 +102,12 @@ class Rounds:
     def _labels(self, number: int) -> Path:
         return self._arguments.out / f"labels_{number}.parquet"
 
-    def _train(self, number: int) -> Path:
-        """Run SFT from the initial weights on the labelled pool; return the run."""
-        run = self._arguments.out / f"round_{number}"
+    def _learning(self, number: int) -> Config:
+        """Return the config of a round's SFT, from the initial weights on the labelled pool."""
         more = f"data.more=[{','.join(shlex.quote(path) for path in self._pool(number)[1:])}]"
         words = [more, "data.val_share=0", write_word("objective.labels", str(self._labels(number)))]
-        cfg = self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *self._run_words(run.name)])
-        if cfg.runner.max_steps not in CheckpointStore(run / "checkpoints").folders():
-            COMMANDS.get("sft")(cfg, resume=run if run.exists() else None)
-        return run
+        named = self._run_words(f"round_{number}")
+        return self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *named])
 
     def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
         """Evaluate a policy on env.eval; return the fields of `Round`."""

@@ -1,20 +1,26 @@
 """The value stage of a round, in a process of its own: the driver of a run loads neither frames nor torch."""
 
+from __future__ import annotations
+
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from embodyrl.config.paths import resolve_asset
-from embodyrl.errors import EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.labels import Labels, places
 from embodyrl.extensions.demonstrations.layout import write_file
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
-from embodyrl.extensions.recap.settings import LabelSource, RecapSettings
+from embodyrl.extensions.demonstrations.sft_setup import data_statistics, with_statistics
+from embodyrl.extensions.recap.settings import LabelSource, RecapSettings, ValueInput
 from embodyrl.extensions.recap.targets import (
     Outcomes,
     advantages,
@@ -26,8 +32,15 @@ from embodyrl.extensions.recap.targets import (
     shuffled,
     thresholds,
 )
-from embodyrl.plan.seeds import derive, derive_small
-from embodyrl.types import BoolArray, DoubleArray, IntArray
+from embodyrl.plan.seeds import derive_small
+from embodyrl.policies import POLICIES
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.settings import ModelSettings
+from embodyrl.policies.vla.conditioning import HasFeatures
+from embodyrl.types import BoolArray, DoubleArray, EnvSpec, IntArray
+
+if TYPE_CHECKING:
+    from embodyrl.extensions.recap.value import ValueModel
 
 _STAGE_S = 24 * 3600.0
 """Deadline of the process."""
@@ -39,6 +52,8 @@ class Stage:
 
     folders: tuple[str, ...]
     cfg: RecapSettings
+    model: ModelSettings
+    """Model with the initial weights, for its features."""
     seed: int
     labels: Path
     """Output: the labels of all frames, in the order of `folders`."""
@@ -68,10 +83,10 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
 
 def label(stage: Stage) -> None:
     """Train value models on all data, and write the labels of all frames."""
-    demos = join_demonstrations([_shrunk(load_demonstrations(resolve_asset(folder))) for folder in stage.folders])
+    demos = join_demonstrations([load_demonstrations(resolve_asset(folder)) for folder in stage.folders])
     outcomes, cfg = Outcomes.of(demos), stage.cfg
     g = normalised_returns(outcomes, cfg.failure_penalty)
-    value = cross_fitted(demos, outcomes, g, cfg, stage.seed)
+    value = cross_fitted(demos, outcomes, g, stage)
     advantage = advantages(outcomes, g, value, cfg.advantage_steps)
     limits = thresholds(outcomes, advantage, cfg.positive_share)
     sure = forced(demos)
@@ -94,26 +109,16 @@ def label(stage: Stage) -> None:
     write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
 
 
-def _shrunk(demos: Demonstrations) -> Demonstrations:
-    from embodyrl.extensions.recap.value import shrunk
-
-    return replace(demos, images=shrunk(demos.images))
-
-
-def cross_fitted(
-    demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, cfg: RecapSettings, seed: int
-) -> DoubleArray:
+def cross_fitted(demos: Demonstrations, outcomes: Outcomes, g: DoubleArray, stage: Stage) -> DoubleArray:
     """Return values [N] of all frames, each from a model that did not train on the frame's episode (see `value_folds`).
 
     Frames after the first success, where the return is 0, have the value 0.
     """
-    import torch
-
     from embodyrl.extensions.recap.value import ValueTraining, rate, train_value
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    cfg, make = stage.cfg, _value_models(demos, stage)
     count = min(cfg.value_folds, len(outcomes.start))
-    fold = folds_of(len(outcomes.start), count, derive_small(seed, "recap-folds"))
+    fold = folds_of(len(outcomes.start), count, derive_small(stage.seed, "recap-folds"))
     value = np.zeros(outcomes.frames)
     for number in range(count):
         inside = _frames(outcomes, fold == number)
@@ -122,10 +127,44 @@ def cross_fitted(
             steps=cfg.value_steps,
             batch_size=cfg.value_batch_size,
             lr=cfg.value_lr,
-            seed=derive(seed, "recap-value", number) % 2**32,
+            seed=derive_small(stage.seed, "recap-value", number),
         )
-        value[inside] = rate(train_value(demos, others, g, training), demos, inside)
+        value[inside] = rate(train_value(make, others, g, training), inside)
     return value
+
+
+def _value_models(demos: Demonstrations, stage: Stage) -> Callable[[], ValueModel]:
+    """Return a function that builds a value model with random weights.
+
+    Raises:
+        ConfigError: the policy has no features.
+    """
+    import torch
+
+    from embodyrl.extensions.recap.value import FeatureValue, NetworkValue, features_of, shrunk
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if stage.cfg.value_from is ValueInput.network:
+        small = replace(demos, images=shrunk(demos.images))
+        return lambda: NetworkValue(small).to(device)
+    env = read_card(resolve_asset(stage.folders[0])).env
+    request = PolicyRequest(env=env, device=device, seed=stage.seed, trainable=False)
+    with TemporaryDirectory() as folder:
+        model = _with_statistics(stage, demos, env, Path(folder))
+        policy = POLICIES.get(model.model_type).build(model, request)
+    if not isinstance(policy, HasFeatures):
+        raise ConfigError(f"recap.value_from=policy: model '{policy.spec.name}' has no features; use network.")
+    features = features_of(policy, demos)
+    return lambda: FeatureValue(features).to(device)
+
+
+def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: Path) -> ModelSettings:
+    """Return settings of the initial policy with statistics of the data, as SFT uses them."""
+    model = stage.model
+    key = getattr(model, "unnorm_key", None) or env.benchmark.unnorm_key or env.name
+    entry = data_statistics(demos.action, demos.state, env, demos.num_episodes)
+    return with_statistics(model, resolve_asset(str(model.weights)), folder, key, entry)
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:

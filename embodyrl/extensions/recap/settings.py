@@ -8,6 +8,7 @@ from pydantic import Field
 from embodyrl.config.settings import Count, Path, Positive, Settings
 
 LabelSource = StrEnum("LabelSource", ["advantage", "shuffled"])
+ValueInput = StrEnum("ValueInput", ["policy", "network"])
 
 
 class RecapSettings(Settings):
@@ -26,6 +27,9 @@ class RecapSettings(Settings):
     a failure above the start of a success."""
     labels: LabelSource = LabelSource.advantage
     """advantage: rank of the advantage. shuffled: the same labels in random order within each task, as a control."""
+    value_from: ValueInput = ValueInput.policy
+    """Input of the value models. policy: features of the initial policy, computed once per round. network: a
+    separate small network reads images, state and instruction; slower."""
     value_steps: Count = 400
     """Optimizer steps of each value model."""
     value_batch_size: Count = 128

@@ -1,6 +1,8 @@
-"""Distributional value model of RECAP: categories over normalised returns, from images, state and instruction."""
+"""Distributional value models of RECAP: categories over normalised returns."""
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,15 +13,16 @@ from embodyrl.extensions.demonstrations.reader import Demonstrations
 from embodyrl.extensions.recap.targets import two_hot
 from embodyrl.policies.flow.small.config import SmallConfig, Units
 from embodyrl.policies.flow.small.network import SmallFlow
+from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.policies.vla.records import ChunkShape
-from embodyrl.types import DoubleArray, FloatArray, IntArray, Observation
+from embodyrl.types import ROWS_AT_A_TIME, DoubleArray, IntArray, Observation
 
 BINS = 201
 """Number of categories, at linspace(-1, 0)."""
 WIDTH, LAYERS, PLANES, MAPS = 64, 2, (16, 32), 16
+HEAD_WIDTH, DROPOUT = 128, 0.3
 MAX_EDGE = 64
 """Maximum side of an image in pixels; larger images are averaged over squares of pixels."""
-_RATED_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,30 +35,69 @@ class ValueTraining:
     seed: int
 
 
-class ValueModel(nn.Module):
-    """Encoder of the small flow policy, which reads images, state and instruction, with a head for `BINS` logits."""
+class ValueModel(nn.Module, ABC):
+    """Logits over `BINS` categories of the return, for frames of a fixed data set."""
+
+    @abstractmethod
+    def forward(self, frames: IntArray) -> Tensor:
+        """Return logits [B, BINS]."""
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the trained weights."""
+        return [*self.parameters()]
+
+
+class FeatureValue(ValueModel):
+    """Two hidden layers on normalised features [N, F] of all frames."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        scale = features.std(0) + 1e-3
+        self._features = (features - features.mean(0)) / scale
+        layers: list[nn.Module] = []
+        for inputs in (features.shape[1], HEAD_WIDTH):
+            layers += [nn.Linear(inputs, HEAD_WIDTH), nn.GELU(), nn.Dropout(DROPOUT)]
+        self.layers = nn.Sequential(*layers, nn.Linear(HEAD_WIDTH, BINS))
+
+    def forward(self, frames: IntArray) -> Tensor:
+        """See `ValueModel`."""
+        return self.layers(self._features[torch.from_numpy(frames).to(self._features.device)])
+
+
+class NetworkValue(ValueModel):
+    """Encoder of the small flow policy, which reads images, state and instruction, with a head."""
 
     def __init__(self, demos: Demonstrations) -> None:
         super().__init__()
+        self._demos = demos
         cameras, state = demos.images.shape[1], demos.state.shape[1]
         bounds = np.quantile(demos.state, (0.01, 0.99), axis=0).astype(np.float32)
         one = np.ones(1, np.float32)
         units = Units(action_low=-one, action_high=one, state_low=bounds[0], state_high=bounds[1])
         sizes = SmallConfig(
-            width=WIDTH, layers=LAYERS, planes=PLANES, maps=MAPS, num_images=cameras, state_dim=state, action_width=1
+            width=WIDTH,
+            layers=LAYERS,
+            planes=PLANES,
+            maps=MAPS,
+            num_images=cameras,
+            state_dim=state,
+            action_width=1,
         )
         shape = ChunkShape(horizon=1, width=1, executed=1, action_dim=1)
         longest = max(len(str(text).split()) for text in set(demos.instruction.tolist()))
         self.network = SmallFlow(sizes, shape, units, words=longest)
-        self.head = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, BINS))
+        self.head = nn.Sequential(nn.Linear(WIDTH, HEAD_WIDTH), nn.GELU(), nn.Linear(HEAD_WIDTH, BINS))
 
-    def forward(self, obs: Observation) -> Tensor:
-        """Return logits [B, BINS]."""
-        return self.head(self.network.encode_prefix(obs).pooled)
+    def forward(self, frames: IntArray) -> Tensor:
+        """See `ValueModel`."""
+        return self.head(self.network.encode_prefix(observations(self._demos, frames)).pooled)
 
-    def expected(self, logits: Tensor) -> Tensor:
-        """Return the expected return [B] of logits [B, BINS]."""
-        return logits.softmax(1) @ torch.linspace(-1.0, 0.0, BINS, device=logits.device)
+    def trained(self) -> list[nn.Parameter]:
+        """Return all weights except those of the action expert, which the value does not use."""
+        unused = tuple(
+            f"network.{part}" for part in ("memory", "action_in", "time", "expert", "out_norm", "action_out")
+        )
+        return [weight for name, weight in self.named_parameters() if not name.startswith(unused)]
 
 
 def shrunk(images: np.ndarray) -> np.ndarray:
@@ -72,47 +114,53 @@ def shrunk(images: np.ndarray) -> np.ndarray:
     return out
 
 
-def train_value(demos: Demonstrations, steps: IntArray, g: DoubleArray, training: ValueTraining) -> ValueModel:
-    """Train a value model on frames `steps` with returns g [N] by cross-entropy to two-hot targets."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def features_of(policy: HasFeatures, demos: Demonstrations) -> Tensor:
+    """Return the policy's features of all frames, followed by the state: [N, F]."""
+    parts: list[Tensor] = []
+    for start in range(0, len(demos.action), ROWS_AT_A_TIME):
+        obs = observations(demos, np.arange(start, min(start + ROWS_AT_A_TIME, len(demos.action))))
+        found = policy.features(obs).float()
+        parts.append(torch.cat([found, torch.from_numpy(obs.state).to(found)], 1))
+    return torch.cat(parts)
+
+
+def train_value(
+    make: Callable[[], ValueModel], frames: IntArray, g: DoubleArray, training: ValueTraining
+) -> ValueModel:
+    """Train a value model on frames [n] with returns g [N] by cross-entropy to two-hot targets."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(training.seed)
-        model = ValueModel(demos).to(device)
-    used = [weight for name, weight in model.named_parameters() if not _of_actions(name)]
-    optimizer = torch.optim.AdamW(used, lr=training.lr, weight_decay=0.01)
-    rng = np.random.default_rng(training.seed)
-    for step in range(training.steps):
-        progress = step / training.steps
-        for group in optimizer.param_groups:
-            group["lr"] = training.lr * min(1.0, (step + 1) / 20) * 0.5 * (1.0 + math.cos(math.pi * progress))
-        rows = rng.choice(steps, training.batch_size)
-        target = torch.from_numpy(two_hot(g[rows], BINS)).to(device, torch.float32)
-        loss = nn.functional.cross_entropy(model(observations(demos, rows)), target)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(used, 1.0)
-        optimizer.step()
+        model = make().train()
+        used = model.trained()
+        device = used[0].device
+        optimizer = torch.optim.AdamW(used, lr=training.lr, weight_decay=0.1)
+        rng = np.random.default_rng(training.seed)
+        for step in range(training.steps):
+            share = 0.5 * (1.0 + math.cos(math.pi * step / training.steps))
+            for group in optimizer.param_groups:
+                group["lr"] = training.lr * min(1.0, (step + 1) / 20) * share
+            rows = rng.choice(frames, training.batch_size)
+            target = torch.from_numpy(two_hot(g[rows], BINS)).to(device, torch.float32)
+            loss = nn.functional.cross_entropy(model(rows), target)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(used, 1.0)
+            optimizer.step()
     return model.eval()
 
 
-def _of_actions(name: str) -> bool:
-    """Return whether a weight belongs to the action expert, which a value model does not use."""
-    parts = ("memory", "action_in", "time", "expert", "out_norm", "action_out")
-    return name.startswith(tuple(f"network.{part}" for part in parts))
-
-
 @torch.no_grad()
-def rate(model: ValueModel, demos: Demonstrations, steps: IntArray) -> DoubleArray:
-    """Return the values of frames `steps` [n]."""
-    parts = [
-        model.expected(model(observations(demos, steps[i : i + _RATED_AT_A_TIME]))).double().cpu().numpy()
-        for i in range(0, len(steps), _RATED_AT_A_TIME)
-    ]
-    return np.concatenate([np.zeros(0), *parts])
+def rate(model: ValueModel, frames: IntArray) -> DoubleArray:
+    """Return the expected returns of frames [n]."""
+    parts = [np.zeros(0)]
+    for start in range(0, len(frames), 256):
+        logits = model(frames[start : start + 256])
+        centres = torch.linspace(-1.0, 0.0, BINS, device=logits.device)
+        parts.append((logits.softmax(1) @ centres).double().cpu().numpy())
+    return np.concatenate(parts)
 
 
-def observations(demos: Demonstrations, steps: IntArray) -> Observation:
+def observations(demos: Demonstrations, frames: IntArray) -> Observation:
     """Return the observations of some frames."""
-    state: FloatArray = demos.state[steps]
-    words = tuple(str(text) for text in demos.instruction[steps])
-    return Observation(images=demos.images[steps], state=state, instructions=words)
+    words = tuple(str(text) for text in demos.instruction[frames])
+    return Observation(images=demos.images[frames], state=demos.state[frames], instructions=words)

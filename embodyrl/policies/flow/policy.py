@@ -192,6 +192,13 @@ class FlowPolicy:
         """Return value estimates [B, V]."""
         return self._value(self._acting(obs)[0], len(obs)).cpu().numpy()
 
+    @torch.no_grad()
+    def features(self, obs: Observation) -> Tensor:
+        """Return [B, F]: the expert's mean hidden state and the velocity at zero noise, for instructions as given."""
+        middle = torch.zeros(len(obs), *self._size, device=self._device)
+        v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
+        return torch.cat([hidden.mean(1), v.flatten(1)], 1)
+
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens of `act`, and values [B, V], with gradients."""
         prefix, velocity = self._acting(obs)

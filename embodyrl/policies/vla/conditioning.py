@@ -1,13 +1,18 @@
 """Advantage conditioning: a suffix of the instruction, and the weight of classifier-free guidance. No torch import."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from embodyrl.errors import CheckpointError, reason_of
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import Observation
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONDITIONING_FILE = "advantage.json"
 """File in the folder of a policy that acts with a suffix."""
@@ -25,7 +30,7 @@ def tagged(instruction: str, suffix: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """How a policy acts: its output is null + guidance * (conditioned - null), with the suffix and without.
+    """Rule for acting: null + guidance * (conditioned - null), for outputs with the suffix and without.
 
     Guidance 0 is the policy without the suffix; 1 is the policy with the suffix, in one pass.
     """
@@ -67,6 +72,15 @@ def read_conditioning(folder: Path) -> Conditioning | None:
     if not valid:
         raise CheckpointError(f"{path}: {found} is no known suffix with a guidance weight. Export the policy again.")
     return found
+
+
+@runtime_checkable
+class HasFeatures(Policy, Protocol):
+    """Policy whose features of an observation can be the input of a value model."""
+
+    def features(self, obs: Observation) -> Tensor:
+        """Return features [B, F] of observations, without gradients."""
+        ...
 
 
 @runtime_checkable
