@@ -144,7 +144,7 @@ class Reads:
     needs: Mapping[str, str] = field(default_factory=dict)
     """Conditions under which keys have an effect, as in `Settings.needs`."""
     problems: Callable[[Any], Iterator[str]] = no_problems
-    """Yield missing keys, and components that the command does not support, one line each with the fix."""
+    """Yield missing keys, one line each with the fix; raise a ConfigError about an environment of another kind."""
 
 
 READS: Registry[Reads] = Registry(

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from typing import Any
 
+from embodyrl.config.sections import no_problems
+from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Reads
 
 
 def _problems(cfg: Any) -> Iterator[str]:
     if cfg.reads_rows:
-        yield f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves actions, not text."
+        raise ConfigError(f"env.env_type={cfg.env.env_type}: `embodyrl serve` serves actions, not text.")
+    return no_problems(cfg)
 
 
 SERVE = Reads(
