@@ -111,6 +111,24 @@ class GoalSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedSpec:
+    """Last columns of the state: the actions of the previous chunk that follow the observation.
+
+    The columns are the number of actions that will be executed before the next chunk begins (the delay), the number of
+    actions left in the previous chunk (0 in the first observation of an episode), and these actions, row by row.
+    """
+
+    rows: int
+    """Number of rows for actions, the overlap of two chunks."""
+    delay: int
+    """Largest delay, env steps."""
+
+    def width(self, action_dim: int) -> int:
+        """Return the number of state columns."""
+        return 2 + self.rows * action_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSpec:
     """Scripted expert of an environment."""
 
@@ -197,6 +215,8 @@ class EnvSpec:
     cameras: CameraSpec = CameraSpec()
     state_dim: int = 0
     goal: GoalSpec | None = None
+    committed: CommittedSpec | None = None
+    """Committed actions at the end of the state, if the policy observes them."""
     expert: ExpertSpec = ExpertSpec()
     reward: RewardSpec = RewardSpec()
     text: TextSpec = TextSpec()
@@ -206,6 +226,11 @@ class EnvSpec:
     """Horizon of the benchmark, env steps."""
     doubts: tuple[str, ...] = field(default=(), compare=False)
     """Warnings of the banner, one line each. Warnings may quote observations, and so differ between equal specs."""
+
+    @property
+    def own_state_dim(self) -> int:
+        """Number of state columns without committed actions."""
+        return self.state_dim - (0 if self.committed is None else self.committed.width(self.action.dim))
 
     def suite_of(self, task_id: int) -> str:
         """Return the name of a task's suite."""

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from embodyrl.envs.chunked import ChunkedEnv
-from embodyrl.envs.protocol import EnvContext
+from embodyrl.envs.delayed import DelayedEnv, timing_of, with_delay, without_committed
+from embodyrl.envs.protocol import Env, EnvContext
 from embodyrl.envs.reward import StepReward, StepRewardSettings
 from embodyrl.envs.settings import CameraSettings, EnvSettings
 from embodyrl.envs.simulators import Simulators
@@ -62,17 +63,23 @@ class SimFactory(ABC, Generic[S]):
         own = context.reward
         spec = self.describe(cfg, context)
         spec = replace(spec, reward=replace(spec.reward, factor=getattr(cfg, "reward_coef", 1.0)))
-        return StepReward(own).declare(spec) if own is not None and own.path is not None else spec
+        spec = StepReward(own).declare(spec) if own is not None and own.path is not None else spec
+        timing = timing_of(cfg, context)
+        return spec if timing is None else with_delay(spec, timing, context.chunk)
 
-    def make(self, cfg: Any, context: EnvContext) -> ChunkedEnv:
+    def make(self, cfg: Any, context: EnvContext) -> Env:
         """Build the environment."""
-        return ChunkedEnv(
+        timing = timing_of(cfg, context)
+        if timing is not None and context.described is not None:
+            context = replace(context, described=without_committed(context.described))
+        env = ChunkedEnv(
             self.simulators(cfg, context),
             context.num_slots,
             use_rel_reward=cfg.use_rel_reward,
             reward_coef=cfg.reward_coef,
             reward=context.reward,
         )
+        return env if timing is None else DelayedEnv(env, timing, context.num_slots)
 
 
 _SHARE = 0.8

@@ -136,6 +136,12 @@ class EnvContext:
     """Settings of the section `reward`; None: the simulator's own reward."""
     described: EnvSpec | None = None
     """Environment description from the run plan; None: describe the environment."""
+    chunk: int = 0
+    """Number of actions per chunk of the policy; 0: unknown."""
+    overlap: int | None = None
+    """Number of actions at the end of a chunk that overlap with the next chunk; None: the largest delay."""
+    observe_committed: bool = False
+    """Append committed actions to the state, as required by the policy."""
     suites: tuple[str, ...] = ()
     """Additional suites to evaluate, a subset of the factory's `suites`."""
 

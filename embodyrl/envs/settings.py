@@ -12,6 +12,7 @@ RenderProfile = StrEnum("RenderProfile", ["full", "lean"])
 
 
 _RANGE = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1])
+_DELAYS = only(lambda v: len(v) == 2 and 0 <= v[0] <= v[1] <= 1000)
 _TASKS = only(lambda v: v and min(v) >= 0 and len(set(v)) == len(v))
 RewardFactor = Annotated[
     float, Field(ge=-(10**6), le=10**6), only(bool), Must("different from 0 (0 removes every reward)")
@@ -53,6 +54,17 @@ class TrainSplit(EnvSplit):
     """Env steps per slot and rollout epoch for algorithms that count steps (GAE); default: max_episode_steps."""
 
 
+class ControlSettings(Settings):
+    """Config keys for the timing of actions."""
+
+    latency_steps: Annotated[list[int], _DELAYS] | Annotated[int, Field(ge=0, le=1000)] = 0
+    """Number of env steps between an observation and the first action of its chunk; meanwhile the previous chunk
+    continues. [low,high]: sampled uniformly for each chunk. The first chunk of an episode has no delay."""
+    observe_committed: bool = False
+    """Append to the state the delay, and the actions of the previous chunk that follow the observation; model.rtc
+    sets it."""
+
+
 class EnvSettings(Settings):
     """Config keys for every environment: name and splits."""
 
@@ -80,13 +92,22 @@ class EnvSettings(Settings):
         return 0
 
     @property
+    def delay(self) -> tuple[int, int]:
+        """Smallest and largest number of env steps between an observation and the first action of its chunk."""
+        control: ControlSettings | None = getattr(self, "control", None)
+        steps = 0 if control is None else control.latency_steps
+        return (steps, steps) if isinstance(steps, int) else (steps[0], steps[1])
+
+    @property
     def longest_episode(self) -> int:
         """Largest `max_episode_steps` of the splits."""
         return max(split.max_episode_steps for split in self.splits.values())
 
 
 class RewardSettings(Settings):
-    """Reward scale of all simulators."""
+    """Reward scale and delay of all simulators."""
+
+    control: ControlSettings = ControlSettings()
 
     use_rel_reward: bool = True
     """Use the difference between consecutive simulator rewards, so that the return equals the last reward."""

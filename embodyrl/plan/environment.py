@@ -23,6 +23,9 @@ def env_context(cfg: Config) -> EnvContext:
     context = EnvContext(
         pictures=not cfg.evaluates or cfg.video != "none",
         reward=reward if isinstance(reward, StepRewardSettings) else None,
+        chunk=cfg.model.num_action_chunks if cfg.has("model") else 0,
+        overlap=cfg.chunk_overlap,
+        observe_committed=cfg.has("model") and cfg.model.reads_committed,
         suites=_further_suites(cfg) if cfg.evaluates else (),
     )
     complete = getattr(ENVS.get(cfg.env.env_type), "complete", None)

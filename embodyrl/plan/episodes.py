@@ -37,6 +37,8 @@ class EpisodeList:
     """Number of slots for the episodes, in all env workers."""
     max_episode_steps: int
     """Number of env steps after which an episode is truncated."""
+    max_chunks: int
+    """Number of chunks after which an episode is truncated."""
     ignore_terminations: bool
     """Continue after a success until the time limit."""
     waves: tuple[Wave, ...]
@@ -231,6 +233,7 @@ def _episode_list(cfg: Config, split: EnvSplit, waves: list[Wave], slots: int) -
     return EpisodeList(
         num_slots=slots,
         max_episode_steps=split.max_episode_steps,
+        max_chunks=-(-split.max_episode_steps // cfg.chunk_steps),
         ignore_terminations=split.ignore_terminations,
         waves=tuple(_deal(wave, slots) for wave in waves) if cfg.runner.deterministic else tuple(waves),
     )
@@ -296,7 +299,7 @@ def _quota_wave(cfg: Config, env: EnvSpec, step: int, epoch: int, reset_ids: lis
     """Return per-slot queues that exceed the quota even if every episode ends with its first chunk."""
     split, size = cfg.env.train, cfg.algorithm.group_size
     steps = split.max_steps_per_rollout_epoch or split.max_episode_steps
-    quota = -(-steps // cfg.model.num_action_chunks)
+    quota = -(-steps // cfg.chunk_steps)
     per_slot = quota if split.auto_reset else 1
     fixed_ids = split.use_fixed_reset_state_ids and not split.continue_episodes
     choices = None if fixed_ids else _reset_ids(env, split)

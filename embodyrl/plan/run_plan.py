@@ -177,6 +177,12 @@ def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]
     """Return violated requirements of the command on environment and policy."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
     problems += protocol_problems(cfg, env)
+    timed = cfg.env.delay[1] or cfg.chunk_overlap
+    if timed and (policy.scripted or cfg.has("collect")):
+        problems.append(
+            "env.control.latency_steps and rollout.chunk_overlap: the scripted expert and recorded demonstrations act "
+            "at each step, without delay. Remove the keys."
+        )
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="
@@ -370,7 +376,7 @@ def _max_samples(cfg: Config, algorithm: Algorithm) -> int:
     steps = split.max_episode_steps
     if algorithm.estimator.counts_chunk_steps:
         steps = split.max_steps_per_rollout_epoch or steps
-    return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.model.num_action_chunks)
+    return split.total_num_envs * cfg.algorithm.rollout_epoch * -(-steps // cfg.chunk_steps)
 
 
 def _capacity(cfg: Config | None, env: EnvSpec, algorithm: Algorithm | None, num_slots: int) -> int:

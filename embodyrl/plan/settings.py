@@ -123,6 +123,9 @@ class RolloutSettings(Settings):
     logprobs: Annotated[int, Field(ge=0, le=20)] = 0
     """Language models: for each token of a reply, also record the n most probable tokens with their
     log-probabilities."""
+    chunk_overlap: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    """Number of actions at the end of a chunk that the next chunk replaces: the policy acts every
+    model.num_action_chunks - chunk_overlap env steps; default: the largest env.control.latency_steps."""
     pipeline_stage_num: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of stages into which each env worker's slots are divided, to overlap simulation and inference."""
 

@@ -55,6 +55,11 @@ class ModelSettings(Settings):
         """True if low-rank adapters are trained instead of the weights."""
         return getattr(self, "is_lora", False)
 
+    @property
+    def reads_committed(self) -> bool:
+        """True if the policy observes committed actions (`EnvSpec.committed`)."""
+        return False
+
     def whole(self, path: str | None = None) -> Self:
         """Return the settings without adapters, with the weights of the folder `path` if set."""
         return self if path is None else self.model_copy(update={"path": path})

@@ -220,7 +220,7 @@ class Slots:
                 fields: dict[str, Any] = dict(zip(KEPT, stacked, strict=True))
             cut = not (terminated[i] or truncated[i])
             # With a quota, episodes that end before the cut are the short ones.
-            whole = slot.room * fields[Record.valid].shape[1] >= rollout.plan.max_episode_steps
+            whole = slot.room >= rollout.plan.max_chunks
             episode = Episode(
                 spec=spec,
                 records=records[own],

@@ -126,7 +126,7 @@ def policy_init(run_plan: RunPlan, arena: Arena, start_from: Path | None) -> Pol
             "algorithm": learner.algorithm,
             "env": run_plan.env_settings if run_plan.algorithm and run_plan.algorithm.settings.needs_all_ends else None,
             "actor": learner.actor,
-            "longest_episode": -(-learner.env.train.max_episode_steps // run_plan.policy.num_action_chunks),
+            "longest_episode": -(-learner.env.train.max_episode_steps // learner.chunk_steps),
             "skips_nonfinite": learner.faults.on_nonfinite is OnNonfinite.skip,
         }
     return PolicyHostInit(

@@ -150,6 +150,8 @@ class FilteredLearner(Learner):
         begin = np.cumsum(counts) - counts
         last = np.append(np.flatnonzero(np.diff(episode)), len(episode) - 1)
         end = (begin + counts)[last][np.searchsorted(last, np.arange(len(episode)))]
+        # With a delay, the first executed action comes some env steps after the observation.
+        begin = begin - valid.argmax(1)
         return done[np.minimum(begin[:, None] + np.arange(self._horizon), end[:, None] - 1)]
 
     def save(self, folder: Path) -> None:

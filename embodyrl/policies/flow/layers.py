@@ -60,6 +60,11 @@ def _rotate(x: Tensor, rope: Rope) -> Tensor:
     return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
+def per_token(x: Tensor) -> Tensor:
+    """Return [B, D], common to all tokens, as [B, 1, D]; [B, T, D] unchanged."""
+    return x[:, None] if x.dim() == 2 else x
+
+
 class RmsNorm(nn.Module):
     """Root-mean-square norm in float32; with a condition, adaRMS: scale, shift and gate are linear in it.
 
@@ -75,12 +80,12 @@ class RmsNorm(nn.Module):
             self.weight = nn.Parameter(torch.empty(spec.width))
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the norm of [B, T, width] and the gate [B, 1, width], which is None without a condition [B, D]."""
+        """Return the norm of [B, T, width] and the gate, None without a condition [B, D] or [B, T, D]."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if condition is None:
             return (wide * (self.offset + self.weight.float())).to(x.dtype), None
-        scale, shift, gate = self.dense(condition)[:, None].chunk(3, dim=-1)
+        scale, shift, gate = per_token(self.dense(condition)).chunk(3, dim=-1)
         return torch.addcmul(shift.float(), wide, 1.0 + scale.float()).to(x.dtype), gate
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from embodyrl.policies.flow.layers import Decoder, KeysValues, View, key_mask, positions_of, rotary
+from embodyrl.policies.flow.layers import Decoder, KeysValues, View, key_mask, per_token, positions_of, rotary
 from embodyrl.policies.flow.specs import LONGEST_PERIOD, SHORTEST_PERIOD, FlowSpec, VisionSpec
 
 LAYER_NORM_EPS = 1e-6
@@ -185,7 +185,7 @@ class Denoised(NamedTuple):
 
 
 def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
-    """Return sine and cosine [B, D] of 2 pi t / period for times [B], D/2 periods from 4e-3 to 4, geometrically spaced.
+    """Return sine and cosine [..., D] of 2 pi t / period for times [...], D/2 geometric periods from 4e-3 to 4.
 
     `double` computes the angles in float64 (lerobot). They reach 1571 rad, where float32 (openpi's JAX code, and
     transformers) has an error of 1e-4 rad.
@@ -193,7 +193,7 @@ def time_embedding(time: Tensor, width: int, *, double: bool = False) -> Tensor:
     kind = torch.float64 if double else torch.float32
     share = torch.linspace(0.0, 1.0, width // 2, dtype=kind, device=time.device)
     period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** share
-    angle = time.to(kind)[:, None] * (1.0 / period * 2 * math.pi)
+    angle = time.to(kind)[..., None] * (1.0 / period * 2 * math.pi)
     return torch.cat([angle.sin(), angle.cos()], dim=-1).float()
 
 
@@ -256,7 +256,7 @@ class FlowModel(nn.Module, ABC):
         Args:
             memory: memory of B observations.
             x: [B, H, A] noisy actions.
-            time: [B], or [1] for a common time, which is cheaper.
+            time: [B], or [1] for a common time, which is cheaper; [B, H]: one per action.
         """
         tokens, condition = self.embed_suffix(memory, x.to(self.action_in_proj.weight.dtype), time)
         # The last tokens are the actions'; that of the state may come first.
@@ -300,8 +300,8 @@ class FlowModel(nn.Module, ABC):
         return second(F.silu(first(x)))
 
     def _mix_time(self, actions: Tensor, time: Tensor) -> Tensor:
-        """Concatenate noisy actions [B, H, D] and the embedding of times [B or 1, D], and apply the MLP: [B, H, D]."""
-        beside = time[:, None].to(actions.dtype).expand(len(actions), actions.shape[1], -1)
+        """Concatenate noisy actions [B, H, D] and embedded times [B or 1, D] or [B, H, D]; apply the MLP: [B, H, D]."""
+        beside = per_token(time).to(actions.dtype).expand(len(actions), actions.shape[1], -1)
         return self.time_mlp(torch.cat([actions, beside], dim=-1))
 
 

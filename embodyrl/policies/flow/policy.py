@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
+from embodyrl.policies.flow.committed import Committed, conditioned, delayed_loss, guided
 from embodyrl.policies.flow.likelihood import ChainLikelihood, FpoLikelihood, flow_matching_error, follow_ode
-from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, ValueFrom, steering_shape
+from embodyrl.policies.flow.settings import FlowSettings, GreedyStart, Likelihood, Rtc, ValueFrom, steering_shape
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.steering.actor import HeadedModule
 from embodyrl.policies.tensors import on_device
@@ -21,6 +22,7 @@ from embodyrl.policies.vla.chains import ChunkLikelihood, Velocity
 from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.records import ChunkShape
 from embodyrl.policies.vla.sampling import (
+    DELAYS,
     START,
     TIMES,
     Chosen,
@@ -30,6 +32,7 @@ from embodyrl.policies.vla.sampling import (
     spread,
     uniforms,
 )
+from embodyrl.specs import convert_gripper
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
 
 HIDDEN = (128, 64)
@@ -118,8 +121,8 @@ class FlowModule(HeadedModule):
 
     The network has the `shape` of a chunk, a `prefix_width` and a `hidden_width`. `encode_prefix(obs)` encodes B
     observations once for all steps of a flow; its `pooled` [B, prefix_width] is the input of a value head, or None.
-    `velocity(prefix, x, t)` of states [B, H, D] and times [B] (float32, 1 at noise) returns the velocity [B, H, D]
-    (target noise - data) and the expert's hidden states [B, H, hidden_width].
+    `velocity(prefix, x, t)` of states [B, H, D] and times [B] or [B, H] (float32, 1 at noise) returns the velocity
+    [B, H, D] (target noise - data) and the expert's hidden states [B, H, hidden_width].
     """
 
     def __init__(self, network: Any, cfg: FlowSettings, value_dim: int) -> None:
@@ -154,7 +157,7 @@ class FlowPolicy:
         self.conditioning: Conditioning | None = None
         self._cfg, self._scale, self._files = cfg, scale, files
         self._shape: ChunkShape = module.network.shape
-        self._temperature = request.temperature
+        self._env, self._temperature = request.env, request.temperature
         self._device = torch.device(request.device)
         self._module = module.to(self._device).requires_grad_(request.trainable)
         if module.steering_actor is not None:
@@ -171,7 +174,9 @@ class FlowPolicy:
     @torch.no_grad()
     def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
         """Sample a chunk for each observation (see `Policy.act`); greedy: the ODE, with zero tokens."""
+        obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
+        velocity = self._continuing(velocity, committed)
         if noise is None:
             chosen = Chosen.greedily(self._greedy(obs, velocity))
         else:
@@ -179,7 +184,8 @@ class FlowPolicy:
             chosen = self._likelihood.sample(velocity, seeds_of(noise), self._device, scale)
             chosen = replace(chosen, logprob=self._counted(chosen.logprob))
         tokens, logprob = chosen.kept(self.spec)
-        executed = chosen.state[:, : self._shape.executed].cpu().numpy()
+        state = chosen.state if committed is None else committed.fixed(chosen.state)
+        executed = state[:, : self._shape.executed].cpu().numpy()
         return PolicyOutput(
             actions=self._scale.to_actions(executed, obs),
             tokens=tokens,
@@ -190,18 +196,22 @@ class FlowPolicy:
     @torch.no_grad()
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
+        obs, _ = self._committed(obs)
         return self._value(self._acting(obs)[0], len(obs)).cpu().numpy()
 
     @torch.no_grad()
     def features(self, obs: Observation) -> Tensor:
         """Return [B, F]: the expert's mean hidden state and the velocity at zero noise, for instructions as given."""
+        obs, _ = self._committed(obs)
         middle = torch.zeros(len(obs), *self._size, device=self._device)
         v, hidden = self._velocity(self._prefix(obs), middle, torch.ones(len(obs), device=self._device))
         return torch.cat([hidden.mean(1), v.flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities and entropies [B, L] of tokens of `act`, and values [B, V], with gradients."""
+        obs, committed = self._committed(obs)
         prefix, velocity = self._acting(obs)
+        velocity = self._continuing(velocity, committed)
         scored = self._likelihood.score(velocity, tokens, self._device, self._temperature)
         logprob, entropy = (spread(self._counted(part), self.spec) for part in scored)
         return PolicyScores(logprob=logprob, entropy=entropy, value=self._value(prefix, len(obs)))
@@ -213,6 +223,7 @@ class FlowPolicy:
         noise and time are the same in every call, and `accuracy` is the share of numbers whose greedy prediction is
         within 0.1 of the target, in a range of 2; training does not compute it.
         """
+        obs, _ = self._committed(obs)
         target = on_device(self._scale.from_actions(actions, obs), self._device)
         velocity = partial(self._velocity, self._prefix(obs))
         # The prefix is encoded once: further pairs of noise and time cost one pass of the small expert each.
@@ -234,7 +245,11 @@ class FlowPolicy:
         # If u is uniform, u^(1/a) has the distribution Beta(a, 1).
         drawn = uniforms(rows, TIMES, 1)[:, 0] ** (1 / self._cfg.imitated_time)
         t = (0.001 + 0.999 * drawn).astype(np.float32)
-        return flow_matching_error(velocity, target, noise, on_device(t, self._device)).flatten(1).mean(1)
+        at = on_device(t, self._device)
+        if self._cfg.rtc is not Rtc.trained:
+            return flow_matching_error(velocity, target, noise, at).flatten(1).mean(1)
+        delays = (uniforms(rows, DELAYS, 1)[:, 0] * (self._cfg.rtc_delay + 1)).astype(np.int64)
+        return delayed_loss(velocity, target, noise, at, on_device(delays, self._device))
 
     def save(self, folder: Path) -> None:
         """Write the weights and all files needed to load them."""
@@ -250,6 +265,31 @@ class FlowPolicy:
     @property
     def _size(self) -> tuple[int, int]:
         return self._shape.horizon, self._shape.width
+
+    def _committed(self, obs: Observation) -> tuple[Observation, Committed | None]:
+        """Return the observation without the committed actions, and these actions for real-time chunking."""
+        spec = self._env.committed
+        if spec is None or obs.state.shape[1] == self._env.own_state_dim:
+            return obs, None
+        own = np.ascontiguousarray(obs.state[:, : self._env.own_state_dim])
+        columns, obs = obs.state[:, own.shape[1] :], replace(obs, state=own)
+        if self._cfg.rtc is Rtc.off:
+            return obs, None
+        counts = np.round(columns[:, :2]).astype(np.int64)
+        actions = np.zeros((len(own), self._shape.horizon, self._env.action.dim), np.float32)
+        actions[:, : spec.rows] = columns[:, 2:].reshape(len(own), spec.rows, -1)[:, : self._shape.horizon]
+        convert_gripper(actions, self._env.action.gripper, self.spec.gripper)
+        rows = on_device(self._scale.from_actions(actions, obs), self._device)
+        return obs, Committed.of(rows, on_device(counts, self._device), self._cfg.rtc_mask)
+
+    def _continuing(self, velocity: Velocity, committed: Committed | None) -> Velocity:
+        """Return the velocity, with guidance towards committed actions or with these as inputs."""
+        if committed is None:
+            return velocity
+        if self._cfg.rtc is Rtc.trained:
+            return partial(conditioned, velocity, committed)
+        through = self._cfg.rtc is Rtc.guided
+        return partial(guided, velocity, committed, limit=self._cfg.rtc_guidance, through_network=through)
 
     def _greedy(self, obs: Observation, velocity: Velocity) -> Tensor:
         """Return deterministic chunks [B, H, D]."""

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 
 from embodyrl.config.settings import Count, Must, Share, only
+from embodyrl.errors import ConfigError
 from embodyrl.policies.settings import WARMUP_STEPS
 from embodyrl.policies.steering.settings import ResidualSettings, SteeringShape, steered, steering_costs
 from embodyrl.policies.vla.records import ChunkRecord, ChunkShape, Stochastic, TokenLayout
@@ -19,6 +20,8 @@ JointLogprob = StrEnum("JointLogprob", ["sum", "mean"])
 FpoRatio = StrEnum("FpoRatio", ["mean", "sample"])
 ValueFrom = StrEnum("ValueFrom", ["prefix", "expert"])
 GreedyStart = StrEnum("GreedyStart", ["zero", "random"])
+Rtc = StrEnum("Rtc", ["off", "guided", "identity", "trained"])
+RtcMask = StrEnum("RtcMask", ["exp", "linear", "ones", "zeros"])
 
 
 _RISING = only(lambda v: len(v) == 2 and 0 < v[0] < v[1])
@@ -33,6 +36,8 @@ class FlowSettings(ResidualSettings):
         "likelihood=flow_noise": "noise_range",
         "likelihood=dsrl": "noise_bound noise_repeated steered_noise",
         "likelihood!=dsrl": "greedy_start",
+        "rtc=guided|identity": "rtc_guidance rtc_mask",
+        "rtc=trained": "rtc_delay",
         "likelihood=fpo": "fpo_pairs fpo_ratio",
         "/command=sft|dagger or /algorithm.imitates: reinforcement learning does not imitate actions": "imitated_pairs "
         "imitated_time",
@@ -85,6 +90,22 @@ class FlowSettings(ResidualSettings):
     value_from: ValueFrom = ValueFrom.prefix
     """Input of the value head: the pooled prefix, or the mean hidden state of the action expert for zero noise."""
 
+    rtc: Rtc = Rtc.off
+    """Real-time chunking with env.control.latency_steps or rollout.chunk_overlap: guide each denoising step towards the
+    rest of the previous chunk (guided; identity: without backpropagation through the network), or train the flow with
+    the committed actions as inputs (trained); off: each chunk depends only on its observation."""
+    rtc_guidance: Annotated[float, Field(ge=0, le=1000)] = 5.0
+    """Largest factor of the guidance in a denoising step."""
+    rtc_mask: RtcMask = RtcMask.exp
+    """Weights of actions that the next chunk may change: exponential or linear decay, ones or zeros."""
+    rtc_delay: Annotated[int, Field(ge=0, le=1000)] = 8
+    """SFT: largest simulated delay; delays are uniform in 0..rtc_delay. Longer delays are refused in rollouts."""
+
+    @property
+    def reads_committed(self) -> bool:
+        """True if chunks depend on the committed actions."""
+        return self.rtc is not Rtc.off
+
     @property
     def steers(self) -> bool:
         """True if the flow is frozen and an actor is trained."""
@@ -109,6 +130,17 @@ class FlowSettings(ResidualSettings):
     def problems(self) -> Iterator[str]:
         """Yield errors of settings without any stochastic step."""
         yield from super().problems()
+        guided = self.rtc in (Rtc.guided, Rtc.identity)
+        if self.rtc is not Rtc.off and (self.steers or (guided and self.likelihood is Likelihood.fpo)):
+            yield (
+                f"model.rtc={self.rtc} does not support model.likelihood={self.likelihood}; set model.rtc=off "
+                "or another likelihood."
+            )
+        if self.rtc is Rtc.trained and self.rtc_delay >= self.num_action_chunks:
+            yield (
+                f"model.rtc_delay={self.rtc_delay} leaves no action of a chunk of {self.num_action_chunks}; lower it, "
+                "or raise model.num_action_chunks."
+            )
         if self.steers or self.likelihood is Likelihood.fpo:
             return
         if not self.every_step and self.sampled_steps == 0:
@@ -141,12 +173,20 @@ def steering_shape(cfg: FlowSettings, shape: ChunkShape, hidden: int) -> Steerin
     )
 
 
-def described(spec: PolicySpec, cfg: FlowSettings, shape: ChunkShape, hidden: int, folder: Path | None) -> PolicySpec:
+def described(
+    spec: PolicySpec, cfg: FlowSettings, env: EnvSpec, shape: ChunkShape, hidden: int, folder: Path | None
+) -> PolicySpec:
     """Return the spec of a flow policy in a folder, adapted if its flow is frozen.
 
     Raises:
         CheckpointError: the folder has an actor with other outputs.
+        ConfigError: the delay is longer than in training.
     """
+    if cfg.rtc is Rtc.trained and env.committed is not None and env.committed.delay > cfg.rtc_delay:
+        raise ConfigError(
+            f"env.control.latency_steps={env.committed.delay}: the flow was trained with delays up to "
+            f"model.rtc_delay={cfg.rtc_delay}. Lower the delay, or train with a larger model.rtc_delay."
+        )
     if folder is not None:
         check_steering(cfg, shape, hidden, folder)
     if cfg.steers:

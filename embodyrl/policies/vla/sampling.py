@@ -18,6 +18,8 @@ from embodyrl.types import FloatArray, IntArray, Observation, PolicySpec
 
 START, PLACE, PAIRS, TIMES, STEP = range(5)
 """Streams of a seed: first state, stochastic step, noise and times of FPO's pairs, noise of step i (STEP + i)."""
+DELAYS = 1 << 32
+"""Stream of simulated delays."""
 
 
 def seeds_of(noise: FloatArray) -> IntArray:

@@ -76,7 +76,7 @@ class SmallFlowFactory:
             gripper=flow_gripper(env),
             action_kinds=frozenset({ActionKind.box}),
         )
-        return described(spec, cfg, plan.shape, plan.config.width, _folder(cfg))
+        return described(spec, cfg, env, plan.shape, plan.config.width, _folder(cfg))
 
     def costs(self, cfg: SmallFlowSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Return the number of parameters."""
@@ -115,7 +115,7 @@ def _plan(cfg: SmallFlowSettings, env: EnvSpec) -> _Plan:
     config = replace(
         config,
         num_images=cfg.num_images_in_input,
-        state_dim=env.state_dim if cfg.use_proprio else 0,
+        state_dim=env.own_state_dim if cfg.use_proprio else 0,
         action_width=env.action.dim,
     )
     chunk, width = cfg.num_action_chunks, env.action.dim

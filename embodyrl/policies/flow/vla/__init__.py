@@ -53,8 +53,8 @@ class VlaFactory:
         model = read_folder(folder, cfg)
         if problems := _mismatches(cfg, model, env):
             raise ConfigError(problems)
-        read_units(folder, cfg, env.state_dim, env.action.dim)
-        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.state_dim)
+        read_units(folder, cfg, env.own_state_dim, env.action.dim)
+        check_prompts(prompt_form(cfg, model, folder), folder, env.instructions or env.tasks, env.own_state_dim)
         shape = _shape(cfg, model, env)
         spec = PolicySpec(
             inputs=InputSpec(
@@ -73,7 +73,7 @@ class VlaFactory:
             action_kinds=frozenset({ActionKind.box}),
             doubts=doubts(folder, cfg),
         )
-        return described(spec, cfg, shape, model.expert.width, folder)
+        return described(spec, cfg, env, shape, model.expert.width, folder)
 
     def costs(self, cfg: VlaSettings, env: EnvSpec, value_dim: int) -> PolicyCosts:
         """Estimate size and memory from the checkpoint's small files."""
@@ -117,14 +117,14 @@ def _mismatches(cfg: VlaSettings, model: FlowSpec, env: EnvSpec) -> list[str]:
             "checkpoint's chunk; lower it."
         )
     # pi0.5's state is text of any length, or unused.
-    state = 0 if isinstance(cfg, Pi05Settings) else env.state_dim
+    state = 0 if isinstance(cfg, Pi05Settings) else env.own_state_dim
     for what, size, most in (("actions", env.action.dim, model.action_dim), ("states", state, model.state_dim)):
         if size > most:
             problems.append(f"env '{env.name}' has {what} of {size} numbers, {cfg.model_type} takes {most} at most.")
-    if cfg.delta_dims > min(env.action.dim, env.state_dim):
+    if cfg.delta_dims > min(env.action.dim, env.own_state_dim):
         problems.append(
             f"model.delta_dims={cfg.delta_dims}: env '{env.name}' has {env.action.dim} numbers in an action and "
-            f"{env.state_dim} in its state."
+            f"{env.own_state_dim} in its state."
         )
     return problems
 

@@ -1,0 +1,234 @@
+"""Chunks that begin some env steps after their observation, while the previous chunk continues.
+
+A chunk has K actions, of which the last `overlap` cover steps of the next chunk: one observation every s = K - overlap
+steps. With a delay d <= min(s, overlap), a chunk for the observation of step t executes its actions d..s-1 at steps
+t+d..t+s-1, and then its actions s..s+d'-1 until the next chunk, with delay d', begins. The first chunk of an episode
+has no delay: its actions start at 0. Everything is counted in env steps, so the results do not depend on the speed of
+the policy.
+
+The record of a chunk contains the results of exactly the actions that this chunk executed; `valid` is False for all
+others. Algorithms therefore need no changes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.envs.protocol import AfterStep, EnvContext
+from embodyrl.errors import ConfigError, EnvError
+from embodyrl.types import ByteArray, ChunkResult, CommittedSpec, EnvSpec, EpisodeStart, FloatArray, IntArray
+
+WINDOW = 10
+"""Number of delays whose largest value is the delay that the policy observes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Delays of the chunks of an environment."""
+
+    low: int
+    high: int
+    """Delays are uniform in low..high."""
+    overlap: int
+    """Number of actions of a chunk that overlap with the next one."""
+    observed: bool
+    """True if the state contains the committed actions."""
+
+    def fits(self, chunk: int) -> bool:
+        """Return whether chunks of this number of actions are long enough."""
+        return self.overlap >= self.high and chunk - self.overlap >= max(1, self.high)
+
+    def delays(self, seed: int, reset_id: int, chunk: int) -> tuple[int, int]:
+        """Return the delay of a chunk of an episode, and the delay that the policy observes, both in 0..high.
+
+        The observed delay is the largest of the last `WINDOW` earlier chunks; `high` before there is one.
+        """
+        if chunk == 0:
+            return 0, 0
+        first = max(1, chunk - WINDOW)
+        drawn = [self._draw(seed, reset_id, number) for number in range(first, chunk + 1)]
+        return drawn[-1], max(drawn[:-1], default=self.high)
+
+    def _draw(self, seed: int, reset_id: int, chunk: int) -> int:
+        if self.low == self.high:
+            return self.low
+        return int(np.random.default_rng([seed, reset_id, chunk]).integers(self.low, self.high + 1))
+
+
+def timing_of(cfg: Any, context: EnvContext) -> Timing | None:
+    """Return the timing of an environment; None: chunks neither overlap nor have a delay."""
+    low, high = cfg.delay
+    overlap = high if context.overlap is None else context.overlap
+    if not overlap and not high:
+        return None
+    observed = context.observe_committed or cfg.control.observe_committed
+    return Timing(low=low, high=high, overlap=overlap, observed=observed)
+
+
+def with_delay(spec: EnvSpec, timing: Timing, chunk: int) -> EnvSpec:
+    """Return the spec of an environment with a timing, for a policy with `chunk` actions per chunk (0: unknown).
+
+    Raises:
+        ConfigError: the chunks are too short, or the simulator cannot step some of its slots.
+    """
+    problems = []
+    if chunk and not timing.fits(chunk):
+        problems.append(
+            f"rollout.chunk_overlap={timing.overlap} and env.control.latency_steps={timing.high} do not fit into "
+            f"chunks of {chunk} actions: the overlap and the rest must each be at least the delay. Set "
+            f"model.num_action_chunks to {max(timing.overlap, timing.high) + max(1, timing.high)} or more, or lower "
+            "the delay."
+        )
+    if spec.simulator.lockstep:
+        problems.append(
+            f"env '{spec.name}' steps all its slots at once, but a delay steps some of them. Set "
+            "env.control.latency_steps=0 and leave out rollout.chunk_overlap, or use another env."
+        )
+    if problems:
+        raise ConfigError(problems)
+    spec = without_committed(spec)
+    if not timing.observed:
+        return spec
+    committed = CommittedSpec(rows=timing.overlap, delay=timing.high)
+    return replace(spec, state_dim=spec.state_dim + committed.width(spec.action.dim), committed=committed)
+
+
+def without_committed(spec: EnvSpec) -> EnvSpec:
+    """Return the spec of the same environment without committed actions in the state."""
+    return replace(spec, state_dim=spec.own_state_dim, committed=None)
+
+
+@dataclass
+class _Running:
+    """Episode of a slot."""
+
+    start: EpisodeStart
+    chunks: int = 0
+    """Number of executed chunks."""
+    begin: int = 0
+    """First action of the next chunk that is executed."""
+    told: int = 0
+    """Delay that the policy observes."""
+    left: FloatArray | None = None
+    """[overlap, A] actions of the last chunk after the observation."""
+
+
+class DelayedEnv:
+    """Implements `Env` around another environment, whose chunks begin after a delay."""
+
+    def __init__(self, inner: ChunkedEnv, timing: Timing, num_slots: int) -> None:
+        self._inner, self._timing = inner, timing
+        self.spec = with_delay(inner.spec, timing, 0)
+        self.task_limit = inner.task_limit
+        own = inner.spec
+        self._images = np.zeros((num_slots, len(own.cameras.names), *own.cameras.size, 3), np.uint8)
+        self._state = np.zeros((num_slots, own.state_dim), np.float32)
+        self._running: dict[int, _Running] = {}
+
+    def reset(self, slots: Sequence[int], starts: Sequence[EpisodeStart]) -> None:
+        """Start an episode in each slot."""
+        self._inner.reset(slots, starts)
+        self._running |= {slot: _Running(start) for slot, start in zip(slots, starts, strict=True)}
+        self._look(slots)
+
+    def solved_at_reset(self, slots: Sequence[int]) -> list[int]:
+        """Return the slots whose goal was reached when their episode began (see `ReportsSolvedStarts`)."""
+        return self._inner.solved_at_reset(slots)
+
+    def step_chunk(
+        self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
+    ) -> ChunkResult:
+        """Execute the actions [n, K, A] of each chunk that are not replaced by those of another chunk.
+
+        Raises:
+            EnvError: the chunk is too short for the delay; see also `Env.step_chunk`.
+        """
+        count, overlap = actions.shape[1], self._timing.overlap
+        if not self._timing.fits(count):
+            raise EnvError(
+                f"env '{self.spec.name}': chunks of {count} actions are too short for an overlap of {overlap} and a "
+                f"delay of {self._timing.high}. Set env.control.latency_steps=0, or use longer chunks."
+            )
+        result = ChunkResult.empty(len(slots), count, parts=len(self.spec.reward.components))
+        period = count - overlap
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, slot in enumerate(slots):
+            episode = self._running[slot]
+            delay, told = self._timing.delays(episode.start.seed, episode.start.reset_id, episode.chunks + 1)
+            # A policy that observes a longer delay predicts only the actions after it.
+            following = max(delay, told) if self._timing.observed else delay
+            groups.setdefault((episode.begin, following), []).append(row)
+            episode.chunks, episode.begin, episode.told = episode.chunks + 1, following, told
+            episode.left = actions[row, period:].copy()
+        for (begin, following), rows in groups.items():
+            running = self._run(result, rows, slots, actions, slice(begin, period), after_step)
+            self._look([slots[row] for row in rows])
+            self._run(result, running, slots, actions, slice(period, period + following), after_step)
+        return result
+
+    def _run(
+        self,
+        result: ChunkResult,
+        rows: list[int],
+        slots: Sequence[int],
+        actions: FloatArray,
+        part: slice,
+        after_step: AfterStep | None,
+    ) -> list[int]:
+        """Execute a part of the chunks of these rows; return the rows whose episode continues."""
+        if part.start == part.stop or not rows:
+            return rows
+        chosen = [slots[row] for row in rows]
+        done = self._inner.step_chunk(chosen, actions[rows, part], after_step=after_step)
+        for name in ("reward", "terminated", "truncated", "valid", "success"):
+            getattr(result, name)[rows, part] = getattr(done, name)
+        if result.components is not None and done.components is not None:
+            result.components[rows] += done.components
+        result.reward_errors.update(done.reward_errors)
+        return [row for row, ended in zip(rows, done.done.tolist(), strict=True) if not ended]
+
+    def expert_chunk(
+        self,
+        slots: Sequence[int],
+        num_actions: int,
+        *,
+        noise: float,
+        instead: FloatArray | None = None,
+        after_step: AfterStep | None = None,
+    ) -> tuple[FloatArray, ChunkResult]:
+        """Execute the scripted expert, which acts at each step, without a delay (see `Env.expert_chunk`)."""
+        found = self._inner.expert_chunk(slots, num_actions, noise=noise, instead=instead, after_step=after_step)
+        self._look(slots)
+        return found
+
+    def _look(self, slots: Sequence[int]) -> None:
+        """Store the current observations, which the policy gets for the next chunk."""
+        self._inner.observe(slots, self._images, self._state, np.array(slots, np.int64))
+
+    def observe(self, slots: Sequence[int], images: ByteArray, state: FloatArray, rows: IntArray | None = None) -> None:
+        """Write the observation of the next chunk of each slot, with the committed actions (see `Env.observe`)."""
+        rows = np.arange(len(slots)) if rows is None else rows
+        for slot, row in zip(slots, rows.tolist(), strict=True):
+            own = self._state.shape[1]
+            images[row], state[row, :own] = self._images[slot], self._state[slot]
+            if self._timing.observed:
+                episode = self._running[slot]
+                left = np.zeros(0, np.float32) if episode.left is None else episode.left.ravel()
+                state[row, own:] = 0.0
+                state[row, own : own + 2] = episode.told, 0 if episode.left is None else len(episode.left)
+                state[row, own + 2 : own + 2 + len(left)] = left
+
+    def instruction(self, slot: int) -> str:
+        """Return the language instruction of the slot's current episode."""
+        return self._inner.instruction(slot)
+
+    def render(self, slot: int) -> np.ndarray:
+        """Return an upright RGB frame [H, W, 3] uint8 of the slot."""
+        return self._inner.render(slot)
+
+    def close(self) -> None:
+        """Free the simulators; idempotent."""
+        self._inner.close()

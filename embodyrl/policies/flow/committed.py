@@ -1,0 +1,108 @@
+"""Real-time chunking of a flow: chunks that continue the previous chunk.
+
+The guidance is inpainting by a pseudo-inverse (arXiv 2506.07339), and the trained form has committed actions without
+noise as inputs (arXiv 2512.05964). t = 1 is noise, t = 0 is data, v has the target noise - data.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from embodyrl.policies.flow.settings import RtcMask
+from embodyrl.policies.vla.chains import Velocity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The rest of the previous chunk, in the units of the flow, for B observations."""
+
+    rows: Tensor
+    """[B, H, D]"""
+    weight: Tensor
+    """[B, H, 1] guidance weights."""
+    frozen: Tensor
+    """[B, H, 1] bool: the action is executed before this chunk begins."""
+
+    @classmethod
+    def of(cls, rows: Tensor, counts: Tensor, mask: RtcMask) -> Self:
+        """Return committed actions of rows [B, H, D] and counts [B, 2]: the delay, and the number of actions left."""
+        delay, end = torch.minimum(counts[:, 0], counts[:, 1]), counts[:, 1]
+        place = torch.arange(rows.shape[1], device=rows.device)
+        return cls(
+            rows=rows,
+            weight=guidance_weights(delay, end, rows.shape[1], mask)[..., None],
+            frozen=(place < delay[:, None])[..., None],
+        )
+
+    def fixed(self, x: Tensor) -> Tensor:
+        """Return the states [B, H, D] with the frozen actions."""
+        return torch.where(self.frozen, self.rows, x)
+
+
+def guidance_weights(delay: Tensor, end: Tensor, horizon: int, mask: RtcMask) -> Tensor:
+    """Return weights [B, H] for delays [B] and ends [B] of the previous chunk: 1 before the delay, 0 from the end on.
+
+    Between them c (e^c - 1) / (e - 1) with c = (end - i) / (end - delay + 1), c itself, 1 or 0.
+    """
+    place = torch.arange(horizon, device=delay.device)
+    delay, end = delay[:, None], end[:, None]
+    share = (end - place) / (end - delay + 1)
+    between = {
+        RtcMask.exp: share * torch.expm1(share) / math.expm1(1.0),
+        RtcMask.linear: share,
+        RtcMask.ones: torch.ones_like(share),
+        RtcMask.zeros: torch.zeros_like(share),
+    }[mask]
+    weight = torch.where(place < delay, torch.ones_like(share), between)
+    return torch.where(place < end, weight, torch.zeros_like(share))
+
+
+def guided(
+    velocity: Velocity, committed: Committed, x: Tensor, t: Tensor, *, limit: float, through_network: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the velocity [B, H, D] guided towards the committed actions, and the hidden states.
+
+    v' = v - min(limit, ((1-t)^2 + t^2) / (t (1-t))) g. g is the vector-Jacobian product of the data estimate x - t v
+    with the weighted difference between committed actions and estimate, or this difference (`through_network` False).
+    The gradient of the network's weights treats g as a constant.
+    """
+    at, trains = t[:, None, None], torch.is_grad_enabled()
+    if through_network:
+        with torch.enable_grad():
+            start = x.detach().requires_grad_(True)
+            v, hidden = velocity(start, t)
+            estimate = start - at * v
+            error = (committed.rows - estimate.detach()) * committed.weight
+            (pull,) = torch.autograd.grad(estimate, start, error)
+        v, hidden = velocity(x, t) if trains else (v.detach(), hidden.detach())
+    else:
+        v, hidden = velocity(x, t)
+        pull = ((committed.rows - (x - at * v)) * committed.weight).detach()
+    factor = ((1 - at).square() + at.square()) / (at * (1 - at))
+    return v - factor.clamp(max=limit) * pull, hidden
+
+
+def conditioned(velocity: Velocity, committed: Committed, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the velocity and hidden states with the frozen actions as inputs, at time 0."""
+    times = t[:, None].expand(x.shape[:2]).masked_fill(committed.frozen[..., 0], 0.0)
+    return velocity(committed.fixed(x), times)
+
+
+def delayed_loss(velocity: Velocity, x: Tensor, noise: Tensor, t: Tensor, delay: Tensor) -> Tensor:
+    """Return flow-matching losses [B] of chunks x [B, H, D] whose first actions are inputs; mean of the others.
+
+    Args:
+        velocity: velocity of states [B, H, D] at times [B, H].
+        x: chunks [B, H, D].
+        noise: noise [B, H, D].
+        t: time of each chunk [B].
+        delay: number of committed actions [B], below H.
+    """
+    predicted = torch.arange(x.shape[1], device=x.device) >= delay[:, None]
+    at = t[:, None] * predicted
+    state = at[..., None] * noise + (1.0 - at[..., None]) * x
+    error = (velocity(state, at)[0] - (noise - x)).square().mean(2)
+    return (error * predicted).sum(1) / predicted.sum(1)
