@@ -8,7 +8,7 @@ from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.registry import closest
-from embodyrl.types import EnvSpec
+from embodyrl.types import EnvSpec, PolicySpec
 
 ALL_SUITES = "all"
 
@@ -35,6 +35,16 @@ def env_context(cfg: Config) -> EnvContext:
 def env_spec(cfg: Config) -> EnvSpec:
     """Describe the environment of a run."""
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
+
+
+def timing_problems(cfg: Config, policy: PolicySpec) -> list[str]:
+    """Return a problem if the keys of a delay are set in a run without delays."""
+    if not (cfg.env.delay[1] or cfg.chunk_overlap) or not (policy.scripted or cfg.has("collect")):
+        return []
+    return [
+        "env.control.latency_steps and rollout.chunk_overlap: the scripted expert and recorded demonstrations act at "
+        "each step, without delay. Remove the keys."
+    ]
 
 
 def _further_suites(cfg: Config) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from embodyrl.envs.settings import CameraSettings, EnvSettings, EnvSplit
 from embodyrl.errors import ConfigError
 from embodyrl.files import available_cores
 from embodyrl.plan.checks import key_problems
-from embodyrl.plan.environment import env_context
+from embodyrl.plan.environment import env_context, timing_problems
 from embodyrl.plan.episodes import count_weighed, eval_episodes, groups_per_step, selected_reset_ids
 from embodyrl.plan.protocols import protocol_problems
 from embodyrl.plan.resources import Resources, plan_resources
@@ -176,13 +176,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
 def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return violated requirements of the command on environment and policy."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
-    problems += protocol_problems(cfg, env)
-    timed = cfg.env.delay[1] or cfg.chunk_overlap
-    if timed and (policy.scripted or cfg.has("collect")):
-        problems.append(
-            "env.control.latency_steps and rollout.chunk_overlap: the scripted expert and recorded demonstrations act "
-            "at each step, without delay. Remove the keys."
-        )
+    problems += protocol_problems(cfg, env) + timing_problems(cfg, policy)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="

@@ -40,7 +40,7 @@ def seen(env, slot=0):
 
 
 @pytest.mark.parametrize(
-    "delay, overlap, table",
+    ("delay", "overlap", "table"),
     [
         # chunk, action of each tick; a chunk has 8 actions and the policy acts every 8 - overlap ticks
         (2, 4, [0, 1, 2, 3, 4, 5, 102, 103, 104, 105, 202, 203, 204, 205]),
@@ -149,13 +149,13 @@ def test_random_delays_execute_every_tick_once(observed):
     assert places == list(range(len(places))), "action i of chunk n is executed at step 4 n + i"
 
 
-@pytest.mark.parametrize("overlap, delay", [(4, 5), (2, 3), (8, 0), (5, 4)])
+@pytest.mark.parametrize(("overlap", "delay"), [(4, 5), (2, 3), (8, 0), (5, 4)])
 def test_chunks_that_are_too_short_are_refused(overlap, delay):
     sims, env = make(low=delay, high=delay, overlap=overlap)
     env.reset([0], [start()])
     with pytest.raises(EnvError, match="too short"):
         env.step_chunk([0], chunk(0))
-    with pytest.raises(ConfigError, match="model.num_action_chunks to"):
+    with pytest.raises(ConfigError, match=r"model\.num_action_chunks to"):
         with_delay(sims.spec, Timing(low=delay, high=delay, overlap=overlap, observed=False), 8)
 
 

@@ -32,7 +32,7 @@ def weights(delay: int, end: int, horizon: int, mask: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "mask, delay, end, expected",
+    ("mask", "delay", "end", "expected"),
     [
         ("exp", 2, 4, [1, 1, 0.36771, 0.07675, 0, 0, 0, 0]),
         ("linear", 2, 4, [1, 1, 0.66667, 0.33333, 0, 0, 0, 0]),
@@ -138,7 +138,8 @@ def build(tmp_path: Path, env: EnvSpec = COMMITTED, **keys: Any) -> FlowPolicy:
     (folder / "config.json").write_text(json.dumps(SMALL))
     fixed = {"model_type": "flow_small", "path": str(folder), "precision": "fp32", "num_images_in_input": 0}
     cfg = FACTORY.settings.model_validate(fixed | {"num_action_chunks": H} | keys, strict=False)
-    assert FACTORY.validate(cfg) == [] and not list(cfg.problems())
+    assert FACTORY.validate(cfg) == []
+    assert not list(cfg.problems())
     policy = FACTORY.build(cfg, PolicyRequest(env=env, device="cpu", seed=0))
     assert isinstance(policy, FlowPolicy)
     generator = torch.Generator().manual_seed(9)
@@ -216,7 +217,7 @@ def test_sft_with_simulated_delays_trains_on_plain_observations(tmp_path):
 
 
 def test_delays_beyond_the_training_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="model.rtc_delay=1"):
+    with pytest.raises(ConfigError, match=r"model\.rtc_delay=1"):
         build(tmp_path, rtc="trained", rtc_delay=1)
 
 
