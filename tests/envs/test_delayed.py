@@ -121,7 +121,7 @@ def test_committed_actions_are_the_rest_of_the_previous_chunk():
     assert seen(env)[2:].tolist() == [0.0] * 10
 
 
-def test_random_delays_depend_on_the_episode_only_and_the_told_delay_is_a_maximum():
+def test_random_delays_depend_on_the_episode_and_the_observed_delay_is_their_maximum():
     timing = Timing(low=0, high=3, overlap=4, observed=True)
     pairs = [timing.delays(5, 1, number) for number in range(40)]
     assert pairs == [timing.delays(5, 1, number) for number in range(40)]
