@@ -27,6 +27,7 @@ class SteeredFlowPolicy(Steered, FlowPolicy):
         """Return the inputs of the actor [B, F], a function of the observation, without gradients."""
 
     def _see(self, obs: Observation) -> Seen:
+        obs, _ = self._committed(obs)
         prefix, velocity = self._acting(obs)
         with torch.no_grad():
             features = self._features(obs, velocity)
