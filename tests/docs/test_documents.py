@@ -65,7 +65,7 @@ ELSEWHERE = {
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
     "embodyrl play": "it never ends by itself; tests/extensions/cockpit drives one",
-    "embodyrl serve": "it never ends by itself; tests/extensions/serving/test_serve connects",
+    "embodyrl serve": "it never ends by itself; tests/extensions/serving and /chat connect",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/extensions/ray_cluster/test_ray_launcher runs them on one",
 }

@@ -31,8 +31,8 @@ class TextFactory:
     reads_rows = True
 
     def run_problems(self, cfg: Any) -> list[str]:
-        """Return errors in the sections `data` and `reward` of a run, one line each."""
-        return text_problems(cfg)
+        """Return errors in the sections `data` and `reward` of a run with episodes, one line each."""
+        return text_problems(cfg) if cfg.acts else []
 
     def complete(self, cfg: Any, context: EnvContext) -> EnvContext:
         """Add the rows and the reward function of a run.

@@ -24,9 +24,9 @@ def serve(args: argparse.Namespace) -> int:
 
     say(f"embodyrl {__version__} · serve · Ctrl-C ends it")
 
-    def ready(url: str) -> None:
+    def ready(url: str, protocol: str) -> None:
         if args.json:
-            print(json.dumps({"url": url, "protocol": cfg.serve.protocol}), flush=True)
+            print(json.dumps({"url": url, "protocol": protocol}), flush=True)
         say(f"  listening  {url}")
 
     start(cfg, say=say, ready=ready)

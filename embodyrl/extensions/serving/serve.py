@@ -1,8 +1,8 @@
-"""Command `serve`: a WebSocket server for a policy."""
+"""Command `serve`: a WebSocket server for a robot policy, or the server of another kind of policy."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from embodyrl.commands.facts import precision_facts
@@ -16,23 +16,46 @@ from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.remote.dialects import names_of, need
+from embodyrl.policies.remote.settings import ServeSettings
+from embodyrl.registry import Registry, takes
 from embodyrl.types import EnvSpec, PolicySpec
 
 _HERE = ("127.0.0.1", "localhost", "::1")
 
 
-def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str], None]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """The server of a policy with a protocol of its own."""
+
+    protocol: str
+    facts: Sequence[tuple[str, str]]
+    """Name and text of the banner lines."""
+    run: Callable[[Callable[[str], None], Callable[[str], None]], None]
+    """Load the policy and serve until a signal arrives; takes `say`, and `ready`, which is called with the address."""
+
+
+SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
+    "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
+)
+"""Servers for other policies than those of robots: return the server of a config, or None."""
+
+
+def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:
     """Serve a policy until a signal arrives.
 
     Args:
         cfg: policy and address.
         say: function that prints lines.
-        ready: called with the address once clients can connect.
+        ready: called with the address and the protocol once clients can connect.
 
     Raises:
         Interrupted: always, after the signal.
         EmbodyError: weights are damaged, components do not fit, or the address is in use.
     """
+    if (own := _own_server(cfg)) is not None:
+        for name, text in own.facts:
+            say(f"  {name:<10} {text}")
+        return own.run(say, lambda url: ready(url, own.protocol))
     env, spec = describe(cfg)
     for package in ("websockets", "msgpack"):
         need(package)
@@ -50,7 +73,12 @@ def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str], Non
     policy = POLICIES.get(cfg.model.model_type).build(cfg.model, request)
     if weights is not None:
         policy.load_weights(Path(weights))
-    asyncio.run(PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say).run(ready))
+    server = PolicyServer(Answering(policy, env, names_of(cfg.serve)), cfg.serve, say)
+    return asyncio.run(server.run(lambda url: ready(url, cfg.serve.protocol)))
+
+
+def _own_server(cfg: Config) -> Serving | None:
+    return next((own for offer in SERVERS.every() if (own := offer(cfg)) is not None), None)
 
 
 def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
@@ -59,6 +87,11 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     Raises:
         ConfigError: incompatible components, or a policy that cannot be served.
     """
+    if cfg.reads_rows:
+        raise ConfigError(
+            f"env.env_type={cfg.env.env_type} verifies text, and model '{cfg.model.model_type}' writes none: choose "
+            "another env, or the model of a run with text."
+        )
     env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     # Its cameras are another program's: the policy's are the first ones of its environment.
@@ -78,6 +111,8 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
 
 def server_facts(cfg: Config) -> list[tuple[str, str]]:
     """Return the banner lines of a server."""
+    if (own := _own_server(cfg)) is not None:
+        return [*own.facts]
     env, spec = describe(cfg)
     weights = first_weights(cfg, env)
     return [*serving_facts(cfg, env, spec), *weight_facts(cfg, weights)]
@@ -95,6 +130,11 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
         ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
-    if cfg.serve.host not in _HERE:
-        lines.append(("warning", f"serve.host={cfg.serve.host}: all hosts that reach this port can use the policy"))
-    return lines
+    return [*lines, *exposure(cfg.serve)]
+
+
+def exposure(cfg: ServeSettings) -> list[tuple[str, str]]:
+    """Return the warning about a server that other hosts can reach."""
+    if cfg.host in _HERE:
+        return []
+    return [("warning", f"serve.host={cfg.host}: all hosts that reach this port can use the policy")]

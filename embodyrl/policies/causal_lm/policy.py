@@ -76,7 +76,7 @@ class CausalLMPolicy:
         # In a reply these tokens would denote images that do not exist.
         pictures = [getattr(model.config, f"{kind}_token_id", None) for kind in ("image", "video")]
         never = [token for token in pictures if token is not None]
-        self._never = torch.tensor(never, device=self._device) if never else None
+        self.never = torch.tensor(never, device=self._device) if never else None
         pad = self.tokenizer.pad_token_id
         self._pad = int(self.ends[0]) if pad is None else pad
         pixels = 3 * len(request.env.cameras.names) * math.prod(request.env.cameras.size)
@@ -242,7 +242,7 @@ class CausalLMPolicy:
     def _barred(self, t: int) -> Tensor | None:
         """Return tokens that are not allowed at position t of a reply."""
         early = self.ends if t < self._sampling.min_new_tokens else None
-        both = [ids for ids in (early, self._never) if ids is not None]
+        both = [ids for ids in (early, self.never) if ids is not None]
         return torch.cat(both) if both else None
 
     def _seen(self, ids: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
