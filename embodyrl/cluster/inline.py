@@ -99,7 +99,7 @@ class InlineLauncher:
     def __init__(self, log_dir: Path, cluster: ClusterSettings | None = None) -> None:
         keep_freed_memory()
         self._workers: dict[str, Worker] = {}
-        self._restartable: set[str] = set()
+        self._simulating: set[str] = set()
         self._owner = f"workers {secrets.token_hex(8)}"
         self._requests: deque[tuple[str, Request, float]] = deque()
         self._events: deque[Event] = deque()
@@ -119,10 +119,10 @@ class InlineLauncher:
         """See `Launcher.start`."""
         for key, value in spec.environ.items():
             os.environ.setdefault(key, value)
-        if spec.restartable:
-            self._restartable.add(spec.name)
+        if spec.simulates:
+            self._simulating.add(spec.name)
         try:
-            with self._deadline.limit(timeout_s, stoppable=spec.restartable), self._owning(spec.restartable):
+            with self._deadline.limit(timeout_s, stoppable=spec.simulates), self._owning(spec.simulates):
                 worker = spec.build()
         except (Exception, Abandoned) as error:
             self._died(spec.name, error)
@@ -149,7 +149,7 @@ class InlineLauncher:
 
     def _run(self, name: str, request: Request, timeout_s: float) -> None:
         worker = self._workers[name]
-        simulates = name in self._restartable
+        simulates = name in self._simulating
         try:
             with self._deadline.limit(timeout_s, stoppable=simulates), self._owning(simulates):
                 self._events.extend(Event(worker=name, message=reply) for reply in worker.handle(request))
@@ -166,17 +166,18 @@ class InlineLauncher:
 
     def _died(self, name: str, error: BaseException) -> None:
         told = describe_failure(error)
-        reason = str(error) if isinstance(error, Abandoned) else f"raised {told.error}"
-        died = WorkerDied(reason=reason, log="", traceback=told.traceback, exit_code=told.exit_code)
+        raised = not isinstance(error, Abandoned)
+        reason = f"raised {told.error}" if raised else str(error)
+        died = WorkerDied(reason=reason, log="", traceback=told.traceback, exit_code=told.exit_code, raised=raised)
         self._events.append(Event(worker=name, message=died))
 
     def stop(self, *, grace_s: float = 10.0) -> None:
         """See `Launcher.stop`."""
         for worker in self._workers.values():
             worker.close()
-        if self._restartable:
+        if self._simulating:
             end_owned(self._owner)
-        self._restartable.clear()
+        self._simulating.clear()
         self._workers.clear()
         self._deadline.close()
         self._requests.clear()

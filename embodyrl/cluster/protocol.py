@@ -40,10 +40,10 @@ class FaultSettings(Settings):
     update_timeout_s: Seconds = 3600.0
     """Time limit of an update, checkpoint or scoring pass of the actor."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
-    """Restart a crashed env worker (its running episodes restart) or stop the run."""
+    """Restart a crashed env worker (its running episodes restart) or killed rollout process, or stop the run."""
     max_restarts_per_worker: Index = 3
-    """Maximum restarts of one env worker before the run fails with exit code 4; also maximum attempts of an episode
-    that crashes its worker."""
+    """Maximum restarts of one worker before the run fails with exit code 4; also maximum attempts of an episode that
+    crashes its worker."""
     on_video_error: OnVideoError = OnVideoError.warn
     """Response to a failed recording: warn and continue, or stop."""
     on_nonfinite: OnNonfinite = OnNonfinite.stop
@@ -86,6 +86,8 @@ class WorkerDied:
     traceback: str = ""
     exit_code: int = 1
     """Exit code of the worker's error."""
+    raised: bool = False
+    """The worker raised an exception."""
 
 
 Message: TypeAlias = "Reply | WorkerDied"
@@ -258,7 +260,11 @@ class OpenRequests(Generic[H]):
         from embodyrl.workers.lifecycle import log_tail  # here, because every command imports a launcher's settings
 
         died = WorkerDied(
-            reason=reason, log=str(handle.log), traceback=traceback or log_tail(handle.log), exit_code=exit_code
+            reason=reason,
+            log=str(handle.log),
+            traceback=traceback or log_tail(handle.log),
+            exit_code=exit_code,
+            raised=bool(traceback),
         )
         self._events.append(Event(worker=name, message=died))
 

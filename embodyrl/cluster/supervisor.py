@@ -168,7 +168,9 @@ class Supervisor:
         where, reason = f" Log: {died.log}" if died.log else "", died.reason.removesuffix(".")
         # A worker that never worked will fail again: a missing package, a scene that does not load.
         never_ready = name in self.starting and self._restarts.get(name, 0) == 0
-        if not spec.restartable or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
+        # Ranks hold the only copy of the training state. The error of a rollout process would occur again.
+        final = spec.component == "actor" or (spec.component == "rollout" and died.raised)
+        if final or never_ready or self._faults.on_env_crash == OnEnvCrash.fail:
             raise _worker_error(f"worker {name} {reason}.{where}", died)
         count = self._restarts.get(name, 0)
         if count >= self._faults.max_restarts_per_worker:
@@ -176,7 +178,7 @@ class Supervisor:
                 f"worker {name} {reason}; it was restarted {count} times already "
                 f"(faults.max_restarts_per_worker).{where}\n{died.traceback}"
             )
-        if died.traceback and self._failures.get(name) == died.reason:
+        if spec.simulates and died.traceback and self._failures.get(name) == died.reason:
             raise WorkerError(
                 f"worker {name} {reason}, again after a restart and in the same step, so it is not restarted. Check "
                 f"the environment with `embodyrl check-env`.{where}\n{died.traceback}"
@@ -186,10 +188,11 @@ class Supervisor:
         delay = 0.0 if count == 0 else _BACKOFF_S * 2 ** min(count - 1, 4)
         self._restarts[name] = count + 1
         self.starting.add(name)
+        what = "episodes" if spec.simulates else "requests"
         self._restart_at[name] = time.monotonic() + delay
         self.say(
             f"worker {name} {reason}; restarting it ({count + 1} of "
-            f"{self._faults.max_restarts_per_worker}); its running episodes start again.{where}"
+            f"{self._faults.max_restarts_per_worker}); its running {what} start again.{where}"
         )
 
     def signals(self) -> AbstractContextManager[None]:

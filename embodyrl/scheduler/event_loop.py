@@ -8,7 +8,7 @@ from functools import partial
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart, fill_buckets
 from embodyrl.channels.messages import ContinueRequest, Done, LoadWeightsRequest, PublishRequest, Request, WorkerReady
-from embodyrl.cluster.protocol import Message
+from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
 from embodyrl.workers.lifecycle import WorkerSpec
@@ -31,7 +31,8 @@ class Replies:
 class PolicyClient:
     """Client of the policy processes: tracks requests and replies, and never blocks (`EventLoop.run_until` does).
 
-    A process answers requests in order; a reply that does not match its oldest open request is a bug.
+    A process answers requests in order; a reply that does not match its oldest open request is a bug. A rollout process
+    that died gets all weights and its unanswered requests again once it has restarted; the others act meanwhile.
     """
 
     def __init__(
@@ -56,7 +57,15 @@ class PolicyClient:
         self._timeout_s = timeout_s
         self._bucket_arena = bucket_arena
         self._sequence = 0
-        self._open: dict[str, deque[tuple[int, OnDone]]] = {spec.name: deque() for spec in hosts}
+        self._open: dict[str, deque[tuple[int, Request, OnDone]]] = {spec.name: deque() for spec in hosts}
+        self._lost: dict[str, list[tuple[Request, OnDone]]] = {}
+        """Rollout processes that died and do not have the weights yet, with the requests to repeat."""
+        self._restarted: list[str] = []
+        self._receiving = ""
+        """Restarted process that receives the weights."""
+        self._recovery: Iterator[Replies] = iter(())
+        self._awaited: Replies | None = None
+        """Replies for which `_recovery` waits."""
         self._weights: dict[str, tuple[WeightInfo, ...]] = {}
         self._publishing = False
         self._published = False
@@ -69,7 +78,7 @@ class PolicyClient:
     @property
     def num_free(self) -> int:
         """Number of idle acting processes; 0 while new weights are being transferred."""
-        return 0 if self._publishing else sum(not self._open[name] for name in self._acting)
+        return 0 if self._publishing else sum(not self._open[name] for name in self._present())
 
     @property
     def idle(self) -> bool:
@@ -78,7 +87,7 @@ class PolicyClient:
 
     def submit(self, request: Request, on_done: OnDone) -> None:
         """Send a request to the least busy acting process; `on_done` is called inside a later `Supervisor.pump`."""
-        self._send(min(self._acting, key=lambda name: len(self._open[name])), request, on_done)
+        self._send(min(self._present(), key=lambda name: len(self._open[name])), request, on_done)
 
     def ask_acting(self, request: Request) -> Replies:
         """Send a request to all acting processes."""
@@ -98,15 +107,48 @@ class PolicyClient:
             return
         # Mark the acting processes busy: an inference between two buckets would use partly updated weights.
         self._publishing = True
+        if self._awaited is not None:  # the recovery of a process uses the buckets
+            yield self._awaited
+            yield from self._recovery
+            self._awaited = None
+        yield from self._transfer(arena, self._buckets(arena), self._present)
+        self._publishing, self._published = False, True
+
+    def advance(self) -> None:
+        """Continue to send the weights to restarted processes, without waiting."""
+        while not self._publishing and (self._awaited is None or self._awaited.complete()):
+            if self._awaited is None:
+                if not self._restarted:
+                    return
+                self._recovery = self._recover(self._restarted.pop(0))
+            self._awaited = next(self._recovery, None)
+
+    def _recover(self, worker: str) -> Iterator[Replies]:
+        """Send all weights to a restarted process, then its requests."""
+        assert self._bucket_arena is not None
+        self._receiving = worker
+        buckets = fill_buckets(self._weights[worker], self._bucket_arena[BUCKET].shape[1])
+        yield from self._transfer(self._bucket_arena, buckets, lambda: [worker] if self._receiving == worker else [])
+        if self._receiving == worker:  # it has not died again
+            for request, on_done in self._lost.pop(worker):
+                self._send(worker, request, on_done)
+
+    def _transfer(
+        self, arena: Arena, buckets: Iterator[tuple[WeightPart, ...]], targets: Callable[[], list[str]]
+    ) -> Iterator[Replies]:
+        """Transfer weights to the present `targets`; yields like `publish`."""
         under_way: list[tuple[Ticket, Replies]] = []
-        for parts in self._buckets(arena):
+        for parts in buckets:
             ticket = arena.allocate()
             yield self.ask_training(PublishRequest(ticket=ticket, parts=parts))
             # One of the two buckets is filled while the other is read.
             yield from _taken(arena, under_way)
-            under_way.append((ticket, self.ask_acting(LoadWeightsRequest(ticket=ticket, parts=parts))))
+            under_way.append((ticket, self._ask(targets(), LoadWeightsRequest(ticket=ticket, parts=parts))))
         yield from _taken(arena, under_way)
-        self._publishing, self._published = False, True
+
+    def _present(self) -> list[str]:
+        """Return the acting processes that have the weights."""
+        return [name for name in self._acting if name not in self._lost] if self._lost else self._acting
 
     def _buckets(self, bucket_arena: Arena) -> Iterator[tuple[WeightPart, ...]]:
         held = {weight.name: weight.trained for weight in self._weights[self._training[0]]}
@@ -120,10 +162,26 @@ class PolicyClient:
         """Handle a message of a policy process; callback for `Supervisor`."""
         if isinstance(message, WorkerReady):
             self._weights[worker] = message.weights
+            if worker in self._lost:
+                self._restarted.append(worker)
+        elif isinstance(message, WorkerDied):
+            self._on_death(worker)
         elif isinstance(message, Done):
-            sequence, on_done = self._open[worker].popleft()
+            sequence, _, on_done = self._open[worker].popleft()
             assert sequence == message.sequence, f"reply {message.sequence} to request {sequence}"
             on_done(message)
+
+    def _on_death(self, worker: str) -> None:
+        """Keep the unanswered requests of a rollout process; a transfer of weights continues without it."""
+        if worker == self._receiving:
+            self._receiving = ""
+        repeated = self._lost.setdefault(worker, [])
+        for sequence, request, on_done in self._open[worker]:
+            if isinstance(request, LoadWeightsRequest):
+                on_done(Done(sequence=sequence, seconds=0.0, metrics={}))
+            else:
+                repeated.append((request, on_done))
+        self._open[worker].clear()
 
     def _ask(self, workers: Sequence[str], request: Request) -> Replies:
         replies = Replies(expected=tuple(workers))
@@ -132,9 +190,12 @@ class PolicyClient:
         return replies
 
     def _send(self, worker: str, request: Request, on_done: OnDone) -> None:
+        if worker in self._lost and not isinstance(request, LoadWeightsRequest):
+            self._lost[worker].append((request, on_done))
+            return
         self._sequence += 1
         # Register before sending: the reply may arrive inside `send`.
-        self._open[worker].append((self._sequence, on_done))
+        self._open[worker].append((self._sequence, request, on_done))
         self._supervisor.send(worker, replace(request, sequence=self._sequence), timeout_s=self._timeout_s)
 
     def close(self) -> None:
@@ -168,6 +229,7 @@ class EventLoop:
 
     def advance(self) -> float:
         """Send all requests that are ready; return the longest time in seconds to wait for events."""
+        self._policy.advance()
         return PATIENCE_S
 
     @property

@@ -26,7 +26,7 @@ from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
-from embodyrl.scheduler.event_loop import PATIENCE_S, EventLoop, PolicyClient
+from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
 from embodyrl.scheduler.slot import Open, Phase, Slots
 from embodyrl.scheduler.stages import Stages
@@ -108,9 +108,10 @@ class RolloutScheduler(EventLoop):
 
     def advance(self) -> float:
         """Send requests to idle stages and, if due, to the policy; return the maximum time to wait for events."""
+        patience = super().advance()
         self._process_reports()
         if not self._rollouts:
-            return PATIENCE_S
+            return patience
         if any(rollout.replayed is not None for rollout in self._rollouts):
             ready = np.flatnonzero(self._may_act)
             self._slots.repeat_actions(ready)
@@ -119,7 +120,7 @@ class RolloutScheduler(EventLoop):
         self._dispatch_env()
         self._dispatch_inference()
         waits_for_batch = self._policy.num_free and self._may_act.any()
-        return _SHORT_WAIT_S if waits_for_batch else PATIENCE_S
+        return _SHORT_WAIT_S if waits_for_batch else patience
 
     @property
     def pending(self) -> bool:

@@ -119,8 +119,8 @@ class WorkerSpec:
     """The visible GPU of the process; an empty string: none; None: the driver's GPUs."""
 
     @property
-    def restartable(self) -> bool:
-        """True for env workers, the only workers that are restarted."""
+    def simulates(self) -> bool:
+        """True for env workers, whose environments may start processes."""
         return self.component == "env"
 
     def build(self) -> Worker:
@@ -188,7 +188,7 @@ def _set_up_process(spec: WorkerSpec, log_path: str | None) -> None:
     # needs the workers to save a checkpoint.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, PARENT_EXITED):
         signal.signal(signum, signal.SIG_IGN)
-    if spec.restartable:
+    if spec.simulates:
         ignore_sigterm_except_in_children()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     faulthandler.enable()

@@ -1,0 +1,62 @@
+"""Rollout processes that are killed restart with all weights, and results equal those of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from processes import workers_of
+from toy_runs import comparable, rows, train_toy, weights
+
+from embodyrl.channels.messages import InferRequest, LoadWeightsRequest, Request, ValueRequest
+from embodyrl.cluster.supervisor import Supervisor
+
+WORDS = (
+    *("runner.deterministic=true", "env.kwargs.goal=0.7", "actor.optim.lr=0.001", "model.precision=fp32"),
+    *("algorithm=ppo", "runner.max_steps=2", "env.train.total_num_envs=8"),
+    *("rollout.mode=disaggregated", "rollout.num_workers=2"),
+)
+VICTIM = "rollout_0"
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, moments: list[tuple[type[Request], int]]) -> None:
+    """Kill the rollout process while it has its n-th request of a kind; remove the moment from the list."""
+    seen: list[type[Request]] = []
+    send = Supervisor.send
+
+    def watched(self: Supervisor, worker: str, request: Request, *, timeout_s: float) -> None:
+        if worker == VICTIM:
+            seen.append(type(request))
+        moment = type(request), seen.count(type(request))
+        if worker != VICTIM or moment not in moments:
+            return send(self, worker, request, timeout_s=timeout_s)
+        moments.remove(moment)
+        pid = workers_of(os.getpid())[VICTIM]
+        os.kill(pid, signal.SIGSTOP)  # it cannot reply
+        send(self, worker, request, timeout_s=timeout_s)
+        os.kill(pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Supervisor, "send", watched)
+
+
+@pytest.mark.integration
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [(InferRequest, 2), (ValueRequest, 1), (LoadWeightsRequest, 4)],
+        pytest.param([(LoadWeightsRequest, 1), (LoadWeightsRequest, 2)], marks=pytest.mark.slow),
+    ],
+    ids=["act_values_weights", "weights_twice"],
+)
+def test_killed_rollout_process_does_not_change_results(tmp_path, monkeypatch, moments):
+    calm = train_toy(tmp_path, *WORDS, name="calm")
+    count = len(moments)
+    kill_at(monkeypatch, moments)
+    run = train_toy(tmp_path, *WORDS, "launcher=local", "launcher.env_workers=1")
+    assert not moments
+    assert rows(run)[-1]["env/restarts"] == count
+    one, other = ([row | {"env/restarts": 0} for row in comparable(one)] for one in (run, calm))
+    assert one == other
+    assert weights(run, 2) == weights(calm, 2)
