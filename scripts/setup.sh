@@ -18,9 +18,12 @@ find_python() {
     return 1
 }
 
-# LIBERO renders with libOSMesa, ManiSkill with lavapipe (Vulkan on the CPU). What cannot be installed is named, and the
+# Bubblewrap confines the programs of a model (`embodyrl doctor` tries it). LIBERO renders with libOSMesa, ManiSkill with lavapipe (Vulkan on the CPU). What cannot be installed is named, and the
 # set-up goes on: the tests that need it are then skipped.
 system_libraries() {
+    if ! command -v bwrap >/dev/null; then
+        install_packages bubblewrap || say "Programs of a model run without their own namespaces. Ask for: apt-get install bubblewrap"
+    fi
     if [[ $EXTRAS == *libero* ]] && ! ldconfig -p 2>/dev/null | grep -q 'libOSMesa\.so'; then
         install_packages libosmesa6 || say "LIBERO cannot render yet. Ask for: apt-get install libosmesa6"
     fi

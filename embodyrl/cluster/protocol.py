@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -71,8 +71,18 @@ class ClusterSettings(Settings):
 
     num_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Number of hosts."""
+    min_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Minimum number of hosts: with fewer, the run saves a checkpoint, if possible, and stops."""
+    silence_timeout_s: Seconds = 120.0
+    """Workers exit when their host has lost the cluster, or has had no response from its head, for this time."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
     """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error for a run that needs more hosts than it has."""
+        yield from super().problems()
+        if self.min_nodes > self.num_nodes:
+            yield f"cluster.min_nodes={self.min_nodes} is above cluster.num_nodes={self.num_nodes}; lower it."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -185,11 +185,14 @@ class Session:
         except Interrupted as interruption:
             raise self.stop_message(interruption, save()) from None
         except WorkerError as error:
-            saved = save() if isinstance(error, ClusterLost) else None
-            if saved:
-                self.wait_for_save()
-            if saved or self._store.latest():
-                error.args = (f"{error}\n{f'saved {saved}; ' if saved else ''}{self._resume_line()}",)
+            saved = None
+            if isinstance(error, ClusterLost):
+                with suppress(WorkerError):  # a rank is lost, too
+                    saved = save()
+                    self.wait_for_save()
+            if newest := saved or self._store.latest():
+                what = "saved" if saved else "the newest checkpoint is"
+                error.args = (f"{error}\n{what} {newest}; {self._resume_line()}",)
             raise
         except Exception as error:
             # An error of the caller: the trained weights are intact.

@@ -55,3 +55,20 @@ def test_repeated_error_after_restart_ends_the_run():
         one._on_worker_death("env_0", WorkerDied(reason="raised x, step 4", log="", traceback="Traceback"))
     assert len(said) == 2
     launcher.stop()
+
+
+@pytest.mark.parametrize(
+    ("component", "raised", "restarts"),
+    [("env", True, True), ("rollout", False, True), ("rollout", True, False), ("actor", False, False)],
+)
+def test_only_workers_without_training_state_restart(component: str, raised: bool, restarts: bool):
+    unused: Any = None
+    one = supervisor.Supervisor(InlineLauncher(Path()), FaultSettings(), lambda line: None, timeline=unused)
+    one._specs["a"] = WorkerSpec(name="a", entry="", init=unused, component=component)
+    died = WorkerDied(reason="died", log="", raised=raised)
+    if restarts:
+        one._on_worker_death("a", died)
+        assert one.starting == {"a"}
+    else:
+        with pytest.raises(WorkerError, match="worker a died"):
+            one._on_worker_death("a", died)

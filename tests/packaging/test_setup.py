@@ -114,6 +114,19 @@ def test_setup_prints_the_torch_build(place, tmp_path, asked, driver, extras, bu
         assert (done.stdout.strip(), done.stderr) == (build, "")
 
 
+@pytest.mark.skipif(shutil.which("bwrap", path="/usr/bin:/bin") is not None, reason="bubblewrap is installed")
+@pytest.mark.parametrize("code", [0, 1])
+def test_setup_installs_bubblewrap_or_names_it(place, tmp_path, code):
+    program(tmp_path, "sudo", 'shift; "$@"')
+    program(tmp_path, "apt-get", f'echo "$@" >>"$CALLS"; exit {code}')
+    done = shell(place, tmp_path, "system_libraries", EXTRAS="", CALLS=str(tmp_path / "calls"))
+    assert done.returncode == 0, done.stderr
+    assert ("Ask for: apt-get install bubblewrap" in done.stdout) is bool(code)
+    asked = (tmp_path / "calls").read_text().splitlines()
+    assert asked[0].startswith("update")
+    assert [line.endswith(" bubblewrap") for line in asked[1:]] == [True] * (1 - code)
+
+
 def installed(place: Path, cuda: str | None) -> None:
     """Install a torch of that build if none is installed."""
     (site,) = place.glob(".venv/lib/*/site-packages")

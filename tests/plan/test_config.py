@@ -157,6 +157,10 @@ def test_data_function_and_data_files_can_be_combined(tmp_path: Path) -> None:
         ("algorithm=ppo critic.path=x runner.deterministic=true", "works with one actor rank"),
         ("actor.fsdp.size=2 model.compile=true", "works with one actor rank"),
         ("runner.resume_dir=a ckpt=b", "Use one of the two keys"),
+        (
+            "launcher.name=spread_launcher:SpreadLauncher cluster.num_nodes=2 cluster.min_nodes=3",
+            "min_nodes=3 is above cluster.num_nodes=2",
+        ),
     ],
 )
 def test_incompatible_data_keys_are_refused(words: str, problem: str) -> None:

@@ -48,7 +48,7 @@ class _Answer:
 class RemoteWorker:
     """Worker in a Ray actor. On the driver's host the worker shares the arena; on other hosts it has a mirror."""
 
-    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int) -> None:
+    def __init__(self, spec: WorkerSpec, driver_node: str, turn: int, silence_s: float) -> None:
         os.environ.update(spec.environ)
         if spec.component == "env":
             gpus = () if spec.gpu == "" else visible_gpus()
@@ -67,6 +67,8 @@ class RemoteWorker:
         self._beside_driver = ray.get_runtime_context().get_node_id() == driver_node
         self._pools: Pools | None = None
         self._worker: Worker | None = None
+        if not self._beside_driver:
+            ray_nodes.exit_without_cluster(silence_s)
 
     def log(self) -> tuple[str, int]:
         """Return the path of the worker's output on its host, and the size of the output of earlier workers."""
@@ -130,6 +132,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._living = ray_nodes.living()
         self._nodes = self._choose(cluster.num_nodes)
+        self._min_nodes, self._silence_s = cluster.min_nodes, cluster.silence_timeout_s
         hosts = {name: n for n, node in reversed([*enumerate(self._nodes)]) for name in (node.host, node.address)}
         self._placement = parse_placement(cluster.component_placement, cluster.num_nodes, hosts=hosts)
         self._has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -180,8 +183,8 @@ class RayLauncher(OpenRequests[_Handle]):
         self._note_living()
         if self.lost:
             return
-        usable = self._living.keys() - self._lost
-        candidates = [self._nodes[i] for i in chosen if self._nodes[i].id in usable] or self._nodes[:1]
+        left = self._left()
+        candidates = [left[n] for n in chosen if n in left] or [*left.values()] or self._nodes[:1]
         if spec.component == "actor" and isinstance(spec.init, PolicyHostInit):
             node = place_rank(number, spec.init.rank_info.world, candidates)
         else:
@@ -203,7 +206,7 @@ class RayLauncher(OpenRequests[_Handle]):
         actor = (
             ray.remote(RemoteWorker)
             .options(**options)
-            .remote(remote_spec, self._driver_node, number // len(candidates))
+            .remote(remote_spec, self._driver_node, number // len(candidates), self._silence_s)
         )
         handle = _Handle(
             actor=actor,
@@ -217,6 +220,11 @@ class RayLauncher(OpenRequests[_Handle]):
         )
         handle.open.append(actor.start.remote())
         self._handles[spec.name] = handle
+
+    def _left(self) -> dict[int, Node]:
+        """Return the nodes of the run that are left or have returned, by number."""
+        usable = [node for name, node in self._living.items() if name not in self._lost]
+        return ray_nodes.left_of(self._nodes, usable)
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
         """See `Launcher.send`."""
@@ -264,16 +272,22 @@ class RayLauncher(OpenRequests[_Handle]):
             return
         if found is None:
             return
-        self._living = found
+        self._set_living(found)
         for name in [name for name, handle in self._handles.items() if handle.node.id not in found]:
             self._reap_with_host(name)
 
     def _note_living(self) -> None:
         """List the live nodes before a worker is placed."""
         try:
-            self._living = self._living if self.lost else ray_nodes.living()
+            if not self.lost:
+                self._set_living(ray_nodes.living())
         except WorkerError as error:
             self.lost = str(error)
+
+    def _set_living(self, found: dict[str, Node]) -> None:
+        self._living = found
+        if len(left := self._left()) < self._min_nodes:
+            self.lost = f"only {len(left)} of {len(self._nodes)} hosts are left (cluster.min_nodes={self._min_nodes})"
 
     def _reap_with_host(self, name: str, log: str = "") -> None:
         node = self._handles[name].node

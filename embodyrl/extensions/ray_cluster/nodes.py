@@ -8,8 +8,9 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -115,6 +116,14 @@ def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
     return sorted(nodes, key=lambda node: (node.id != driver, node.order))
 
 
+def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
+    """Return the nodes that are usable, by number; a host that returned is a new node with the same address."""
+    by_id, known = {node.id: node for node in usable}, {node.id for node in nodes}
+    returned = {node.address: node for name, node in by_id.items() if name not in known}
+    found = {number: by_id.get(node.id, returned.get(node.address)) for number, node in enumerate(nodes)}
+    return {number: node for number, node in found.items() if node is not None}
+
+
 def describe(nodes: Iterable[Node]) -> str:
     """Return a line with the cluster and the number of each node."""
     return f"Ray cluster at {head()}: " + ", ".join(f"node {number} {node}" for number, node in enumerate(nodes))
@@ -144,6 +153,27 @@ class NodeWatch:
             raise WorkerError(_silent())
         look, self._look = self._look, None
         return _living(look.result())
+
+
+def exit_without_cluster(silence_s: float) -> None:
+    """Exit this worker when its node is not in the cluster, or the head has not responded, for `silence_s`.
+
+    Ray ends the workers of a dead driver, but not those of a host that is cut off or whose head is frozen.
+    """
+    own = ray.get_runtime_context().get_node_id()
+
+    def watch() -> None:
+        heard = time.monotonic()
+        while time.monotonic() < heard + silence_s:
+            look, begun = in_thread(ray.nodes), time.monotonic()
+            with suppress(Exception):
+                if own in _living(look.result(silence_s)):
+                    heard = begun
+            time.sleep(silence_s / 10)
+        print(f"no response from the cluster for {silence_s:g} s (cluster.silence_timeout_s); exiting", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="cluster-watch", daemon=True).start()
 
 
 def in_thread(call: Callable[[], T]) -> Future[T]:

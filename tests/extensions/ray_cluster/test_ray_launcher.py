@@ -162,6 +162,18 @@ def test_nodes_are_numbered_by_address():
     assert [node.id for node in in_order(nodes, "id1")] == ["id1", "id2", "id0", "id3"]
 
 
+def test_a_returned_host_has_its_number():
+    from embodyrl.extensions.ray_cluster.nodes import Node, left_of
+
+    nodes = [Node(f"id{n}", f"10.0.0.{n}", f"h{n}") for n in range(3)]
+    returned, stranger = Node("id7", "10.0.0.1", "h1"), Node("id8", "10.0.0.8", "h8")
+    assert left_of(nodes, nodes) == dict(enumerate(nodes))
+    assert left_of(nodes, [stranger, nodes[2], nodes[0]]) == {0: nodes[0], 2: nodes[2]}
+    assert left_of(nodes, [stranger, nodes[0], returned]) == {0: nodes[0], 1: returned}
+    one_host = [Node("a", "127.0.0.1", "h"), Node("b", "127.0.0.1", "h")]
+    assert left_of(one_host, one_host[:1]) == {0: one_host[0]}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_text_task_is_learned_on_two_nodes(tmp_path, two_nodes):

@@ -12,6 +12,7 @@ import heapq
 import os
 import random
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -41,6 +42,7 @@ class Wire(threading.Thread):
         self.loss = 0.0
         self.carried = 0
         """Number of packets that arrived."""
+        self.carried_bytes = 0
         self._ends = ends
         self._over = threading.Event()
 
@@ -52,6 +54,7 @@ class Wire(threading.Thread):
                 packet, other = os.read(end, 1 << 16), self._ends[1 - self._ends.index(end)]
                 if not self.cut and chance.random() >= self.loss:
                     self.carried += 1
+                    self.carried_bytes += len(packet)
                     heapq.heappush(waiting, (time.monotonic() + self.delay_s, self.carried, other, packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, other, packet = heapq.heappop(waiting)
@@ -67,6 +70,22 @@ class Wire(threading.Thread):
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _processes(namespace: str) -> list[int]:
+    held = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in held.stdout.split()]
+
+
+def _signal(pid: int, signum: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def _title(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _device(namespace: str) -> int:
@@ -163,9 +182,24 @@ class Hosts:
         self._wait_for_nodes(1)
 
     def _kill(self, name: str) -> None:
-        held = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-        for pid in held.stdout.split():
-            subprocess.run(["kill", "-9", pid], capture_output=True, check=False)
+        for pid in _processes(name):
+            _signal(pid, signal.SIGKILL)
+
+    def workers(self, host: int) -> list[int]:
+        """Return the processes of a host that run workers."""
+        return [pid for pid in _processes(self._names[host]) if _title(pid).startswith(b"ray::RemoteWorker")]
+
+    @contextmanager
+    def frozen(self, host: int) -> Iterator[None]:
+        """Stop all processes of a host inside the block."""
+        held = _processes(self._names[host])
+        for pid in held:
+            _signal(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in held:
+                _signal(pid, signal.SIGCONT)
 
     def stop(self) -> None:
         """Kill all processes of both hosts."""
