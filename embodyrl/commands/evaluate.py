@@ -11,7 +11,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.cluster.protocol import OnVideoError
 from embodyrl.commands.eval_result import EvalResult, episode_row, print_table, summarise
 from embodyrl.commands.facts import evaluation_facts, facts
+from embodyrl.commands.kept import keeps_episodes, open_writer, with_every_step
 from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, weight_facts
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.trust import trust_words
@@ -54,6 +55,8 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=False)
+    if keeps_episodes(run_plan):
+        run_plan = with_every_step(run_plan)
     if cfg.eval.baseline is not None:
         read_baseline(cfg)  # before anything starts
     weights = first_weights(cfg, run_plan.env)
@@ -111,20 +114,25 @@ def run_evaluation(
         _check_writable(run.videos)
     rows = read_episodes(folder / EPISODES_FILE) if resume else []
     _begin_files(folder, rows)
-    with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log:
+    keeps = run_plan.single_step  # validations of a training keep nothing
+    writing = open_writer(run_plan, workers.arena, run.root, monitor.text) if keeps else nullcontext()
+    with open(folder / EPISODES_FILE, "a", encoding="utf-8") as log, writing as writer:
 
         def note(episode: Episode) -> None:
             rows.append(episode_row(episode, run_plan.env))
             log.write(json.dumps(rows[-1].to_json()) + "\n")
             # Row by row, so that a killed evaluation resumes with its finished episodes.
             log.flush()
+            if writer is not None:
+                writer.add([episode], step)
+                workers.scheduler.release(rollout.out, [episode])
             monitor.progress(len(rows), plan.num_episodes, "validation episodes")
 
         rollout = Rollout(
             plan.without({row.episode for row in rows}),
             greedy=not cfg.eval.sampling_params.do_sample,
             temperature=cfg.eval.sampling_params.temperature,
-            keep=False,
+            keep=keeps,
             video=video_choice(cfg.video, plan, run_plan, run.videos, step),
             on_episode=note,
         )

@@ -24,7 +24,7 @@ def facts(run_plan: RunPlan) -> list[tuple[str, str]]:
     """Return name and text of the banner lines."""
     cfg, env, policy = run_plan.cfg, run_plan.env, run_plan.policy
     workers = len(run_plan.env_workers)
-    split = cfg.env.splits["train" if run_plan.algorithm or run_plan.single_step else "eval"]
+    split = cfg.env.splits["eval" if run_plan.algorithm is None and cfg.evaluates else "train"]
     slots = f"{run_plan.num_slots} slots"
     if cfg.trains and run_plan.algorithm and cfg.env.train.total_num_envs < run_plan.num_slots:
         slots = f"{cfg.env.train.total_num_envs} slots (while validating {run_plan.num_slots})"

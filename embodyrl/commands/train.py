@@ -16,6 +16,7 @@ from embodyrl.algorithms.shaping import note_outcomes
 from embodyrl.commands.eval_result import EvalResult, changes, paired_changes
 from embodyrl.commands.evaluate import compare, read_evaluation, run_evaluation
 from embodyrl.commands.facts import evaluation_facts, facts, require_disk
+from embodyrl.commands.kept import EpisodeWriter, keeps_episodes, open_writer
 from embodyrl.commands.metrics import rollout_metrics, split_clock_metrics
 from embodyrl.commands.run_folder import (
     RunFolder,
@@ -81,6 +82,7 @@ def train(
         EmbodyError: any failure with a known cause; its `exit_code` is the exit code of the process.
     """
     run_plan = build_run_plan(cfg, training=True)
+    keeps_episodes(run_plan)  # refuses what cannot be kept
     require_disk(cfg, run_plan.resources.checkpoint, run_plan.total_steps)
     weights = first_weights(cfg, run_plan.env)
     if resume is not None:
@@ -145,7 +147,8 @@ class _Training:
             for row in read_rows(self.session.folder.root / METRICS_FILE):
                 self.collapse.check(row.get("step", 0), row)  # earlier steps of a resumed run
             self._begin(workers)
-            self._loop(workers, actors)
+            with open_writer(self.run_plan, workers.arena, self.session.folder.root, self.monitor.text) as writer:
+                self._loop(workers, actors, writer)
             checkpoint = save()
             self.session.wait_for_save()
             self._compare(workers)
@@ -186,7 +189,7 @@ class _Training:
         for path in (*self.first.videos, *self.last.videos):
             self.monitor.video(self.session.step, Path(path))
 
-    def _loop(self, workers: Workers, actors: Actors) -> None:
+    def _loop(self, workers: Workers, actors: Actors, writer: EpisodeWriter | None) -> None:
         """Run the steps: rollout, log-probabilities, advantages, update, log, save."""
         session, algorithm = self.session, self.algorithm
         sampler = StepRollouts(self.run_plan, workers, algorithm)
@@ -195,6 +198,8 @@ class _Training:
             workers.supervisor.timeline.begin()
             rollout = sampler.collect(step, lambda done, total: self.monitor.progress(done, total, "rollout"))
             self._check_rewards(rollout, workers, actors)
+            if writer is not None:
+                writer.add(rollout.episodes, step)
             with workers.supervisor.shield():
                 if self.cfg.algorithm.curriculum:
                     by_task = weighs_tasks(self.run_plan.env, self.cfg.env.train)

@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from embodyrl.config.settings import Count, CountOrAll, Must, Name, Path, Settings, Share, only
+from embodyrl.config.settings import Count, CountOrAll, Must, Name, Path, Positive, Settings, Share, only
 
 RolloutMode = StrEnum("RolloutMode", ["collocated", "disaggregated"])
 OnExisting = StrEnum("OnExisting", ["error", "resume", "rename"])
 OnSaveError = StrEnum("OnSaveError", ["continue", "stop"])
+KeptEpisodes = StrEnum("KeptEpisodes", ["none", "all", "failures", "successes"])
 
 VideoChoice = Annotated[
     str,
@@ -40,7 +41,7 @@ class LoggerSettings(Settings):
 class RunnerSettings(Settings):
     """Config keys for the training loop: output folder, run length, and intervals of validations and checkpoints."""
 
-    needs = {"experiment_name": "on_existing"}
+    needs = {"experiment_name": "on_existing", "keep_episodes!=none": "keep_episodes_gb"}
 
     output_dir: Path = "runs"
     """Parent folder; a run is <output_dir>/<id>/."""
@@ -64,6 +65,10 @@ class RunnerSettings(Settings):
     """Number of training steps between checkpoints; the last step is always saved; -1: only the last."""
     resume_dir: Path | None = None
     """Run folder to continue, or `auto` for the newest run of this experiment."""
+    keep_episodes: KeptEpisodes = KeptEpisodes.none
+    """Episodes of training or evaluation to keep as a data set in <run>/episodes: none, all, failures or successes."""
+    keep_episodes_gb: Positive = 10.0
+    """Maximum size of the kept episodes in GB; later episodes are not kept."""
     deterministic: bool = False
     """Bit-for-bit equal results for the same seed and any number of workers; inference uses padded batches."""
     trace: bool = False

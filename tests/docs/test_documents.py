@@ -58,6 +58,7 @@ ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
     "embodyrl doctor": "tests/extensions/doctor",
+    "embodyrl data": "tests/extensions/experience",
     "embodyrl recap": "minutes; tests/extensions/recap/test_rounds runs it",
     "embodyrl results": "tests/extensions/results",
     "--until-significant": "the same",

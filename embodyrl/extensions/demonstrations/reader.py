@@ -1,6 +1,6 @@
 """Reader of a data set into memory: frames are decoded once, so that a batch is one gather."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -104,8 +104,10 @@ class Demonstrations:
         return [(e, slice(self.start[e], self.stop[e])) for e in episodes]
 
 
-def load_demonstrations(root: Path, data: DemonstrationSettings = PLAIN) -> Demonstrations:
-    """Load all episodes; frames are decoded to uint8 in memory.
+def load_demonstrations(
+    root: Path, data: DemonstrationSettings = PLAIN, *, only: Collection[int] | None = None
+) -> Demonstrations:
+    """Load all episodes, or `only` those with these numbers; frames are decoded to uint8 in memory.
 
     Raises:
         EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
@@ -130,11 +132,12 @@ def load_demonstrations(root: Path, data: DemonstrationSettings = PLAIN) -> Demo
         numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
     skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
     _check_gripper(root, card, action)
-    kept = [e for e in episodes if e["episode_index"] not in skipped]
+    wanted = range(len(episodes)) if only is None else only
+    kept = [e for e in episodes if e["episode_index"] in wanted and e["episode_index"] not in skipped]
     if not kept:
         raise EmbodyError(f"{root}: every episode contains a non-finite number.")
     keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-    images = _read_frames(root, card, data, rows, kept, keep)
+    images = _read_frames(root, card, data, rows, kept, keep, whole=ours and only is None)
     names = read_tasks(root)
     stop = np.cumsum([e["length"] for e in kept])
     reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
@@ -211,9 +214,16 @@ def gripper_doubts(gripper: GripperConvention | None, action: FloatArray) -> tup
 
 
 def _read_frames(
-    root: Path, card: Card, data: DemonstrationSettings, rows: Rows, episodes: _Episodes, keep: IntArray
+    root: Path,
+    card: Card,
+    data: DemonstrationSettings,
+    rows: Rows,
+    episodes: _Episodes,
+    keep: IntArray,
+    *,
+    whole: bool,
 ) -> ByteArray:
-    """Decode the frames of the rows in `keep`, in that order."""
+    """Decode the frames of the rows in `keep`, in that order; `whole`: video files end with their last frame."""
     shape = (len(keep), len(card.env.cameras.names), *card.env.cameras.size, 3)
     _require_memory(root, int(np.prod(shape)))
     # Decoded into their place: a list of frames that is stacked later takes the memory twice.
@@ -221,13 +231,15 @@ def _read_frames(
     columns = [camera_column(data, camera) for camera in card.env.cameras.names]
     if card.video:
         for camera, column in enumerate(columns):
-            _read_videos(root, card, rows, episodes, column, images[:, camera])
+            _read_videos(root, card, rows, episodes, column, images[:, camera], exact=whole)
         return images
     position = np.full(len(rows), -1, np.int64)
     position[keep] = np.arange(len(keep))
     with ThreadPoolExecutor(available_cores()) as pool:
         for number, path in enumerate(rows.files if columns else ()):
             inside = np.flatnonzero((rows.file == number) & (position >= 0))
+            if not len(inside):
+                continue
             inside = inside[np.argsort(rows.place[inside])]
             table = read_columns(path, columns)
             for camera, column in enumerate(columns):
@@ -256,7 +268,9 @@ def _decode(content: bytes, out: ByteArray, place: _Place) -> None:
         raise EmbodyError(f"{place.root}: episode {episode}, step {step}: '{place.column}': {error}") from error
 
 
-def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray) -> None:
+def _read_videos(
+    root: Path, card: Card, rows: Rows, episodes: _Episodes, column: str, images: ByteArray, *, exact: bool
+) -> None:
     """Decode the frames of a camera [N, H, W, 3] at the timestamps of the table of episodes."""
     wanted: dict[str, list[tuple[IntArray, npt.NDArray[np.float64]]]] = {}
     start = 0
@@ -269,7 +283,7 @@ def _read_videos(root: Path, card: Card, rows: Rows, episodes: _Episodes, column
         where, times = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
         numbers = np.rint(times * frame_rate(path, card.fps, card.env.cameras.size)).astype(np.int64)
         order = np.argsort(numbers, kind="stable")
-        decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=layout.is_ours(root))
+        decode_mp4(path, numbers[order], [images[row] for row in where[order]], exact=exact)
 
 
 def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[bytes]:

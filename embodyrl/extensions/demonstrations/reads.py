@@ -32,15 +32,20 @@ COLLECT = Reads(
     sections=ACT,
     dry_run=f"{_FOLDER}.collect:collection_facts",
     plays=("train",),
-    needs={"never: nothing is trained": f"{LOOP} actor.optim"} | SAMPLED | _RECORDED,
+    needs={
+        "never: nothing is trained": f"{LOOP} actor.optim",
+        "never: collect.out is the data set": "runner.keep_episodes",
+    }
+    | SAMPLED
+    | _RECORDED,
     problems=_collect_problems,
 )
 SFT = Reads(
     sections=f"{RUN} checkpoint",
     dry_run=f"{_FOLDER}.sft_setup:sft_facts",
     needs={
-        "never: no episodes are played": "runner.only_eval runner.val_suites runner.trace faults.step_timeout_s "
-        "faults.on_env_crash faults.max_restarts_per_worker",
+        "never: no episodes are played": "runner.only_eval runner.keep_episodes runner.val_suites runner.trace "
+        "faults.step_timeout_s faults.on_env_crash faults.max_restarts_per_worker",
         "runner.val_check_interval!=-1": "data.val_path data.val_split checkpoint.keep_best",
     },
     problems=_data_problems,

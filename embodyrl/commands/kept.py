@@ -1,0 +1,82 @@
+"""Episodes of a run that are kept as a data set (`runner.keep_episodes`); extensions write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from embodyrl.channels.arena import Arena
+from embodyrl.errors import ConfigError
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.settings import KeptEpisodes
+from embodyrl.registry import Registry, takes
+from embodyrl.types import ActionKind, Episode
+
+EPISODES_FOLDER = "episodes"
+
+
+class EpisodeWriter(Protocol):
+    """Writer of finished episodes, whose records are still in the arena."""
+
+    def add(self, episodes: Sequence[Episode], step: int) -> None:
+        """Keep the selected ones of the episodes of a training step (or of an evaluation after it)."""
+        ...
+
+    def close(self) -> None:
+        """Write everything and free the resources."""
+        ...
+
+
+EPISODE_WRITERS: Registry[Callable[[RunPlan, Arena, Path, Callable[[str], None]], EpisodeWriter]] = Registry(
+    "episode writer",
+    group="embodyrl.episode_writers",
+    wants="a function of a RunPlan, an Arena, a folder and a printer of lines that returns an EpisodeWriter",
+    fits=takes(4),
+)
+
+
+def keeps_episodes(run_plan: RunPlan) -> bool:
+    """Return whether the run keeps episodes.
+
+    Raises:
+        ConfigError: the episodes of this run cannot be kept.
+    """
+    cfg = run_plan.cfg
+    if cfg.runner.keep_episodes is KeptEpisodes.none:
+        return False
+    if run_plan.env.action.kind is ActionKind.text:
+        raise ConfigError("runner.keep_episodes: text tasks have no frames; remove the key.")
+    if cfg.trains and cfg.model.num_action_chunks > 1:
+        raise ConfigError(
+            f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "
+            "observation per chunk, but a data set has one per env step. Use `embodyrl eval` or `collect` with the "
+            "checkpoint, or model.num_action_chunks=1."
+        )
+    return True
+
+
+def with_every_step(run_plan: RunPlan) -> RunPlan:
+    """Return the plan of an evaluation whose records are env steps, with records for one episode per slot."""
+    capacity = run_plan.num_slots * (run_plan.cfg.env.eval.max_episode_steps + 2)
+    return replace(run_plan, single_step=True, capacity=capacity)
+
+
+@contextmanager
+def open_writer(
+    run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
+) -> Iterator[EpisodeWriter | None]:
+    """Open the writer of a run's episodes; None if the run keeps none."""
+    if not keeps_episodes(run_plan):
+        yield None
+        return
+    for open_one in EPISODE_WRITERS.every():
+        writer = open_one(run_plan, arena, run / EPISODES_FOLDER, say)
+        try:
+            yield writer
+        finally:
+            writer.close()
+        return
+    raise ConfigError("runner.keep_episodes: the extension 'experience' is missing; reinstall embodyrl to get it.")

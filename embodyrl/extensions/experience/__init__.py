@@ -1,0 +1,1 @@
+"""Episodes of runs as data sets, and the command `data`."""

@@ -1,0 +1,72 @@
+"""Writer of the episodes of training and evaluation (`runner.keep_episodes`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from embodyrl.channels.arena import Arena
+from embodyrl.channels.layout import Record
+from embodyrl.extensions.demonstrations.collect import copy_episode, source_of, write_environment
+from embodyrl.extensions.demonstrations.layout import OWN, Actor, Card
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.settings import KeptEpisodes
+from embodyrl.types import Episode
+
+_PER_STEP = 10**6
+"""Factor of the step in the number of an episode."""
+
+
+class KeptEpisodesWriter:
+    """Appends episodes to a data set until it has `runner.keep_episodes_gb`; a resumed run repeats none."""
+
+    def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
+        cfg = run_plan.cfg
+        self._kind, self._limit = cfg.runner.keep_episodes, cfg.runner.keep_episodes_gb * 10**9
+        self._arena, self._say = arena, say
+        self._actor = Actor.expert if run_plan.policy.scripted else Actor.policy
+        self._trained = cfg.trains
+        split = cfg.env.train if cfg.trains else cfg.env.eval
+        collected = {"kept": self._kind.value, "state_ids": split.state_ids, "seed": cfg.seed}
+        card = Card(env=run_plan.env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
+        self._writer = DatasetWriter(folder, card)
+        write_environment(cfg, folder)
+        self._known = {row[f"{OWN}trial"] for row in self._writer.episodes}
+        self._bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        self._full = False
+
+    def add(self, episodes: Sequence[Episode], step: int) -> None:
+        """See `EpisodeWriter`. Episodes that a training step cuts are left out."""
+        for episode in episodes:
+            trial = step * _PER_STEP + episode.spec.episode_id
+            whole = not episode.cut and episode.earlier is None
+            if self._full or not whole or trial in self._known or not self._wants(episode):
+                continue
+            if self._bytes + episode.length * self._frame_bytes() > self._limit:
+                self._full = True
+                self._say(f"episodes   no more are kept: {self._writer.root} has reached runner.keep_episodes_gb")
+                continue
+            self._known.add(trial)
+            version = int(self._arena[Record.version][episode.records[0]]) if self._trained else step
+            source = source_of(episode, trial=trial, version=-1 if self._actor is Actor.expert else version)
+            self._writer.append(copy_episode(self._arena, episode, source, self._actor))
+            self._bytes += episode.length * self._frame_bytes()
+
+    def _wants(self, episode: Episode) -> bool:
+        return self._kind is KeptEpisodes.all or episode.success_once is (self._kind is KeptEpisodes.successes)
+
+    def _frame_bytes(self) -> int:
+        """Return an upper estimate of the bytes of a frame: lossless images are at most as large as their pixels."""
+        fields = (Record.images, Record.observed_state, Record.action)
+        return sum(self._arena[name][0].nbytes for name in fields)
+
+    def close(self) -> None:
+        """Write the remaining episodes."""
+        self._writer.flush()
+        self._writer.close()
+
+
+def open_writer(run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
+    """Open the data set of a run's episodes, or continue it."""
+    return KeptEpisodesWriter(run_plan, arena, folder, say)
