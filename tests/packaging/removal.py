@@ -38,7 +38,7 @@ def core_modules(package: Path) -> list[str]:
 
 
 def check(tree: Path) -> None:
-    """Import every module of the core, print lists and help, and train one step."""
+    """Import every module of the core, print all lists, help, keys and a dry run, and train one step."""
     sys.path.insert(0, str(tree))
     from importlib import import_module
 
@@ -49,7 +49,8 @@ def check(tree: Path) -> None:
         import_module(module)
     from embodyrl.cli.main import main
 
-    for words in (["list", "envs"], ["list", "extensions"], ["--help"], ["show", "train", "env=gym", "model=mlp"]):
+    lists = [["list", kind] for kind in ("envs", "models", "algorithms", "launchers", "experiments", "extensions")]
+    for words in (*lists, ["--help"], ["show", "train", "env=gym", "model=mlp"], ["train", *WORDS, "--dry-run"]):
         assert main(words) == 0, words
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
