@@ -131,6 +131,7 @@ def test_sweep_with_one_invalid_combination_starts_nothing(tmp_path: Path, capfd
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.needs("sweep")
 def test_sweep_from_a_run_uses_the_components_of_that_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     save_config(load_config("train", ["experiment=cartpole"]), tmp_path / "config.yaml")
@@ -148,6 +149,7 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert [line for line in lines if len(line) > 80 and not line.startswith("  embodyrl ")] == [], "but examples"
 
 
+@pytest.mark.needs("reporting", "sweep")
 @pytest.mark.integration
 def test_sweep_ends_with_a_table_and_a_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

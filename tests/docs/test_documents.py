@@ -242,6 +242,7 @@ def network(text: str) -> str:
     return text[text.index("class Net(") :].split("\n\n\n")[0].rstrip()
 
 
+@pytest.mark.needs("templates")
 @pytest.mark.integration
 @pytest.mark.timeout(600)
 def test_tutorial_network_runs_in_a_new_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

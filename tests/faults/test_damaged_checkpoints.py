@@ -93,6 +93,7 @@ def test_partial_checkpoint_is_ignored_and_deleted(healthy, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["step_000001", "step_000002"]
 
 
+@pytest.mark.needs("checkpoints")
 def test_checkpoint_without_manifest_is_renamed_and_rewritten(healthy, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(healthy, run)

@@ -143,6 +143,7 @@ def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
         first_weights(load_config("eval", [*words, "model.use_proprio=false"]), env)
 
 
+@pytest.mark.needs("tabletop", "text")
 def test_registered_components_need_no_trust(tmp_path):
     for key, value in [("env.env_type", "tabletop"), ("data.path", "embodyrl.extensions.text.tasks:copy")]:
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
@@ -175,6 +176,7 @@ def test_objects_of_the_wrong_type_are_refused_without_a_call(words, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.needs("text")
 def test_class_in_place_of_a_factory_is_refused():
     from embodyrl.envs import ENVS
 
@@ -242,6 +244,7 @@ def test_report_includes_only_videos(tmp_path):
     assert history.find_video("elsewhere/good.mp4") == videos / "good.mp4"
 
 
+@pytest.mark.needs("reporting")
 def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsys):
     bang = "<script>alert(1)</script>\x1b]0;owned\x07"
     run = write_run(tmp_path / "runs" / "theirs")
