@@ -30,12 +30,24 @@ system_libraries() {
     if [[ $EXTRAS == *libero* || $EXTRAS == *maniskill* ]] && [ "$(torch_build)" != cpu ] && ! gpu_draws; then
         install_packages libegl1 libglvnd0 libglx0 libgl1 libxext6 || say "No GPU can render yet. Ask for: apt-get install libegl1 libglvnd0 libglx0 libgl1 libxext6"
     fi
+    if [[ $EXTRAS == *libero* || $EXTRAS == *maniskill* ]] && ! meshoptimizer_builds; then
+        install_packages g++ python3-dev || say "meshoptimizer cannot be compiled yet. Ask for: apt-get install g++ python3-dev"
+    fi
     if [[ $EXTRAS == *dev* ]] && ! command -v chromedriver >/dev/null; then
         install_packages chromium chromium-driver || say "No browser for the tests of pages. Ask for: apt-get install chromium chromium-driver"
     fi
     if [[ $EXTRAS == *maniskill* ]] && ! lavapipe_works; then
         install_lavapipe && lavapipe_works || say "ManiSkill cannot start yet: it needs mesa-vulkan-drivers 25 or newer and libvulkan1"
     fi
+}
+
+# It comes as source code only.
+meshoptimizer_builds() {
+    .venv/bin/python -c 'import meshoptimizer' 2>/dev/null || {
+        command -v g++ >/dev/null && "$(find_python)" -c '
+import sysconfig
+open(sysconfig.get_path("include") + "/Python.h")' 2>/dev/null
+    }
 }
 
 install_packages() {
