@@ -10,6 +10,8 @@ ARG EXTRAS=libero
 WORKDIR /embodyrl
 COPY . .
 RUN TORCH_BUILD=$TORCH_BUILD EXTRAS=$EXTRAS bash -c 'source scripts/setup.sh'
+# Any user may write runs (docker run --user "$(id -u)").
+RUN mkdir -m 1777 runs
 ENV PATH=/embodyrl/.venv/bin:$PATH OMP_NUM_THREADS=1 LP_NUM_THREADS=1
 ENTRYPOINT ["embodyrl"]
 CMD ["--help"]
