@@ -28,8 +28,7 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import Open, Phase, Slots
-from embodyrl.scheduler.stages import Stages
+from embodyrl.scheduler.slot import Open, Phase, Slots, Stages
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations

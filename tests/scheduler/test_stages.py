@@ -6,7 +6,7 @@ import numpy as np
 
 from embodyrl.channels.messages import EnvReport, EnvRequest
 from embodyrl.plan.run_plan import WorkerSlots
-from embodyrl.scheduler.stages import Stages
+from embodyrl.scheduler.slot import Stages
 
 
 def stages() -> Stages:
