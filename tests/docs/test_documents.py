@@ -65,6 +65,7 @@ ELSEWHERE = {
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
+    "dagger.expert=human": "a person; tests/extensions/cockpit corrects as one",
     "embodyrl play": "it never ends by itself; tests/extensions/cockpit drives one",
     "embodyrl serve": "it never ends by itself; tests/extensions/serving and /chat connect",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",

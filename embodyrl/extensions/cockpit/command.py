@@ -35,10 +35,13 @@ def play(args: argparse.Namespace) -> int:
     run = find_run(named[0]) if named else latest_run("embodyrl play", trained=True)
     print(f"loading {run.name} ...", file=sys.stderr, flush=True)
     from embodyrl.commands.run_folder import locked
+    from embodyrl.config.compose import write_word
     from embodyrl.extensions.cockpit.desk import Desk
     from embodyrl.extensions.cockpit.recording import Recording
     from embodyrl.extensions.cockpit.scene import Scene
     from embodyrl.extensions.pages.loopback import Loopback
+    from embodyrl.plan.config import load_config
+    from embodyrl.plan.saved import run_config
 
     with ExitStack() as stack:
         recording = None
@@ -46,7 +49,9 @@ def play(args: argparse.Namespace) -> int:
         stack.callback(env.close)
         if args.record is not None:
             stack.enter_context(locked(Path(args.record)))
-            recording = Recording(Path(args.record), policy.run_plan)
+            # Later evaluations of the data have the time limit of the run.
+            environment = load_config("eval", [write_word("ckpt", str(run)), *trust], base=run_config(run))
+            recording = Recording(Path(args.record), policy.run_plan, environment)
             stack.callback(recording.close)
         scene = Scene(policy, env, recording)
         stack.callback(scene.keep)

@@ -15,6 +15,7 @@ from embodyrl.extensions.demonstrations.layout import Actor, Card, Demonstration
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
 from embodyrl.extensions.recording.video import VideoRecorder
 from embodyrl.plan.run_plan import RunPlan
+from embodyrl.plan.schema import Config
 from embodyrl.types import ByteArray, FloatArray
 
 VIDEOS = "watch"
@@ -42,8 +43,13 @@ class Step:
 class Recording:
     """Data set to which every episode is appended as soon as it ends."""
 
-    def __init__(self, root: Path, run_plan: RunPlan) -> None:
+    def __init__(self, root: Path, run_plan: RunPlan, environment: Config | None = None) -> None:
         """Start or continue a data set.
+
+        Args:
+            root: folder of the data set.
+            run_plan: plan of the policy and the environment.
+            environment: config whose environment is stored with the data; None: that of the plan.
 
         Raises:
             EmbodyError: the folder contains other files, or a data set of another policy.
@@ -52,7 +58,7 @@ class Recording:
         collected = {"by": "play", "model": run_plan.policy.name, "weights": cfg.ckpt or cfg.model.weights}
         card = Card(env=self._env, fps=cfg.video_cfg.fps, video=False, actors=True, collected=collected)
         self._writer = DatasetWriter(root, card)
-        write_environment(cfg, root)
+        write_environment(environment or cfg, root)
         self._trials = Counter(row["embodyrl/task_id"] for row in self._writer.episodes)
 
     @property

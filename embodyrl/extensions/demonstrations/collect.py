@@ -22,6 +22,7 @@ from embodyrl.errors import ConfigError, EmbodyError, Interrupted
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import check_layout, differences
 from embodyrl.extensions.demonstrations.episodes import demonstration_episodes
+from embodyrl.extensions.demonstrations.experts import EXPERTS
 from embodyrl.extensions.demonstrations.layout import ENVIRONMENT_PATH, Actor, Card, Demonstration, Source
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, FrameFormat, Labels
 from embodyrl.extensions.demonstrations.writer import DatasetWriter
@@ -88,7 +89,9 @@ def draw_collection(cfg: Config) -> RunPlan:
     """
     base = build_run_plan(cfg, training=False)
     tasks = selected_tasks(base.env, cfg.env.train)
-    labelled = cfg.collect.labels is Labels.expert or cfg.command == "dagger"
+    labelled = cfg.collect.labels is Labels.expert
+    if cfg.command == "dagger":
+        labelled |= EXPERTS.get(cfg.dagger.expert).scripted
     if (base.policy.scripted or labelled) and (unknown := [t for t in tasks if t not in base.env.expert.tasks]):
         known = ",".join(map(str, base.env.expert.tasks))
         raise ConfigError(

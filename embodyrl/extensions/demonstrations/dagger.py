@@ -1,14 +1,18 @@
-"""DAgger (arXiv 1011.0686): the policy acts, the expert labels, in rounds of collection and training."""
+"""DAgger (arXiv 1011.0686): the policy acts, an expert labels or corrects, in rounds of collection and training."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.errors import Interrupted
 from embodyrl.extensions.demonstrations.collect import collect, collection_facts
+from embodyrl.extensions.demonstrations.experts import EXPERTS, Expert
 from embodyrl.extensions.demonstrations.settings import EpisodeFilter, Labels
 from embodyrl.extensions.demonstrations.sft import sft
+from embodyrl.extensions.demonstrations.writer import read_episodes
 from embodyrl.plan.config import overridden
 from embodyrl.plan.schema import Config
 from embodyrl.plan.settings import OnExisting
@@ -25,6 +29,28 @@ class DaggerResult:
     """Folders of the labelled episodes of each round."""
 
 
+class ScriptedExpert:
+    """The environment's scripted expert, which labels every state that the policy visits."""
+
+    scripted: ClassVar[bool] = True
+    authors: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, cfg: Config) -> None:
+        """Take no settings."""
+
+    def collect(self, cfg: Config) -> None:
+        """Record episodes of the policy with labels of the expert."""
+        collect(overridden(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
+        """Do nothing: the log of the training shows its progress."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+        return None
+
+
 def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     """Run DAgger from `data.path` and `ckpt` or the model's own weights; each round continues from the last weights.
 
@@ -39,22 +65,30 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
     name = cfg.runner.experiment_name or out.resolve().name
     runs = [Path(cfg.runner.output_dir) / f"{name}_round_{number + 1}" for number in range(cfg.dagger.rounds)]
     data = [out / f"round_{number + 1}" for number in range(cfg.dagger.rounds)]
-    for number, (run, folder) in enumerate(zip(runs, data, strict=True), start=1):
-        if not _is_over(run, cfg.runner.max_steps):
-            before = runs[number - 2] if number > 1 else None
-            common = _continued(cfg, before) | {"runner.on_existing": OnExisting.resume}
-            played = {"collect.out": str(folder), "collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}
-            named = {"seed": cfg.seed + number, "runner.experiment_name": f"{run.name}_acting"}
-            acting = overridden(cfg, {**common, **played, **named})
-            more = [*cfg.data.more, *map(str, data[:number])]
-            learned = overridden(cfg, {**common, "data.more": more, "runner.experiment_name": run.name})
-            try:
-                collect(acting)
-                sft(learned, overrides=overrides, resume=run if run.exists() else None)
-            except Interrupted as error:
-                error.args = (f"{error}; to continue all rounds, run the same command again",)
-                raise
+    open_rounds = [n for n, run in enumerate(runs) if not _is_over(run, cfg.runner.max_steps)]
+    if open_rounds:
+        with closing(EXPERTS.get(cfg.dagger.expert)(cfg)) as expert:
+            for number in open_rounds:
+                before = runs[number - 1] if number else None
+                common = _continued(cfg, before) | {"runner.on_existing": OnExisting.resume}
+                try:
+                    _run_round(overridden(cfg, common), expert, runs[number], data[: number + 1], overrides)
+                except Interrupted as error:
+                    error.args = (f"{error}; to continue all rounds, run the same command again",)
+                    raise
     return DaggerResult(run=runs[-1], data=tuple(data))
+
+
+def _run_round(cfg: Config, expert: Expert, run: Path, data: Sequence[Path], overrides: Sequence[str]) -> None:
+    """Record the episodes of the last folder of `data`, and train on all of them."""
+    named = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
+    expert.collect(overridden(cfg, {"collect.out": str(data[-1]), **named}))
+    # A round in which no episode was corrected has no data.
+    more = [*cfg.data.more, *(str(folder) for folder in data if read_episodes(folder))]
+    actors = cfg.data.actors or list(expert.authors)
+    learned = {"data.more": more, "data.actors": actors, "runner.experiment_name": run.name}
+    resume = run if run.exists() else None
+    sft(overridden(cfg, learned), overrides=overrides, resume=resume, on_step=expert.on_step)
 
 
 def _continued(cfg: Config, before: Path | None) -> dict[str, str]:

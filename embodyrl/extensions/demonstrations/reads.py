@@ -24,6 +24,9 @@ def _data_problems(cfg: Any) -> Iterator[str]:
 
 
 def _dagger_problems(cfg: Any) -> Iterator[str]:
+    from embodyrl.extensions.demonstrations.experts import EXPERTS
+
+    yield from EXPERTS.problems([cfg.dagger.expert], "dagger.expert")
     yield from _collect_problems(cfg)
     yield from _data_problems(cfg)
 

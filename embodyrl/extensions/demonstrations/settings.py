@@ -35,6 +35,9 @@ class DemonstrationSettings(DataSettings):
     the oldest step."""
     skip_nonfinite: bool = False
     """Skip episodes with NaN or infinite numbers; false: report an error."""
+    actors: list[Literal["policy", "expert", "person", "unknown"]] = []
+    """Train only on chunks whose actions are all by these authors; default: all actions. unknown: data of other
+    programs or without authors."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True
@@ -109,7 +112,15 @@ class DaggerSettings(Settings):
     """Config keys for DAgger."""
 
     rounds: Count = 3
-    """Number of rounds: the policy acts, the environment's expert labels its actions, SFT runs on all labels so far."""
+    """Number of rounds: the policy acts, an expert labels its actions, SFT runs on all labels so far."""
+    expert: str = "scripted"
+    """scripted: the environment's expert labels every state that the policy visits. human: a person corrects episodes
+    that fail, in the browser. Or package.module:class."""
+    corrections: Count = 20
+    """Maximum number of episodes that a person corrects in each round, the most uncertain first."""
+    port: Annotated[int, Field(ge=0, lt=65536)] = 0
+    """Local port of the page for corrections; 0: any free port."""
+    needs = {"expert!=scripted": "corrections port"}
 
 
 class CollectSettings(Settings):

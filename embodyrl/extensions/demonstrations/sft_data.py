@@ -10,6 +10,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.extensions.demonstrations.cards import read_card
 from embodyrl.extensions.demonstrations.checks import differences
 from embodyrl.extensions.demonstrations.labels import read_positive
+from embodyrl.extensions.demonstrations.layout import Actor
 from embodyrl.extensions.demonstrations.reader import Demonstrations, join_demonstrations, load_demonstrations
 from embodyrl.extensions.demonstrations.samples import Samples
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings, Objective
@@ -31,7 +32,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     """
     assert cfg.data.path is not None
     assert isinstance(cfg.data, DemonstrationSettings)
-    data, history = cfg.data, cfg.data.history
+    data = cfg.data
     first = load_demonstrations(resolve_asset(cfg.data.path), data)
     ranked = cfg.objective.name is Objective.dpo
     # Equal reset ids of two environments are different initial states.
@@ -46,15 +47,23 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
     aside = np.isin(kinds, known[order[:count]])
     if cfg.objective.labels is not None:
         return _labelled(cfg, demos, aside, env, policy)
-    training = _samples(demos, np.flatnonzero(~aside).tolist(), env, policy, history=history, ranked=ranked)
-    if cfg.data.val_path is None:
-        held_out = np.flatnonzero(aside).tolist()
-        if not held_out:
-            return training, None
-        return training, _samples(demos, held_out, env, policy, history=history, ranked=ranked)
-    validation = _more(cfg.data.val_path, data, env)
-    every = list(range(validation.num_episodes))
-    return training, _samples(validation, every, env, policy, history=history, ranked=ranked)
+    training = _samples(cfg, demos, np.flatnonzero(~aside).tolist(), env, policy)
+    if data.val_path is not None:
+        demos = _more(data.val_path, data, env)
+    held_out = np.flatnonzero(aside).tolist() if data.val_path is None else list(range(demos.num_episodes))
+    validation = _samples(cfg, demos, held_out, env, policy) if held_out else None
+    return _checked(cfg, training), validation if validation is not None and len(validation) else None
+
+
+def _checked(cfg: Config, training: Samples) -> Samples:
+    """Return the samples.
+
+    Raises:
+        ConfigError: no chunk is by the authors of `data.actors`.
+    """
+    if cfg.data.actors and not len(training):
+        raise ConfigError(f"data.actors={list(cfg.data.actors)}: no chunk of data.path is by these authors only.")
+    return training
 
 
 def _labelled(
@@ -70,9 +79,9 @@ def _labelled(
         raise ConfigError("objective.labels cannot be combined with data.val_path or data.history; remove these keys.")
     suffixes = np.array([NEGATIVE, POSITIVE], object)[read_positive(Path(str(cfg.objective.labels)), demos)]
     chosen = [np.flatnonzero(kind).tolist() for kind in (~aside, aside) if kind.any()]
-    plain = [_samples(demos, episodes, env, policy, ranked=False) for episodes in chosen]
+    plain = [_samples(cfg, demos, episodes, env, policy) for episodes in chosen]
     parts = [replace(part, tags=suffixes[part.steps].tolist()) for part in plain]
-    return parts[0], parts[1] if parts[1:] else None
+    return _checked(cfg, parts[0]), parts[1] if parts[1:] and len(parts[1]) else None
 
 
 def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -> Demonstrations:
@@ -83,12 +92,16 @@ def _more(folder: str, data: DemonstrationSettings, env: EnvSpec, *alike: str) -
     return load_demonstrations(resolve_asset(folder), data)
 
 
-def _samples(
-    demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec, *, history: int = 1, ranked: bool
-) -> Samples:
+def _samples(cfg: Config, demos: Demonstrations, episodes: list[int], env: EnvSpec, policy: PolicySpec) -> Samples:
+    assert isinstance(cfg.data, DemonstrationSettings)
+    ranked, history, actors = cfg.objective.name is Objective.dpo, cfg.data.history, cfg.data.actors
     length = policy.imitated or policy.num_action_chunks
     steps = demos.ranked(episodes, length).ravel() if ranked else demos.steps_of(episodes)
     found, valid = demos.window(steps, length + history - 1, before=history - 1)
+    if actors:
+        chosen = (np.isin(demos.actor, [Actor[name] for name in actors])[found] | ~valid).all(axis=1)
+        chosen = chosen.reshape(-1, 1 + ranked).all(axis=1).repeat(1 + ranked)  # whole pairs
+        steps, found, valid = steps[chosen], found[chosen], valid[chosen]
     actions = demos.action[found]
     # Once for all samples: target actions are in the policy's convention, as in acting.
     convert_gripper(actions, env.action.gripper, policy.gripper)

@@ -18,6 +18,7 @@ from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.run_plan import RunPlan, build_run_plan
 from embodyrl.plan.saved import run_config
+from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import Policy, PolicyRequest
 from embodyrl.specs import convert_gripper
@@ -135,6 +136,11 @@ def load_policy(
     # First composed without a path: only then is it known whether this model has one.
     if base is None and cfg.model.weights is None and "path" in type(cfg.model).model_fields:  # it describes itself
         cfg = load_config("eval", [named, write_word("model.path", place), *words])
+    return policy_of(cfg, trainable=trainable, device=device)
+
+
+def policy_of(cfg: Config, *, trainable: bool = False, device: str | None = None) -> LoadedPolicy:
+    """Load the policy of a config into this process (see `load_policy`)."""
     check_components(cfg)
     run_plan = build_run_plan(cfg, training=False)
     weights = first_weights(cfg, run_plan.env)
