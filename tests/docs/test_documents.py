@@ -57,6 +57,7 @@ COMPOSED = {
 ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
+    "embodyrl convert": "tests/extensions/conversion writes sources of each format",
     "embodyrl doctor": "tests/extensions/doctor",
     "embodyrl data": "tests/extensions/experience",
     "embodyrl recap": "minutes; tests/extensions/recap/test_rounds runs it",

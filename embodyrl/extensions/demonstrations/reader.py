@@ -110,53 +110,81 @@ def load_demonstrations(
     """Load all episodes, or `only` those with these numbers; frames are decoded to uint8 in memory.
 
     Raises:
-        EmbodyError: the folder does not follow the layout, is empty or damaged, has non-finite numbers, or is larger
-            than the free memory.
+        EmbodyError: see `EpisodeReader`; or the frames are larger than the free memory.
     """
-    card = stored_card(root, data)
-    ours = layout.is_ours(root)
-    if problems := check_layout(root, data):
-        more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-        cure = "Collect the data set again, or resume its collection." if ours else "Fetch the data set again."
-        raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
-    episodes = read_episodes(root)
-    if not episodes:
-        raise EmbodyError(f"{root} contains no episodes. Resume its collection.")
-    rows, env = find_rows(root, episodes), card.env
-    action, state = (
-        read_vectors(rows, data.action_key, env.action.dim),
-        read_vectors(rows, data.state_key, env.state_dim),
-    )
-    numbers = {data.action_key: action, data.state_key: state}
-    if ours:
-        numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
-    skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
-    _check_gripper(root, card, action)
-    wanted = range(len(episodes)) if only is None else only
-    kept = [e for e in episodes if e["episode_index"] in wanted and e["episode_index"] not in skipped]
-    if not kept:
-        raise EmbodyError(f"{root}: every episode contains a non-finite number.")
-    keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
-    images = _read_frames(root, card, data, rows, kept, keep, whole=ours and only is None)
-    names = read_tasks(root)
-    stop = np.cumsum([e["length"] for e in kept])
-    reward, success = numbers.get(layout.REWARD), np.zeros(len(keep), np.bool_)
-    actor = np.full(len(keep), layout.Actor.unknown, np.int64)
-    if card.actors:
-        actor = read_vectors(rows, layout.ACTOR, 1)[keep, 0].astype(np.int64)
-    return Demonstrations(
-        images=images,
-        state=state[keep],
-        action=action[keep],
-        reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
-        success=read_vectors(rows, layout.SUCCESS, 1)[keep, 0].astype(np.bool_) if ours else success,
-        start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
-        stop=stop.astype(np.int64),
-        instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
-        actor=actor,
-        reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
-        skipped=np.array(sorted(skipped), np.int64),
-    )
+    return EpisodeReader(root, data).read(only)
+
+
+class EpisodeReader:
+    """A data set whose numbers are in memory, and whose frames are decoded when episodes are read."""
+
+    def __init__(self, root: Path, data: DemonstrationSettings = PLAIN) -> None:
+        """Read states, actions and rewards.
+
+        Raises:
+            EmbodyError: the folder does not follow the layout, is empty or damaged, or has non-finite numbers.
+        """
+        self.card = card = stored_card(root, data)
+        ours = layout.is_ours(root)
+        if problems := check_layout(root, data):
+            more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
+            cure = "Collect the data set again, or resume its collection." if ours else "Fetch the data set again."
+            raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
+        episodes = read_episodes(root)
+        if not episodes:
+            raise EmbodyError(f"{root} contains no episodes. Resume its collection.")
+        rows, env = find_rows(root, episodes), card.env
+        action, state = (
+            read_vectors(rows, data.action_key, env.action.dim),
+            read_vectors(rows, data.state_key, env.state_dim),
+        )
+        numbers = {data.action_key: action, data.state_key: state}
+        if ours:
+            numbers[layout.REWARD] = read_vectors(rows, layout.REWARD, 1)
+        skipped = _skipped(root, rows, episodes, numbers, skip=data.skip_nonfinite)
+        if not ours:
+            check_gripper(str(root), env.action.gripper, action)
+        self.episodes: _Episodes = [e for e in episodes if e["episode_index"] not in skipped]
+        """Rows of the table of episodes, without skipped episodes."""
+        self._numbered = {int(e["episode_index"]): e for e in self.episodes}
+        self._root, self._data, self._rows, self._action, self._state = root, data, rows, action, state
+        self._reward = numbers.get(layout.REWARD)
+        success = np.zeros(len(rows), np.bool_)
+        self._success = read_vectors(rows, layout.SUCCESS, 1)[:, 0].astype(np.bool_) if ours else success
+        actor = np.full(len(rows), layout.Actor.unknown, np.int64)
+        self._actor = read_vectors(rows, layout.ACTOR, 1)[:, 0].astype(np.int64) if card.actors else actor
+        self._names = read_tasks(root)
+        self._left_out = np.array(sorted(skipped), np.int64)
+
+    def read(self, only: Collection[int] | None = None) -> Demonstrations:
+        """Return all episodes, or `only` those with these numbers.
+
+        Raises:
+            EmbodyError: no such episode, a frame is damaged, or the frames are larger than the free memory.
+        """
+        rows, reward = self._rows, self._reward
+        numbered = self._numbered
+        kept = self.episodes if only is None else [numbered[n] for n in sorted(only) if n in numbered]
+        if not kept:
+            raise EmbodyError(f"{self._root}: every episode contains a non-finite number.")
+        whole = layout.is_ours(self._root) and only is None
+        keep = np.concatenate([np.arange(e["dataset_from_index"], e["dataset_to_index"]) for e in kept])
+        images = _read_frames(self._root, self.card, self._data, rows, kept, keep, whole=whole)
+        names = self._names
+        stop = np.cumsum([e["length"] for e in kept])
+        return Demonstrations(
+            images=images,
+            state=self._state[keep],
+            action=self._action[keep],
+            reward=np.zeros(len(keep), np.float32) if reward is None else reward[keep, 0],
+            success=self._success[keep],
+            actor=self._actor[keep],
+            start=np.concatenate([[0], stop[:-1]]).astype(np.int64),
+            stop=stop.astype(np.int64),
+            instruction=np.array([names[task] for task in rows.counters["task_index"][keep].tolist()], object),
+            reset_id=np.array([e.get(f"{layout.OWN}reset_id", -1) for e in kept], np.int64),
+            skipped=self._left_out,
+        )
 
 
 def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, FloatArray], *, skip: bool) -> set[int]:
@@ -176,14 +204,13 @@ def _skipped(root: Path, rows: Rows, episodes: _Episodes, numbers: dict[str, Flo
     return found
 
 
-def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
-    """Compare the gripper actions with the gripper convention of the card.
+def check_gripper(where: str, gripper: GripperConvention | None, action: FloatArray) -> None:
+    """Compare the gripper actions of data of other programs with the gripper convention.
 
     Raises:
-        ConfigError: an action of a data set of another program violates the convention.
+        ConfigError: an action violates the convention.
     """
-    gripper = card.env.action.gripper
-    if gripper is None or layout.is_ours(root):
+    if gripper is None:
         return
     values = action[:, gripper.index]
     values = values[np.isfinite(values)]
@@ -192,7 +219,7 @@ def _check_gripper(root: Path, card: Card, action: FloatArray) -> None:
     between = len(found) < 3 and ((found > low + slack) & (found < high - slack)).any()
     if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
         raise ConfigError(
-            f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {root} is "
+            f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {where} is "
             f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values that open and close, or set "
             "data.gripper_index."
         )

@@ -55,6 +55,7 @@ class DatasetWriter:
         self._episodes = read_episodes(root)
         self._tasks = list(dict.fromkeys(task for row in self._episodes for task in row["tasks"]))
         self._vectors, self._pixels = self._known()
+        self._episodes = [_slim(row) for row in self._episodes]
         self._files = 1 + max((_number(row) for row in self._episodes), default=-1)
         self._batch: list[Future[_Pending]] = []
         self._batch_bytes = 0
@@ -64,7 +65,7 @@ class DatasetWriter:
 
     @property
     def episodes(self) -> Sequence[dict[str, Any]]:
-        """Rows of the table of episodes on disk."""
+        """Rows of the table of episodes on disk, without statistics."""
         return self._episodes
 
     @property
@@ -112,7 +113,7 @@ class DatasetWriter:
         self._write_parquet(layout.DATA_PATH.format(**place), *tables)
         self._write_parquet(layout.EPISODES_PATH.format(**place), pa.Table.from_pylist(rows))
         self._files += 1
-        self._episodes += rows
+        self._episodes += map(_slim, rows)
         for pending in batch:
             for name, values in self._vectors_of(pending.demonstration).items():
                 self._vectors.setdefault(name, []).append(values)
@@ -267,6 +268,11 @@ def paths_of(card: Card, row: dict[str, Any]) -> list[str]:
     """Return the files with an episode's data, relative to the folder."""
     cameras = card.env.cameras.names if card.video else ()
     return [data_file(row), *(video_file(row, image_key(camera)) for camera in cameras)]
+
+
+def _slim(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the table of episodes without its statistics, which are large."""
+    return {name: value for name, value in row.items() if not name.startswith((_PIXELS, "stats/"))}
 
 
 def _number(row: dict[str, Any]) -> int:

@@ -1,0 +1,211 @@
+"""Conversion: episodes of a source become a LeRobot dataset v3.0 with the description of its environment.
+
+The result is written next to its final folder and renamed when complete; an interrupted conversion continues there.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.conversion.hdf5 import Hdf5Source, find_hdf5
+from embodyrl.extensions.conversion.lerobot import LerobotSource
+from embodyrl.extensions.conversion.plan import Plan
+from embodyrl.extensions.conversion.rlds import RldsSource, find_rlds
+from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, Target
+from embodyrl.extensions.conversion.source import RawEpisode, Source
+from embodyrl.extensions.demonstrations.layout import CARD_PATH, INFO_PATH, Card, Demonstration, write_file
+from embodyrl.extensions.demonstrations.layout import Source as Origin
+from embodyrl.extensions.demonstrations.reader import check_gripper
+from embodyrl.extensions.demonstrations.writer import DatasetWriter
+from embodyrl.types import ByteArray, FloatArray
+
+_PARTIAL = ".partial"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertResult:
+    """Contents of the converted data set."""
+
+    folder: Path
+    episodes: int
+    frames: int
+    tasks: int
+    left_out: int
+    """Episodes with non-finite numbers."""
+
+
+def open_source(path: Path, data: ConversionSettings) -> Source:
+    """Open a source by the files in it.
+
+    Raises:
+        ConfigError: the path contains none of the formats.
+        EmbodyError: the source is damaged.
+    """
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist. Name a file or folder with demonstrations.")
+    if (path / INFO_PATH).is_file():
+        return LerobotSource(path, data)
+    if path.is_dir() and (folder := find_rlds(path)):
+        return RldsSource(folder, data)
+    if files := find_hdf5(path):
+        return Hdf5Source(path, files)
+    raise ConfigError(
+        f"{path} contains no demonstrations: expected meta/info.json (LeRobot v2), features.json (RLDS), or files "
+        ".hdf5 (LIBERO, robomimic)."
+    )
+
+
+def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, progress: Progress) -> ConvertResult:
+    """Convert the episodes that are not converted yet, and rename the result to `out`.
+
+    Raises:
+        EmbodyError: an episode is damaged; the episodes before it are kept, and the same command continues.
+        ConfigError: the incomplete result was begun with other settings.
+    """
+    partial = out.with_name(out.name + _PARTIAL)
+    card = _resumed_card(partial, plan.card)
+    writer = DatasetWriter(partial, card)
+    left_out = 0
+    try:
+        tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
+        first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
+        progress(first, plan.episodes)
+        for raw in source.episodes(first, list(plan.keys)):
+            demonstration = _demonstration(raw, plan, data, tasks)
+            if demonstration is None:
+                left_out += 1
+            else:
+                writer.append(demonstration)
+            progress(raw.number + 1, plan.episodes)
+        writer.flush()
+    finally:
+        writer.close()
+    if not writer.episodes:
+        raise EmbodyError("The source has no episodes, or every episode contains a non-finite number.")
+    done = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
+    write_file(partial / CARD_PATH, done.to_json().encode())
+    os.replace(partial, out)
+    return ConvertResult(
+        folder=out, episodes=len(writer.episodes), frames=writer.num_frames, tasks=len(tasks), left_out=left_out
+    )
+
+
+def _resumed_card(partial: Path, card: Card) -> Card:
+    """Return the card of an incomplete result, or of a new one.
+
+    Raises:
+        ConfigError: the incomplete result was begun with other settings.
+    """
+    path = partial / CARD_PATH
+    if not path.is_file():
+        return card
+    try:
+        found = Card.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise EmbodyError(f"{path} cannot be read: {error}. Delete {partial} and convert again.") from error
+    bare = replace(found, env=replace(found.env, tasks=(), states_per_task=()))
+    if bare.to_json() != card.to_json() and not (partial / "meta" / "episodes").exists():
+        shutil.rmtree(partial)  # it failed at its first episode
+        return card
+    if bare.to_json() != card.to_json():
+        raise ConfigError(
+            f"{partial} was begun with other settings or another source. Use the same settings to continue, or delete "
+            f"it: rm -r {shlex.quote(str(partial))}."
+        )
+    return found
+
+
+def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks: list[str]) -> Demonstration | None:
+    """Assemble an episode; None: it has non-finite numbers and is left out.
+
+    Raises:
+        EmbodyError: its columns differ in length or shape, or a number is not finite.
+    """
+    steps = {name: len(values) for name, values in {**raw.columns, **raw.texts}.items()}
+    if len(set(steps.values())) != 1 or not all(steps.values()):
+        raise EmbodyError(f"{raw.where}: its columns differ in length or are empty ({steps}). Fetch this file again.")
+    (length,) = set(steps.values())
+    env = plan.card.env
+    action, state = _joined(raw, plan, Target.action, length), _joined(raw, plan, Target.state, length)
+    reward = _joined(raw, plan, Target.reward, length)
+    reward = reward[:, 0] if reward.shape[1] else np.zeros(length, np.float32)
+    for name, values in ((Target.action, action), (Target.state, state), (Target.reward, reward[:, None])):
+        bad = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad) and data.skip_nonfinite:
+            return None
+        if len(bad):
+            raise EmbodyError(
+                f"{raw.where}: {name} of step {bad[0]} is {values[bad[0]].tolist()}. Correct the data, or set "
+                "data.skip_nonfinite=true to leave out such episodes."
+            )
+    check_gripper(raw.where, env.action.gripper, action)
+    instruction = _instruction(raw, plan, data)
+    if instruction not in tasks:
+        tasks.append(instruction)
+    # The number in the source, from which an interrupted conversion continues.
+    origin = Origin(task_id=tasks.index(instruction), reset_id=-1, trial=raw.number, seed=0)
+    return Demonstration(
+        images=_images(raw, plan, length),
+        state=state,
+        action=action,
+        reward=reward,
+        success=_success(raw, plan, reward),
+        instruction=instruction,
+        source=origin,
+    )
+
+
+def _images(raw: RawEpisode, plan: Plan, length: int) -> ByteArray:
+    """Return the images of the cameras [T, C, H, W, 3]."""
+    cameras = plan.card.env.cameras
+    images = np.zeros((length, len(cameras.names), *cameras.size, 3), np.uint8)
+    for camera, name in enumerate(cameras.names):
+        (column,) = plan.columns_of(CAMERA + name)
+        stored = raw.columns[column]
+        if stored.dtype != np.uint8 or stored.shape[1:3] != cameras.size:
+            raise EmbodyError(
+                f"{raw.where}: {column} is {stored.dtype} {stored.shape[1:]}, expected uint8 {cameras.size}."
+            )
+        images[:, camera] = stored
+    return images
+
+
+def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatArray:
+    """Return the columns of a target side by side [T, n]."""
+    with np.errstate(over="ignore"):  # reported as non-finite
+        parts = [raw.columns[name].astype(np.float32).reshape(length, -1) for name in plan.columns_of(target)]
+    joined = np.concatenate(parts, axis=1) if parts else np.zeros((length, 0), np.float32)
+    expected = {Target.action: plan.card.env.action.dim, Target.state: plan.card.env.state_dim}.get(target)
+    if expected is not None and joined.shape[1] != expected:
+        raise EmbodyError(f"{raw.where}: {target} has {joined.shape[1]} numbers, expected {expected}.")
+    return joined
+
+
+def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
+    """Return success by step: the column of that name, or reward 1 where all rewards are 0 or 1."""
+    for name in plan.columns_of(Target.success):
+        return raw.columns[name].reshape(len(reward), -1)[:, 0].astype(np.bool_)
+    sparse = bool(np.isin(reward, (0, 1)).all())
+    return (reward == 1) & sparse
+
+
+def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
+    texts = {text for name in plan.columns_of(Target.task) for text in raw.texts[name]}
+    found = data.instruction or (texts.pop() if len(texts) == 1 else None if texts else raw.instruction)
+    if texts or not found:
+        what = f"{len(texts) + 1} instructions" if texts else "no instruction"
+        raise EmbodyError(
+            f"{raw.where} has {what}, expected one. Set data.instruction=TEXT, or name a column: "
+            "data.keys={COLUMN: task, ...}."
+        )
+    return found

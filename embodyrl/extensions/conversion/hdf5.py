@@ -1,0 +1,143 @@
+"""Source: HDF5 files in the layout of robomimic, which LIBERO uses: `data/demo_<i>/{actions, rewards, obs/...}`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.errors import EmbodyError, MissingDependencyError, one_line
+from embodyrl.extensions.conversion.source import (
+    Column,
+    Conventions,
+    Description,
+    Kind,
+    RawEpisode,
+    libero_keys,
+    plain_shape,
+)
+from embodyrl.files import by_number
+
+SUFFIXES = (".hdf5", ".h5")
+_LIBERO = libero_keys(
+    "obs/agentview_rgb", "obs/eye_in_hand_rgb", ["obs/ee_states", "obs/gripper_states"], "actions", reward="rewards"
+)
+_COMMON = {"actions": "action", "rewards": "next.reward"}
+
+
+def find_hdf5(source: Path) -> list[Path]:
+    """Return the files of a source: the file, or all files of a folder and its subfolders."""
+    if source.is_file():
+        return [source] if source.suffix in SUFFIXES else []
+    return sorted((path for path in source.rglob("*") if path.suffix in SUFFIXES), key=by_number)
+
+
+class Hdf5Source:
+    """Episodes of one or several files."""
+
+    def __init__(self, source: Path, files: Sequence[Path]) -> None:
+        """List the episodes; the first one determines the columns.
+
+        Raises:
+            MissingDependencyError: h5py is not installed.
+            EmbodyError: a file is damaged or has another layout.
+        """
+        if importlib.util.find_spec("h5py") is None:
+            raise MissingDependencyError(
+                "HDF5 files need h5py, which is not installed: pip install 'embodyrl[convert]'."
+            )
+        self._episodes: list[tuple[Path, str]] = []
+        self._instructions: dict[Path, str | None] = {}
+        columns: dict[str, Column] = {}
+        attributes: dict[str, Any] = {}
+        for path in files:
+            with _opened(path) as file:
+                group = file["data"]
+                demos = sorted((name for name in group if name.startswith("demo")), key=by_number)
+                attributes = attributes or dict(group.attrs)
+                columns = columns or (dict(_columns(group[demos[0]])) if demos else {})
+                self._episodes += [(path, name) for name in demos]
+                self._instructions[path] = _instruction(dict(group.attrs))
+        is_libero = _LIBERO.keys() <= columns.keys()
+        flipped = is_libero and attributes.get("macros_image_convention", "opengl") == "opengl"
+        libero = Conventions(keys=_LIBERO, gripper=(-1, 1), image_rotation_deg=180 if flipped else 0)
+        self._description = Description(
+            kind=f"HDF5, {len(files)} files",
+            name=source.stem.removesuffix("_demo"),
+            episodes=len(self._episodes),
+            columns=columns,
+            fps=_control_frequency(attributes),
+            conventions=libero if is_libero else Conventions(keys=_COMMON),
+        )
+
+    @property
+    def description(self) -> Description:
+        """See `Source.description`."""
+        return self._description
+
+    def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
+        """See `Source.episodes`."""
+        for number in range(first, len(self._episodes)):
+            path, name = self._episodes[number]
+            where = f"{path}, data/{name}"
+            with _opened(path, name) as file:
+                demo, arrays = file["data"][name], {}
+                for column in columns:
+                    if column not in demo:
+                        raise EmbodyError(f"{where} has no {column}. Fetch this file again.")
+                    arrays[column] = demo[column][()]
+            yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
+
+
+@contextmanager
+def _opened(path: Path, name: str = "") -> Iterator[Any]:
+    """Open a file for reading; errors name the file and the episode."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        place = f"{path}{f', data/{name}' if name else ''}"
+        raise EmbodyError(
+            f"{place} cannot be read: {one_line(error)}. Fetch this file again; expected is the layout of robomimic: "
+            "data/demo_<i>/actions and obs."
+        ) from error
+
+
+def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
+    """Yield the arrays of an episode whose first dimension is the step."""
+    steps, found = demo["actions"].shape[0], {}
+    demo.visititems(lambda name, item: found.update({name: item}) if hasattr(item, "shape") else None)
+    for name, item in found.items():
+        if item.shape[:1] == (steps,) and item.dtype.kind in "biuf":
+            shape = plain_shape(item.shape[1:])
+            image = item.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3)
+            yield name, Column(Kind.image if image else Kind.numbers, shape)
+
+
+def _instruction(attributes: dict[str, Any]) -> str | None:
+    """Return the instruction in `problem_info`, where LIBERO stores it, or in `env_args`."""
+    for name in ("problem_info", "env_args"):
+        try:
+            found = json.loads(str(attributes.get(name, "{}")))
+        except ValueError:
+            continue
+        text = found.get("language_instruction") if isinstance(found, dict) else None
+        if text:
+            return str(" ".join(text) if isinstance(text, list) else text).strip().strip('"')
+    return None
+
+
+def _control_frequency(attributes: dict[str, Any]) -> float | None:
+    try:
+        arguments = json.loads(str(attributes.get("env_args", "{}")))
+        found = arguments.get("env_kwargs", {}).get("control_freq")
+        return float(found) if found else None
+    except (ValueError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,112 @@
+"""Source: LeRobot datasets v2.0 and v2.1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, Target
+from embodyrl.extensions.conversion.source import Column, Conventions, Description, Kind, RawEpisode, plain_shape
+from embodyrl.extensions.demonstrations.layout import CODEBASE_VERSION, INFO_PATH
+from embodyrl.extensions.demonstrations.reader import EpisodeReader
+from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
+from embodyrl.extensions.demonstrations.tables import ONE_FILE_PER_EPISODE, read_info
+
+
+class LerobotSource:
+    """Episodes of a data set with one file per episode."""
+
+    def __init__(self, root: Path, data: ConversionSettings) -> None:
+        """Read the numbers of all episodes.
+
+        Raises:
+            EmbodyError: the data set is damaged.
+            ConfigError: the data set already has the current layout, or a column does not exist.
+        """
+        info = read_info(root)
+        if info["codebase_version"] not in ONE_FILE_PER_EPISODE:
+            raise ConfigError(
+                f"{root} already has the layout {CODEBASE_VERSION}; use it directly: embodyrl sft data.path={root}."
+            )
+        features = info["features"]
+        columns: dict[str, Column] = {
+            name: Column(Kind.image if feature["dtype"] in ("image", "video") else Kind.numbers, plain_shape(shape))
+            for name, feature in features.items()
+            if (shape := feature.get("shape")) and feature["dtype"] != "string"
+        }
+        usual = (str(Target.action), str(Target.state))
+        same: dict[str, str] = {name: name for name in columns if name in usual or name.startswith(CAMERA)}
+        keys: dict[str, str] = dict(data.keys or same)
+        self._reader = EpisodeReader(root, _settings(root, keys, columns, data.skip_nonfinite))
+        size = self._reader.card.env.cameras.size
+        shown = {name: Column(Kind.image, (*size, 3)) for name in keys if columns[name].kind is Kind.image}
+        self._keys = keys
+        self._description = Description(
+            kind=f"LeRobot {info['codebase_version']}",
+            name=self._reader.card.env.name,
+            episodes=info.get("total_episodes", len(self._reader.episodes)),
+            columns=columns | shown,
+            fps=self._reader.card.fps,
+            conventions=Conventions(keys=same),
+        )
+
+    @property
+    def description(self) -> Description:
+        """See `Source.description`."""
+        return self._description
+
+    def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
+        """See `Source.episodes`."""
+        cameras = [name for name, target in self._keys.items() if target.startswith(CAMERA)]
+        vectors: dict[str, str] = {target: name for name, target in self._keys.items() if not target.startswith(CAMERA)}
+        for row in self._reader.episodes:
+            number = int(row["episode_index"])
+            if number < first:
+                continue
+            where, found = f"{row['data/path']} (episode {number})", self._reader.read((number,))
+            instructions = list(dict.fromkeys(found.instruction.tolist()))
+            if len(instructions) > 1:
+                raise ConfigError(
+                    f"{where} has {len(instructions)} instructions ({', '.join(instructions)}), but a converted "
+                    "episode has one. Train on the source directly: data.path=SOURCE."
+                )
+            arrays: dict[str, np.ndarray] = {name: found.images[:, place] for place, name in enumerate(cameras)}
+            arrays |= {
+                vectors[t]: v for t, v in ((Target.action, found.action), (Target.state, found.state)) if t in vectors
+            }
+            yield RawEpisode(number=number, where=where, columns=arrays, instruction=instructions[0])
+
+
+def _settings(
+    root: Path, keys: Mapping[str, str], columns: Mapping[str, Column], skip_nonfinite: bool
+) -> DemonstrationSettings:
+    """Return the settings that read the columns of `keys`.
+
+    Raises:
+        ConfigError: a column does not exist, is named twice, or has a target without a counterpart.
+    """
+    targets = list(keys.values())
+    for name, target in keys.items():
+        if name not in columns:
+            raise ConfigError(f"data.keys: {root / INFO_PATH} has no column {name}. Columns: {', '.join(columns)}.")
+        if targets.count(target) > 1 or target in (Target.reward, Target.success, Target.task):
+            raise ConfigError(
+                f"data.keys={{{name}: {target}}}: a LeRobot dataset gives one column each of {Target.action}, "
+                f"{Target.state} and {CAMERA}<camera>."
+            )
+    named = {target: name for name, target in keys.items()}
+    states = [name for name, column in columns.items() if "state" in name and len(column.shape) == 1]
+    for target, known in ((Target.action, list(columns)), (Target.state, states)):
+        if target not in named and target not in columns and known:
+            raise ConfigError(
+                f"No column is {target}. Set data.keys={{COLUMN: {target}, ...}} to one of: {', '.join(known)}."
+            )
+    return DemonstrationSettings(
+        action_key=named.get(Target.action, "action"),
+        state_key=named.get(Target.state, "observation.state"),
+        cameras={target.removeprefix(CAMERA): name for name, target in keys.items() if target.startswith(CAMERA)},
+        skip_nonfinite=skip_nonfinite,
+    )

@@ -1,0 +1,129 @@
+"""Plan of a conversion: the columns of a source, their names, and the description of the result."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.conversion.settings import CAMERA, ConversionSettings, Target
+from embodyrl.extensions.conversion.source import Column, Conventions, Description, Kind
+from embodyrl.extensions.demonstrations.layout import Card
+from embodyrl.extensions.demonstrations.settings import FrameFormat
+from embodyrl.policies.inputs import gripper_text
+from embodyrl.types import ActionSpec, CameraSpec, EnvSpec, GripperConvention
+
+_FPS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The columns of a source, the names that they get, and the description of the result."""
+
+    keys: Mapping[str, str]
+    card: Card
+    """Without tasks, which are known at the end."""
+    episodes: int
+    kind: str
+
+    def columns_of(self, target: str) -> list[str]:
+        """Return the columns of a target, in order."""
+        return [column for column, name in self.keys.items() if name == target]
+
+    def facts(self, source: Path, out: Path) -> list[tuple[str, str]]:
+        """Return name and text of the banner lines."""
+        env = self.card.env
+        (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"
+        cameras = ", ".join(f"{name} ({self.columns_of(CAMERA + name)[0]})" for name in env.cameras.names)
+        named = {target: " + ".join(self.columns_of(target)) or "none" for target in Target}
+        return [
+            ("source", f"{source}: {self.kind}, {self.episodes} episodes of {env.name}"),
+            ("cameras", f"{cameras} {height}x{width} {images}" if env.cameras.names else "none"),
+            ("state", f"{named[Target.state]}: {env.state_dim} numbers"),
+            ("action", f"{named[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz"),
+            ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
+            ("output", str(out)),
+        ]
+
+
+def plan_conversion(described: Description, data: ConversionSettings, origin: str) -> Plan:
+    """Choose columns and conventions: those of the settings, or else of the source's layout.
+
+    Raises:
+        ConfigError: a column does not exist or has another content, or no column is the action.
+    """
+    keys = _columns(described, data)
+    dim, state_dim = (
+        sum(_size(described.columns[name]) for name, target in keys.items() if target == wanted)
+        for wanted in (Target.action, Target.state)
+    )
+    env = EnvSpec(
+        name=described.name,
+        action=ActionSpec(dim=dim, gripper=_gripper(described.conventions, data, dim)),
+        tasks=(),
+        states_per_task=(),
+        cameras=_cameras(described, data, keys),
+        state_dim=state_dim,
+    )
+    collected = {"converted": origin, "keys": dict(keys), "instruction": data.instruction, "split": data.split}
+    card = Card(
+        env=env,
+        fps=data.fps or described.fps or _FPS,
+        video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
+        collected=collected | {"skip_nonfinite": data.skip_nonfinite},
+    )
+    return Plan(keys=keys, card=card, episodes=described.episodes, kind=described.kind)
+
+
+def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:
+    """Return the name of each column to convert."""
+    usual = {name: target for name, target in described.conventions.keys.items() if name in described.columns}
+    keys = data.keys or usual
+    for name, target in keys.items():
+        wanted = Kind.image if target.startswith(CAMERA) else Kind.text if target == Target.task else Kind.numbers
+        found = described.columns.get(name)
+        if found is None or found.kind is not wanted:
+            what = "is not in the source" if found is None else f"contains {found.kind}, expected {wanted}"
+            raise ConfigError(f"data.keys={{{name}: {target}}}: {name} {what}. Columns: {_listed(described)}.")
+    targets = Counter(keys.values())
+    if repeated := [t for t, n in targets.items() if n > 1 and t not in (Target.action, Target.state)]:
+        raise ConfigError(f"data.keys names several columns {repeated[0]}; only actions and states are concatenated.")
+    if Target.action not in targets:
+        raise ConfigError(
+            f"No column of the source is the action. Set data.keys={{COLUMN: action, ...}}; columns: "
+            f"{_listed(described)}."
+        )
+    return dict(keys)
+
+
+def _gripper(known: Conventions, data: ConversionSettings, dim: int) -> GripperConvention | None:
+    ends = data.gripper or known.gripper
+    if ends is None:
+        return None
+    if not -dim <= data.gripper_index < dim:
+        raise ConfigError(f"data.gripper_index={data.gripper_index}: the actions have {dim} numbers.")
+    return GripperConvention(open=ends[0], closed=ends[1], index=data.gripper_index)
+
+
+def _cameras(described: Description, data: ConversionSettings, keys: Mapping[str, str]) -> CameraSpec:
+    names = {target.removeprefix(CAMERA): name for name, target in keys.items() if target.startswith(CAMERA)}
+    sizes = {described.columns[name].shape[:2] for name in names.values()}
+    if len(sizes) > 1:
+        raise ConfigError(f"The cameras differ in size ({sorted(sizes)}); select cameras of one size with data.keys.")
+    height, width = sizes.pop() if sizes else (0, 0)
+    rotation = data.image_rotation_deg
+    if rotation is None:
+        rotation = described.conventions.image_rotation_deg
+    return CameraSpec(names=tuple(names), size=(height, width), rotation_deg=rotation)
+
+
+def _size(column: Column) -> int:
+    return int(np.prod(column.shape, dtype=np.int64))
+
+
+def _listed(described: Description) -> str:
+    return ", ".join(f"{name} {list(column.shape)}" for name, column in described.columns.items())

@@ -1,0 +1,101 @@
+"""Interface of sources: a description, and episodes by number as arrays of their columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+
+from embodyrl.extensions.conversion.settings import CAMERA, Target
+
+
+class Kind(StrEnum):
+    """Content of a column."""
+
+    image = "image"
+    numbers = "numbers"
+    text = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One value per step."""
+
+    kind: Kind
+    shape: tuple[int, ...] = ()
+    """[H, W, C] of an image, shape of the numbers of a step; () for a scalar or a text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conventions:
+    """Conventions of a known layout; settings override each value."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    gripper: tuple[float, float] | None = None
+    """Actions that open and close the gripper."""
+    image_rotation_deg: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """Contents of a source."""
+
+    kind: str
+    """Format, for the banner."""
+    name: str
+    """Name of the environment or robot."""
+    episodes: int
+    columns: Mapping[str, Column]
+    fps: float | None = None
+    conventions: Conventions = Conventions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawEpisode:
+    """The requested columns of one episode of T steps."""
+
+    number: int
+    """Number in the source, from 0."""
+    where: str
+    """File and position, for error messages."""
+    columns: Mapping[str, np.ndarray]
+    """[T, ...] by name: numbers, and images as uint8 [T, H, W, 3]."""
+    texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """[T] by name."""
+    instruction: str | None = None
+    """Instruction of the episode, if the source stores one outside its columns."""
+
+
+class Source(Protocol):
+    """A source of episodes."""
+
+    @property
+    def description(self) -> Description:
+        """Return the contents of the source."""
+        ...
+
+    def episodes(self, first: int, columns: Sequence[str]) -> Iterator[RawEpisode]:
+        """Yield the episodes from number `first` on, in order; only one episode is in memory.
+
+        Raises:
+            EmbodyError: a file is damaged; the message names file and episode.
+        """
+        ...
+
+
+LIBERO_TARGETS = ("agentview", "robot0_eye_in_hand")
+
+
+def libero_keys(front: str, wrist: str, states: Sequence[str], action: str, **more: str) -> Mapping[str, str]:
+    """Return the names of LIBERO's columns, with the cameras of the environment `libero`."""
+    cameras = {column: f"{CAMERA}{name}" for column, name in zip((front, wrist), LIBERO_TARGETS, strict=True)}
+    named = {column: str(Target[target]) for target, column in more.items()}
+    return {**cameras, **dict.fromkeys(states, str(Target.state)), action: str(Target.action), **named}
+
+
+def plain_shape(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Return a shape of whole numbers."""
+    return tuple(int(size) for size in shape)

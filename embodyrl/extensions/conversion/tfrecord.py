@@ -1,0 +1,197 @@
+"""TFRecord files and the `tf.train.Example` messages in them, without TensorFlow.
+
+A record is its length (8 bytes), a checksum of the length, the content and a checksum of the content. A checksum is a
+masked CRC-32C. An Example maps names to lists of bytes, floats or integers in the protobuf wire format.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from embodyrl.errors import EmbodyError
+
+Feature = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
+
+_POLYNOMIAL = np.uint32(0x82F63B78)
+"""CRC-32C (Castagnoli), bits reversed."""
+_LANES = 1024
+_SHORT = 64
+_Words = npt.NDArray[np.uint32]
+
+
+def _byte_table() -> _Words:
+    table = np.arange(256, dtype=np.uint32)
+    for _ in range(8):
+        table = (table >> np.uint32(1)) ^ np.where(table & np.uint32(1), _POLYNOMIAL, np.uint32(0))
+    return table
+
+
+_TABLE = _byte_table()
+
+
+def crc32c(data: bytes) -> int:
+    """Return the CRC-32C of `data`.
+
+    >>> hex(crc32c(b"123456789"))
+    '0xe3069283'
+    """
+    if len(data) < _SHORT:
+        state = 0xFFFFFFFF
+        for byte in data:
+            state = int(_TABLE[(state ^ byte) & 255]) ^ (state >> 8)
+        return state ^ 0xFFFFFFFF
+    # The initial state is a change of the first four bytes; zero bytes in front do not change a state of zero.
+    length = -(-len(data) // _LANES)
+    lanes = np.zeros(_LANES * length, np.uint8)
+    lanes[-len(data) :] = np.frombuffer(data, np.uint8)
+    lanes[-len(data) :][:4] ^= np.uint8(255)
+    states = np.zeros(_LANES, np.uint32)
+    for column in np.ascontiguousarray(lanes.reshape(_LANES, length).T):
+        states = _TABLE[(states ^ column) & np.uint32(255)] ^ (states >> np.uint32(8))
+    shift = _shift_by(length)
+    while len(states) > 1:
+        states = _apply(shift, states[0::2]) ^ states[1::2]
+        shift = _apply(shift, shift)
+    return int(states[0]) ^ 0xFFFFFFFF
+
+
+def _shift_by(count: int) -> _Words:
+    """Return the linear map of a state over `count` zero bytes, as the images of its 32 bits."""
+    bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
+    power, found = _TABLE[bits & np.uint32(255)] ^ (bits >> np.uint32(8)), bits
+    while count:
+        if count & 1:
+            found = _apply(power, found)
+        power, count = _apply(power, power), count >> 1
+    return found
+
+
+def _apply(images: _Words, states: _Words) -> _Words:
+    """Apply a linear map to states [n]."""
+    result = np.zeros_like(states)
+    for bit in range(32):
+        result ^= np.where(states >> np.uint32(bit) & np.uint32(1), images[bit], np.uint32(0))
+    return result
+
+
+def masked_crc(data: bytes) -> int:
+    """Return the checksum of TFRecord files: rotated, with an offset."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
+    """Yield the records of a file from number `first` on; earlier records are skipped without reading them.
+
+    Raises:
+        EmbodyError: the file is missing or truncated, or a checksum is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            size, number = path.stat().st_size, 0
+            while file.tell() < size:
+                length = _length(path, file, number)
+                if file.tell() + length + 4 > size:
+                    raise _damaged(path, number, "ends early")
+                if number < first:
+                    file.seek(length + 4, 1)
+                else:
+                    content, stored = file.read(length), file.read(4)
+                    if struct.pack("<I", masked_crc(content)) != stored:
+                        raise _damaged(path, number, "has a wrong checksum")
+                    yield content
+                number += 1
+    except OSError as error:
+        raise EmbodyError(f"{path} cannot be read: {error.strerror}. Fetch the data set again.") from error
+
+
+def _length(path: Path, file: BinaryIO, number: int) -> int:
+    head, stored = file.read(8), file.read(4)
+    if len(stored) < 4:
+        raise _damaged(path, number, "ends early")
+    if struct.pack("<I", masked_crc(head)) != stored:
+        raise _damaged(path, number, "has a wrong checksum of its length (compressed, or no TFRecord file?)")
+    return struct.unpack("<Q", head)[0]
+
+
+def _damaged(path: Path, number: int, what: str) -> EmbodyError:
+    return EmbodyError(f"{path}: record {number} {what}. Fetch this file again.")
+
+
+def parse_example(content: bytes) -> dict[str, Feature]:
+    """Return the features of a `tf.train.Example` by name.
+
+    Raises:
+        ValueError: the content is no such message.
+    """
+    found: dict[str, Feature] = {}
+    for number, features in _fields(memoryview(content)):
+        for _, entry in _fields(features) if number == 1 else ():
+            parts = dict(_fields(entry))
+            if 1 in parts and 2 in parts:
+                found[bytes(parts[1]).decode("utf-8")] = _feature(parts[2])
+    return found
+
+
+def _feature(message: memoryview) -> Feature:
+    for kind, content in _fields(message):
+        values = [value for number, value in _fields(content) if number == 1]
+        if kind == 1:
+            return [bytes(value) for value in values]
+        joined = b"".join(values)
+        if kind == 2:
+            return np.frombuffer(joined, "<f4")
+        if kind == 3:
+            return _integers(joined)
+    return []
+
+
+def _integers(content: bytes) -> npt.NDArray[np.int64]:
+    """Decode a sequence of varints: seven bits per byte, the lowest first; the last byte has no high bit."""
+    raw = np.frombuffer(content, np.uint8)
+    ends = np.flatnonzero(raw < 128)
+    if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
+        raise ValueError("an integer is incomplete")
+    starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
+    values = np.zeros(len(ends), np.uint64)
+    lengths = ends - starts + 1
+    for place in range(int(lengths.max(initial=0))):
+        rows = np.flatnonzero(lengths > place)
+        values[rows] |= (raw[starts[rows] + place] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * place)
+    return values.view(np.int64)
+
+
+def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield number and content of the fields of a message; varints and numbers as their bytes."""
+    place = 0
+    while place < len(message):
+        tag, place = _varint(message, place)
+        kind, start = tag & 7, place
+        if kind == 0:
+            _, place = _varint(message, place)
+        elif kind == 2:
+            length, start = _varint(message, place)
+            place = start + length
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"unknown wire type {kind}")
+        if place > len(message):
+            raise ValueError("the message ends early")
+        yield tag >> 3, message[start:place]
+
+
+def _varint(message: memoryview, place: int) -> tuple[int, int]:
+    value = shift = 0
+    while place < len(message) and shift < 70:
+        byte = message[place]
+        value, place, shift = value | (byte & 127) << shift, place + 1, shift + 7
+        if byte < 128:
+            return value, place
+    raise ValueError("an integer is incomplete")
