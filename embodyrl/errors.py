@@ -1,6 +1,7 @@
 """Errors for users: what is wrong, where, the likely cause and the fix, with an exit code."""
 
 import signal
+from typing import Self
 
 _hidden: dict[str, str] = {}
 
@@ -50,6 +51,13 @@ class UnknownNameError(ConfigError):
 
 class MissingDependencyError(ConfigError):
     """An optional package or system library is not installed."""
+
+    @classmethod
+    def of_import(cls, package: str, error: ImportError, install: str) -> Self:
+        """Return the error of a failed import; `install` is the command that installs the package."""
+        if "shared object file" in str(error):  # OpenCV needs libraries that slim images lack
+            install = "apt-get install libxcb1 libgl1 libglib2.0-0 libsm6 libxext6, or the package of that library"
+        return cls(f"{package} cannot be imported: {error}. Fix: {install}")
 
 
 class EnvError(EmbodyError):

@@ -30,6 +30,9 @@ system_libraries() {
     if [[ $EXTRAS == *libero* || $EXTRAS == *maniskill* ]] && [ "$(torch_build)" != cpu ] && ! gpu_draws; then
         install_packages libegl1 libglvnd0 libglx0 libgl1 libxext6 || say "No GPU can render yet. Ask for: apt-get install libegl1 libglvnd0 libglx0 libgl1 libxext6"
     fi
+    if [[ $EXTRAS == *libero* || $EXTRAS == *maniskill* ]] && ! has_libraries libxcb libGL libgthread-2.0 libSM libXext; then
+        install_packages libxcb1 libgl1 libglib2.0-0 libsm6 libxext6 || say "OpenCV cannot be imported yet. Ask for: apt-get install libxcb1 libgl1 libglib2.0-0 libsm6 libxext6"
+    fi
     if [[ $EXTRAS == *libero* || $EXTRAS == *maniskill* ]] && ! meshoptimizer_builds; then
         install_packages g++ python3-dev || say "meshoptimizer cannot be compiled yet. Ask for: apt-get install g++ python3-dev"
     fi
@@ -60,9 +63,11 @@ install_packages() {
 }
 
 # What NVIDIA's EGL and Vulkan drivers load; they themselves come with the driver, also into containers.
-gpu_draws() {
+gpu_draws() { has_libraries libEGL libGLX libXext; }
+
+has_libraries() {
     local name
-    for name in libEGL libGLX libXext; do
+    for name in "$@"; do
         ldconfig -p 2>/dev/null | grep -q "$name\.so" || return 1
     done
 }

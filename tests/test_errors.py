@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,15 @@ def test_reason_of_a_third_party_error_is_its_message(error: Exception, words: s
 def test_error_messages_contain_no_exception_repr() -> None:
     package = Path(errors.__file__).parent
     assert [path.name for path in package.rglob("*.py") if "error!r}" in path.read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        ("No module named 'robosuite'", r"pip install 'embodyrl\[libero\]'$"),
+        ("libxcb.so.1: cannot open shared object file: No such file or directory", "apt-get install libxcb1 "),
+    ],
+)
+def test_missing_system_library_is_not_fixed_by_pip(reason: str, fix: str) -> None:
+    error = errors.MissingDependencyError.of_import("LIBERO", ImportError(reason), "pip install 'embodyrl[libero]'")
+    assert re.search(f"Fix: {fix}", str(error))

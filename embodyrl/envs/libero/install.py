@@ -194,4 +194,4 @@ def _libero_module(name: str) -> Any:
         with quiet():
             return importlib.import_module(name)
     except ImportError as error:
-        raise MissingDependencyError(f"LIBERO cannot be imported: {error}. Fix: {INSTALL}") from error
+        raise MissingDependencyError.of_import("LIBERO", error, INSTALL) from error

@@ -269,7 +269,7 @@ def _prepare_process() -> None:
             importlib.import_module("mani_skill.envs")  # registers the tasks
             from mani_skill.agents.robots import Panda  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise MissingDependencyError(f"ManiSkill cannot be imported: {error}. Fix: {INSTALL}") from error
+        raise MissingDependencyError.of_import("ManiSkill", error, INSTALL) from error
     logging.getLogger("mani_skill").setLevel(logging.ERROR)
     robot: Any = Panda
     robot._sensor_configs = property(_hand_camera)
