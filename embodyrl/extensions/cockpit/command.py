@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from embodyrl.cli.runs import find_run, latest_run
 from embodyrl.config.trust import split_trust
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.pages.loopback import Answer
+from embodyrl.registry import Registry, takes
 
 if TYPE_CHECKING:
     from embodyrl.extensions.own_loop.acting import LoadedPolicy
@@ -25,6 +27,21 @@ _LONG = ("env.eval.max_episode_steps=100000",)
 """Disable the time limit: the user ends an episode."""
 _FOR_EVER = ("env.eval.ignore_terminations=true",)
 """Continue after success; recorded episodes end with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayPage:
+    """The page of a run whose policy does not act in an environment with images."""
+
+    gets: Mapping[str, Callable[[], Answer]]
+    posts: Mapping[str, Callable[[Any], Answer]]
+    close: Callable[[], None]
+
+
+PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
+    "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
+)
+"""Pages for other runs than those of robots: return the page of a run, or None."""
 
 
 def play(args: argparse.Namespace) -> int:
@@ -43,7 +60,14 @@ def play(args: argparse.Namespace) -> int:
     from embodyrl.plan.config import load_config
     from embodyrl.plan.saved import run_config
 
+    own = next((found for offer in PAGES.every() if (found := offer(run, trust)) is not None), None)
+    if own is not None and args.record is not None:
+        raise ConfigError(f"--record: {run.name} has no steps to record; remove the flag.")
     with ExitStack() as stack:
+        if own is not None:
+            stack.callback(own.close)
+            Loopback(int(args.port), own.gets, own.posts).show(open_page=args.open, name=f"{run.name}: ")
+            return 0
         recording = None
         policy, env = policy_with_env(run, trust, records=args.record is not None)
         stack.callback(env.close)

@@ -242,6 +242,7 @@ def test_chat_template_rejects_a_role_with_status_400(port: int, policy: CausalL
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     cfg = model_of(model_type="causal_lm", path=str(tmp_path), precision=Precision.fp32, num_action_chunks=LIMIT)
     templated = POLICIES.get("causal_lm").build(cfg, PolicyRequest(env=ANY_TEXT, device="cpu", seed=0, trainable=False))
+    assert isinstance(templated, CausalLMPolicy)
     with serving(templated) as other:
         assert texts(chat(other, "12", seed=2)) == texts(chat(port, "12=", seed=2)) != [""]
         for role in ("system", "developer"):
