@@ -31,6 +31,26 @@ class HistorySettings(EnvSettings):
     ensemble_coeff: Annotated[float, Field(ge=-100, le=100)] = 0.01
     """Coefficient m of the ensembling weights exp(-m i); i = 0 is the oldest chunk."""
 
+    @property
+    def delay(self) -> tuple[int, int]:
+        """See `EnvSettings.delay`; with temporal ensembling, chunks enter the average late instead."""
+        return super().delay if self.ensemble_chunk is None else (0, 0)
+
+    @property
+    def ensemble_delay(self) -> int:
+        """Number of env steps between an observation and the average that contains its chunk."""
+        return 0 if self.ensemble_chunk is None else super().delay[1]
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error for delays that the average does not support."""
+        yield from super().problems()
+        low, high = super().delay
+        if self.ensemble_chunk is not None and (low != high or high >= self.ensemble_chunk):
+            yield (
+                f"env.control.latency_steps={[low, high] if low != high else high}: temporal ensembling needs one "
+                f"number below env.ensemble_chunk={self.ensemble_chunk}."
+            )
+
 
 @dataclass(frozen=True)
 class HistoryFactory(SimFactory[Any]):
@@ -70,7 +90,7 @@ class HistoryFactory(SimFactory[Any]):
         from embodyrl.envs.history.sims import HistorySims
 
         inner, spec = self._of.simulators(cfg, context), self.describe(cfg, context)
-        return HistorySims(inner, spec, cfg.history, cfg.ensemble_chunk, cfg.ensemble_coeff)
+        return HistorySims(inner, spec, cfg.history, cfg.ensemble_chunk, cfg.ensemble_coeff, cfg.ensemble_delay)
 
 
 @functools.cache

@@ -13,17 +13,26 @@ from embodyrl.types import ByteArray, EnvSpec, FloatArray, IntArray
 class TemporalEnsemble:
     """Running average of the actions of overlapping chunks for the same step (ACT, arXiv 2304.13705, algorithm 2).
 
-    The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest.
+    The weight of the i-th chunk for a step is exp(-coeff i), i = 0 for the oldest. With a delay, a chunk enters the
+    average `delay` steps after its observation, without its first `delay` actions; the first chunk has no delay.
     """
 
-    def __init__(self, coeff: float, chunk: int) -> None:
+    def __init__(self, coeff: float, chunk: int, delay: int = 0) -> None:
+        self._delay = delay
+        self._waiting: list[FloatArray] = []
         self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
         self._sums = np.cumsum(self._weights, dtype=np.float32)
         self._mean = np.zeros((0, 0), np.float32)
         self._count = np.zeros(0, np.int64)
 
     def take(self, chunk: FloatArray) -> FloatArray:
-        """Add a chunk [H, A] and return the action [A] of the current step."""
+        """Add a chunk [H, A] for the current observation and return the action [A] of the current step."""
+        if len(self._mean) and self._delay:
+            self._waiting.append(chunk)
+            if len(self._waiting) <= self._delay:
+                action, self._mean, self._count = self._mean[0], self._mean[1:], self._count[1:]
+                return action
+            chunk = self._waiting.pop(0)[self._delay :]
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
             self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]
@@ -38,9 +47,11 @@ class TemporalEnsemble:
 class HistorySims(Simulators):
     """Wrapper of simulators with an observation history, and with actions averaged over chunks."""
 
-    def __init__(self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float) -> None:
+    def __init__(
+        self, inner: Simulators, spec: EnvSpec, history: int, chunk: int | None, coeff: float, delay: int = 0
+    ) -> None:
         super().__init__(spec)
-        self._inner, self._history, self._chunk, self._coeff = inner, history, chunk, coeff
+        self._inner, self._history, self._chunk, self._coeff, self._delay = inner, history, chunk, coeff, delay
         self.task_limit, self.sequential, self.solved = inner.task_limit, inner.sequential, inner.solved
         self._seen: dict[int, list[tuple[ByteArray, FloatArray]]] = {}
         self._ensembles: dict[int, TemporalEnsemble] = {}
@@ -56,7 +67,7 @@ class HistorySims(Simulators):
         for slot in slots.tolist():
             self._seen.pop(slot, None)
             if self._chunk is not None:
-                self._ensembles[slot] = TemporalEnsemble(self._coeff, self._chunk)
+                self._ensembles[slot] = TemporalEnsemble(self._coeff, self._chunk, self._delay)
         self._look(slots)
 
     def step(self, slots: IntArray, actions: FloatArray) -> SimSteps:
