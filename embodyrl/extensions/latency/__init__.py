@@ -1,0 +1,1 @@
+"""Success against the delay of the policy."""
