@@ -10,6 +10,7 @@ from embodyrl.commands.run_folder import first_weights, weight_facts
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import EnvContext
 from embodyrl.errors import ConfigError
+from embodyrl.extensions.serving.committed import DELAY, PREFIX
 from embodyrl.files import available_cores
 from embodyrl.plan.run_plan import mismatches
 from embodyrl.plan.schema import Config
@@ -92,7 +93,11 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
             f"env.env_type={cfg.env.env_type} verifies text, and model '{cfg.model.model_type}' writes none: choose "
             "another env, or the model of a run with text."
         )
-    env = ENVS.get(cfg.env.env_type).spec(cfg.env, EnvContext())
+    chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed
+    # The client decides how much of its previous chunk is left.
+    overlap = chunk - max(1, cfg.env.delay[1]) if observed else None
+    context = EnvContext(chunk=chunk, overlap=overlap, observe_committed=observed)
+    env = ENVS.get(cfg.env.env_type).spec(cfg.env, context)
     spec = POLICIES.get(cfg.model.model_type).spec(cfg.model, env, 0)
     # Its cameras are another program's: the policy's are the first ones of its environment.
     if seen := spec.inputs.num_images:
@@ -122,12 +127,14 @@ def serving_facts(cfg: Config, env: EnvSpec, spec: PolicySpec) -> list[tuple[str
     """Return name and text of the banner lines."""
     names = names_of(cfg.serve)
     parts = [*names.images[: spec.inputs.num_images], *names.state[: 1 if spec.inputs.state else 0], names.prompt[0]]
+    if env.committed is not None:
+        parts += [PREFIX, DELAY]
     lines = [
         ("policy", f"{spec.name} · {cfg.model.precision_name} · chunk {spec.num_action_chunks} x {spec.action_dim}"),
         *precision_facts(cfg),
         ("weights", str(cfg.ckpt or cfg.model.weights)),
         ("env", f"{env.name}: replies use its actions and gripper, images must be upright"),
-        ("reads", ", ".join(parts) + (f" (state: {env.state_dim} numbers)" if spec.inputs.state else "")),
+        ("reads", ", ".join(parts) + (f" (state: {env.own_state_dim} numbers)" if spec.inputs.state else "")),
         ("protocol", cfg.serve.protocol),
     ]
     return [*lines, *exposure(cfg.serve)]
