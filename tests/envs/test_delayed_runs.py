@@ -1,0 +1,92 @@
+"""Training and evaluation under a delay, inline."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_runs import rows, running_crew, toy_config, train_toy
+
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.envs import ENVS
+from embodyrl.envs.chunked import ChunkedEnv
+from embodyrl.errors import ConfigError
+from embodyrl.plan.episodes import train_episodes
+from embodyrl.plan.run_plan import build_run_plan
+from embodyrl.scheduler.rollout import Rollout
+
+DELAYED = ("env.control.latency_steps=[0,2]", "rollout.chunk_overlap=2", "env.control.observe_committed=true")
+ECHO = ("env.kwargs.echo=true", "env.use_rel_reward=false", "env.train.max_episode_steps=7")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("algorithm=grpo",),
+        ("algorithm=ppo", "env.train.auto_reset=true"),
+        ("algorithm=ppo", "algorithm.reward_type=action_level"),
+        ("algorithm=reinforce_pp",),
+        ("algorithm=filtered_bc",),
+        ("algorithm=sac", "actor.global_batch_size=4", "algorithm.group_size=1"),
+    ],
+    ids=" ".join,
+)
+def test_every_algorithm_trains_under_a_delay(words, tmp_path):
+    run = train_toy(tmp_path, *DELAYED, *words, "env.train.max_episode_steps=7")
+    found = rows(run)
+    assert len(found) >= 2
+    assert all(math.isfinite(v) for row in found for k, v in row.items() if v is not None and k.startswith("train/"))
+
+
+def test_each_env_step_belongs_to_the_chunk_that_executed_it(tmp_path: Path):
+    with running_crew(tmp_path, *DELAYED, *ECHO) as crew:
+        cfg, plan = crew.run_plan.cfg, crew.run_plan
+        collection = crew.workers.scheduler.collect(Rollout(train_episodes(cfg, plan.env, 0, counts_chunk_steps=False)))
+        assert plan.env.committed is not None
+        for episode in collection.episodes:
+            assert episode.length == 7
+            # The reward of the toy environment is the first number of the executed action.
+            done = episode.action[episode.valid][:, 0]
+            assert np.allclose(episode.reward[episode.valid], done, atol=1e-5)
+            assert (episode.reward[~episode.valid] == 0).all()
+            assert episode.valid[0, 0], "the first chunk has no delay"
+
+
+def test_without_keys_the_environment_is_not_wrapped(tmp_path: Path):
+    zero = ("env.control.latency_steps=0", "rollout.chunk_overlap=0")
+    for words in ((), zero):
+        plan = build_run_plan(toy_config(tmp_path, *words), training=True)
+        assert plan.env.committed is None
+        env = ENVS.get(plan.cfg.env.env_type).make(plan.env_settings, plan.context)
+        assert type(env) is ChunkedEnv
+        env.close()
+
+
+def test_a_delay_does_not_change_the_plan_of_records_without_overlap(tmp_path: Path):
+    plain = build_run_plan(toy_config(tmp_path), training=True)
+    delayed = build_run_plan(toy_config(tmp_path, *DELAYED), training=True)
+    assert delayed.max_samples == 2 * plain.max_samples, "twice as many chunks of half the env steps"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("env.control.latency_steps=3",), "do not fit into chunks of 4 actions"),
+        (("env.control.latency_steps=1", "rollout.chunk_overlap=0"), r"model\.num_action_chunks to 2"),
+        (("rollout.chunk_overlap=4",), "do not fit"),
+        (("env.control.latency_steps=1", "env.kwargs.lockstep=true", "rollout.pipeline_stage_num=1"), "all its slots"),
+    ],
+)
+def test_impossible_delays_are_refused(words, said, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        build_run_plan(toy_config(tmp_path, *words), training=True)
+
+
+def test_evaluation_repeats_exactly_with_random_delays(tmp_path: Path):
+    results = []
+    for name in ("first", "second"):
+        cfg = toy_config(tmp_path, *DELAYED, "eval.episodes=6", command="eval", name=name)
+        evaluate(cfg)
+        results.append(tmp_path / name / "eval" / "step_000000" / "episodes.jsonl")
+    kept = [[line.split('"seconds"')[0] for line in sorted(path.read_text().splitlines())] for path in results]
+    assert kept[0] == kept[1]
