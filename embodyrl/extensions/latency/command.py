@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +11,8 @@ from embodyrl.cli.output import show_result
 from embodyrl.cli.runs import find_run
 from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.latency.plot import plot
-from embodyrl.extensions.reporting.history import read_history
+from embodyrl.extensions.latency.points import Point, collect_points
 from embodyrl.files import write_atomically
-from embodyrl.monitor.history import EpisodeRow, score_of
-from embodyrl.monitor.intervals import Score
-
-NAIVE, ENSEMBLE = "naive", "ensembling"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """Evaluations of one method at one delay."""
-
-    method: str
-    delay: tuple[int, int]
-    """Smallest and largest delay, env steps."""
-    score: Score
-    runs: int
-
-    @property
-    def label(self) -> str:
-        """The delay as a number, or as a range."""
-        low, high = self.delay
-        return str(high) if low == high else f"{low}-{high}"
 
 
 def latency(args: argparse.Namespace) -> int:
@@ -52,40 +29,6 @@ def latency(args: argparse.Namespace) -> int:
         lines.append(f"plot  {args.plot}")
     show_result(args, [_as_json(point) for point in points], lines)
     return 0
-
-
-def collect_points(runs: Sequence[Path]) -> list[Point]:
-    """Return the last evaluation of each run, pooled by method and delay.
-
-    Raises:
-        ConfigError: a run has no complete evaluation.
-    """
-    episodes: dict[tuple[str, tuple[int, int]], list[EpisodeRow]] = defaultdict(list)
-    counts: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
-    for run in runs:
-        history = read_history(run)
-        if not history.evaluations:
-            raise ConfigError(f"{run} has no complete evaluation. Pass runs of `embodyrl eval`.")
-        key = method_of(history.config), _delay_of(history.config)
-        episodes[key] += history.evaluations[-1].own
-        counts[key] += 1
-    return [
-        Point(method=method, delay=delay, score=score_of(found), runs=counts[method, delay])
-        for (method, delay), found in sorted(episodes.items())
-    ]
-
-
-def method_of(config: Mapping[str, Any]) -> str:
-    """Return the method by which the policy of a run handles delays: model.rtc, temporal ensembling or naive."""
-    if config.get("env", {}).get("ensemble_chunk"):
-        return ENSEMBLE
-    rtc = config.get("model", {}).get("rtc", "off")
-    return NAIVE if rtc == "off" else str(rtc)
-
-
-def _delay_of(config: Mapping[str, Any]) -> tuple[int, int]:
-    steps = config.get("env", {}).get("control", {}).get("latency_steps", 0)
-    return (steps, steps) if isinstance(steps, int) else (steps[0], steps[1])
 
 
 def table(points: Sequence[Point]) -> list[str]:

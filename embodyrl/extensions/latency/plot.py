@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from embodyrl.extensions.latency.points import Point
 from embodyrl.extensions.reporting.charts import number, ticks
 from embodyrl.monitor.intervals import Rate
-
-if TYPE_CHECKING:
-    from embodyrl.extensions.latency.command import Point
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560, 300, 56, 120, 16, 44
 _COLOURS = ("#2563eb", "#d97706", "#0f9d76", "#b83280", "#6d5bd0")
