@@ -6,6 +6,7 @@ import os
 import re
 import select
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,27 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         f.write(content.encode("utf-8") if isinstance(content, str) else content)
         f.flush()
         os.fsync(f.fileno())
+
+
+_JSON_BYTES = 1 << 26
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file, possibly from an untrusted source.
+
+    Raises:
+        OSError: the file is missing, or not a regular file.
+        ValueError: the file is malformed, too deeply nested, or larger than 64 MiB.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would block
+        raise OSError(f"{path} is not a regular file")
+    if found.st_size > _JSON_BYTES:
+        raise ValueError(f"{path} has {found.st_size} bytes; expected at most {_JSON_BYTES}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply") from None
 
 
 def json_text(data: Any) -> str:

@@ -28,6 +28,40 @@ QUOTAS = {
 }
 
 
+def nested(path: Path) -> None:
+    path.write_text("[" * 200_000 + "]" * 200_000)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 36)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "said"),
+    [
+        (nested, ValueError, "nested too deeply"),
+        (sparse, ValueError, "expected at most 67108864"),
+        (os.mkfifo, OSError, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), OSError, "not a regular file"),
+        (lambda path: path.write_text("{"), ValueError, "Expecting property name"),
+        (lambda path: None, FileNotFoundError, "No such file"),
+    ],
+    ids=["nested", "sparse", "pipe", "device", "truncated", "missing"],
+)
+def test_hostile_json_file_is_an_error(tmp_path: Path, make, kind, said) -> None:
+    make(tmp_path / "a.json")
+    with pytest.raises(kind, match=said):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_json_file_behind_a_link_is_read(tmp_path: Path) -> None:
+    """Caches of model hubs link to their files."""
+    (tmp_path / "blob").write_text('{"a": [1, "é"]}', encoding="utf-8")
+    (tmp_path / "a.json").symlink_to(tmp_path / "blob")
+    assert files.read_json(tmp_path / "a.json") == {"a": [1, "é"]}
+
+
 def test_capped_log_keeps_its_end(tmp_path: Path) -> None:
     log = tmp_path / "worker.log"
     files.cap_log(log)

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from embodyrl.errors import CheckpointError, WorkerError
+from embodyrl.files import read_json
 from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
@@ -70,7 +71,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder}: {MANIFEST_NAME} is missing: an incomplete or foreign checkpoint; use another checkpoint."
         )
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = read_json(path)
         manifest = Manifest.model_validate(body) if int(body["format"]) <= FORMAT else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         text = " ".join(str(error).split())
@@ -160,7 +161,7 @@ def read_loop(folder: Path) -> tuple[int, list[float] | None, int | None]:
         CheckpointError: the file is missing or malformed.
     """
     try:
-        loop = json.loads((folder / LOOP_FILE).read_text(encoding="utf-8"))
+        loop = read_json(folder / LOOP_FILE)
         step, best, best_step = loop["step"], loop["best"], loop["best_step"]
         best = [best] if isinstance(best, float) else best  # written by older versions
         numbers = all(type(number) is int for number in (step, 0 if best_step is None else best_step))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
 
 _TAGS = frozenset({"$tensor", "$array", "$tuple", "$dict", "$float"})
 
@@ -57,7 +58,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def save_state(folder: Path, name: str, tree: Any) -> None:
+def save_state(folder: Path, name: str, tree: dict[str, Any]) -> None:
     """Write a state tree, such as an optimizer's `state_dict()`, to `<name>.json` and `<name>.safetensors`.
 
     Leaves are tensors, numpy arrays, numbers, strings, booleans and None; nodes are dicts (keys: strings and integers),
@@ -72,7 +73,7 @@ def save_state(folder: Path, name: str, tree: Any) -> None:
     save_tensors(folder / f"{name}.safetensors", tensors)
 
 
-def load_state(folder: Path, name: str) -> Any:
+def load_state(folder: Path, name: str) -> dict[str, Any]:
     """Read a state tree written by `save_state`, with tensors on the CPU.
 
     Raises:
@@ -83,7 +84,10 @@ def load_state(folder: Path, name: str) -> Any:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete. Use another checkpoint.")
     tensors = load_tensors(folder / f"{name}.safetensors")
     try:
-        return _decode(json.loads(path.read_text(encoding="utf-8")), tensors)
+        state = _decode(read_json(path), tensors)
+        if not isinstance(state, dict):
+            raise TypeError("expected an object")
+        return state
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged or does not fit {name}.safetensors ({type(error).__name__}: {error}); "

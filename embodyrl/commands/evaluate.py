@@ -27,7 +27,7 @@ from embodyrl.commands.run_folder import RunFolder, first_weights, open_run, wei
 from embodyrl.commands.session import LOOP_FILE, announce, screen_only
 from embodyrl.config.trust import trust_words
 from embodyrl.errors import CheckpointError, ConfigError, EmbodyError, Interrupted, WorkerError
-from embodyrl.files import json_text, write_atomically
+from embodyrl.files import json_text, read_json, write_atomically
 from embodyrl.monitor.fanout import Fanout
 from embodyrl.monitor.history import EPISODES_FILE, TABLE_FILE, EpisodeRow, read_episodes, read_table
 from embodyrl.monitor.paired import pair_suites
@@ -93,7 +93,7 @@ def step_of(weights: Path | None) -> int:
     if weights is None or not (weights.parent / "manifest.json").is_file():
         return 0
     CheckpointStore(weights.parent.parent).verify(weights.parent)
-    return int(json.loads((weights.parent / LOOP_FILE).read_text(encoding="utf-8"))["step"])
+    return int(read_json(weights.parent / LOOP_FILE)["step"])
 
 
 def run_evaluation(

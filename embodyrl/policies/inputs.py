@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.types import ActionKind, EnvSpec, GripperConvention, PolicySpec
 
 INPUTS_FILE = "embodyrl_inputs.json"
@@ -60,7 +61,7 @@ def input_problems(folder: Path, policy: PolicySpec, env: EnvSpec, renamed: Sequ
     if not path.is_file():
         return problems
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = read_json(path)
         seen, turned, where = list(saved["cameras"]), int(saved["image_rotation_deg"]), str(saved["environment"])
         gripper = None if saved["gripper"] is None else GripperConvention(**saved["gripper"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -12,6 +12,7 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+from embodyrl.files import read_json
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.rollout import Rollout, RolloutResult
@@ -168,7 +169,7 @@ class Actors:
     def load(self, folder: Path) -> None:
         """Load the files of `save`."""
         self._loop.call(LoadRequest(folder=str(folder)))
-        self._algorithm.load_state(json.loads((folder / ALGORITHM_FILE).read_text(encoding="utf-8")))
+        self._algorithm.load_state(read_json(folder / ALGORITHM_FILE))
 
 
 def gather_scores(

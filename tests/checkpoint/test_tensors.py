@@ -200,3 +200,13 @@ def test_shared_tensors_are_written_separately(tmp_path: Path):
     assert torch.equal(back["a"], back["b"])
     assert back["c"].shape == (2, 2)
     assert back["a"].data_ptr() != back["b"].data_ptr()
+
+
+@pytest.mark.parametrize(
+    "content", ["null", "[]", "7", "[" * 200_000 + "]" * 200_000], ids=["null", "list", "7", "deep"]
+)
+def test_state_that_is_not_an_object_is_a_checkpoint_error(tmp_path, content):
+    save_state(tmp_path, "rng", {"a": 1})
+    (tmp_path / "rng.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"rng.json is damaged"):
+        load_state(tmp_path, "rng")

@@ -1,6 +1,5 @@
 """Export: a checkpoint as a folder in the model's public layout, adapters merged, with a card; upload to the hub."""
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from embodyrl.checkpoint.store import CheckpointStore
 from embodyrl.commands.run_folder import EXPORTED_CONFIG
 from embodyrl.config.paths import HUB_NAME
 from embodyrl.errors import ConfigError
-from embodyrl.files import replacing
+from embodyrl.files import read_json, replacing
 from embodyrl.plan.config import load_saved_config
 from embodyrl.plan.environment import env_spec
 from embodyrl.plan.hub import hub_errors
@@ -132,7 +131,7 @@ def _metadata(cfg: Config, title: str, base: str, results: Path, where: str) -> 
     sets = [cfg.data.path, *getattr(cfg.data, "more", [])] if found_export else []
     datasets = [f"{name['owner']}/{name['name']}" for path in sets if path and (name := _published(path))]
     public = _published(base)
-    table: dict[str, Any] = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {"tasks": []}
+    table: dict[str, Any] = read_json(results) if results.is_file() else {"tasks": []}
     known = table["tasks"] and table["overall"]["success_once"] is not None
     metric, value = ("success_rate", "success_once") if known else ("return", "mean_return")
     found = [
@@ -171,7 +170,7 @@ def _results(file: Path) -> str:
     """
     if not file.is_file():
         return "This step was not evaluated.\n"
-    table = json.loads(file.read_text(encoding="utf-8"))
+    table = read_json(file)
     rows = [*table["tasks"], table["overall"] | {"task": "**all**"}]
     known = table["overall"]["success_once"] is not None
     value, low, high = ("success_once", "low", "high") if known else ("mean_return", "return_low", "return_high")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +19,7 @@ from embodyrl.extensions.demonstrations.rows import Rows, find_rows
 from embodyrl.extensions.demonstrations.settings import DemonstrationSettings
 from embodyrl.extensions.demonstrations.tables import read_episodes, read_tasks
 from embodyrl.extensions.demonstrations.writer import paths_of
+from embodyrl.files import read_json
 from embodyrl.types import EnvSpec
 
 _SHAPE = ("cameras", "image_size", "image_rotation_deg", "state_dim", "action_dim", "gripper")
@@ -69,7 +69,7 @@ def _task_names(rows: _Episodes) -> list[str]:
 
 
 def _info(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    found = json.loads((root / layout.INFO_PATH).read_text(encoding="utf-8"))
+    found = read_json(root / layout.INFO_PATH)
     frames = rows[-1]["dataset_to_index"] if rows else 0
     expected = layout.info_of(card, episodes=len(rows), frames=frames, tasks=len(_task_names(rows)))
     for key, value in expected.items():
@@ -83,7 +83,7 @@ def _tasks(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
 
 
 def _stats(root: Path, card: Card, rows: _Episodes) -> Iterator[str]:
-    stats = json.loads((root / layout.STATS_PATH).read_text(encoding="utf-8"))
+    stats = read_json(root / layout.STATS_PATH)
     for key, feature in layout.features_of(card).items() if rows else ():
         image = feature["dtype"] in ("image", "video")
         if key not in stats and (image or key in (layout.STATE, layout.ACTION)):

@@ -112,12 +112,13 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
                 outs[done][...] = frame
                 done += 1
             count += 1
-            if done == len(outs) and not exact:
-                return
+            if done == len(outs) and (not exact or count > numbers[-1] + 1):
+                break
     except (OSError, RuntimeError) as error:
         raise EmbodyError(f"{path} cannot be decoded: {error}. Fetch or collect the data set again.") from error
-    if done < len(outs) or count != numbers[-1] + 1:
+    if done < len(outs) or (exact and count != numbers[-1] + 1):
+        many = f"more than {count - 1}" if done == len(outs) else str(count)
         raise EmbodyError(
-            f"{path} contains {count} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or "
-            "collect it again."
+            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or collect it "
+            "again."
         )

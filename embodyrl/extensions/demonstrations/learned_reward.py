@@ -1,6 +1,5 @@
 """Numpy inference of reward models trained by `embodyrl sft objective.name=success`; env workers do not load torch."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from embodyrl.envs.reward import RewardStep
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
 from embodyrl.types import ObservationOut
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
@@ -25,7 +25,7 @@ class LearnedReward:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shape: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        self._shape: dict[str, Any] = read_json(folder / CONFIG_FILE)
         self.cameras = int(self._shape.get("num_images", 0))
         """Number of cameras that the classifier uses."""
         self.camera_names = tuple(self._shape.get("cameras", ()))

@@ -31,7 +31,7 @@ from embodyrl.extensions.text.conversation import TextRow, join_pair
 from embodyrl.extensions.text.dataset import TextRows
 from embodyrl.extensions.text.plan import ANY_TEXT, checked_rows
 from embodyrl.extensions.text.settings import RowSettings
-from embodyrl.files import available_bytes
+from embodyrl.files import available_bytes, read_json
 from embodyrl.plan.run_plan import count_ranks, mismatches
 from embodyrl.plan.schema import Config
 from embodyrl.policies import POLICIES
@@ -252,7 +252,7 @@ def _input_doubts(model: ModelSettings, env: EnvSpec) -> list[str]:
 
 def _counted(folder: str) -> str:
     root = resolve_asset(folder)
-    info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    info = read_json(root / INFO_PATH)
     shown = info.get("robot_type") or root.name
     return f"{root}: {info['total_episodes']} episodes, {info['total_frames']} frames of {shown}"
 

@@ -25,7 +25,7 @@ from embodyrl.extensions.demonstrations.layout import (
     VIDEO_PATH,
     is_ours,
 )
-from embodyrl.files import by_number
+from embodyrl.files import by_number, read_json
 
 ONE_FILE_PER_EPISODE = ("v2.0", "v2.1")
 VERSIONS = (*ONE_FILE_PER_EPISODE, CODEBASE_VERSION)
@@ -45,7 +45,7 @@ def read_info(root: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the layout has a version that cannot be read.
     """
-    info = json.loads((root / INFO_PATH).read_text(encoding="utf-8"))
+    info = read_json(root / INFO_PATH)
     version = info.get("codebase_version")
     if version not in VERSIONS:
         cure = (

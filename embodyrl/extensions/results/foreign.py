@@ -6,13 +6,13 @@ src/lerobot/scripts/lerobot_eval.py, `eval_policy_all`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import ConfigError
 from embodyrl.extensions.results.table import Card
+from embodyrl.files import read_json
 from embodyrl.monitor.intervals import Rate
 
 Outcomes = dict[str, list[bool]]
@@ -30,7 +30,7 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
         ConfigError: the file has another format, no episodes, or names no protocol.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if isinstance(raw, dict) and "harness_version" in raw:
             source, outcomes, dropped = _vla_eval(raw)
             protocol = protocol or _vla_eval_protocol(raw)

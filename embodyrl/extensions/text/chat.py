@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import ConfigError
+from embodyrl.files import read_json
 
 Turn = tuple[str, str]
 """Role and text."""
@@ -181,4 +182,4 @@ def count_tokens(prompts: Sequence[str], folder: Path | None, *, template: ChatT
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}

@@ -12,7 +12,7 @@ from pathlib import Path
 from embodyrl.config.paths import cache_dir, resolve_asset
 from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.extensions.text.chat import ChatTemplate, turn_ends
-from embodyrl.files import replacing
+from embodyrl.files import read_json, replacing
 
 _PACKAGE = "package:"
 _CONVERSION_S = 1800.0
@@ -118,7 +118,7 @@ def _add_end_of_turn(folder: Path) -> None:
         return
     end = next(iter(turn_ends(template, folder).values()), None)
     path = folder / "generation_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     ends = config.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if end is not None and end not in ends:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
 from embodyrl.types import ActionKind
 
 CHANNELS = (32, 64, 64)
@@ -103,7 +104,7 @@ class NetShape:
         """
         path = folder / CONFIG_FILE
         try:
-            saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            saved: dict[str, Any] = dict(read_json(path))
             if "hidden" not in saved:
                 raise ValueError("the network has no hidden layers")
         except (OSError, ValueError, TypeError) as error:

@@ -3,13 +3,14 @@
 Importing this package does not import torch or transformers.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from embodyrl.errors import ConfigError, EmbodyError
+from safetensors import SafetensorError, safe_open
+
+from embodyrl.errors import CheckpointError, ConfigError, EmbodyError
 from embodyrl.extensions.text.chat import ChatTemplate, roles_problem, unnamed_end
 from embodyrl.extensions.text.gguf import language_model_folder
 from embodyrl.extensions.text.plan import sampling_problems
@@ -148,12 +149,18 @@ def _whole(cfg: CausalLMSettings, size: TextSizes) -> int:
 
 
 def _count(folder: Path) -> int:
-    """Return the number of parameters according to the headers of the weight files."""
+    """Return the number of parameters according to the headers of the weight files.
+
+    Raises:
+        CheckpointError: a header is damaged.
+    """
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
-        with open(file, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        try:
+            with safe_open(file, framework="np") as weights:
+                total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}. Download the file again.") from error
     return total
 
 

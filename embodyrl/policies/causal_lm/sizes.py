@@ -1,9 +1,10 @@
 """Memory estimates of a language model from its config.json; does not import torch or transformers."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from embodyrl.files import read_json
 
 CHUNK_LOGITS = 2**26
 """Number of logits per scoring chunk: a quarter of a GiB in float32; a backward pass holds a few copies."""
@@ -67,7 +68,7 @@ class TextSizes:
 
 def read_sizes(folder: Path) -> TextSizes:
     """Read the sizes from a folder's config.json."""
-    config: Any = json.loads((folder / "config.json").read_text())
+    config: Any = read_json(folder / "config.json")
     return _transformer(config.get("text_config", config))
 
 
@@ -105,7 +106,7 @@ def read_picture_sizes(folder: Path, height: int, width: int) -> PictureSizes:
 
 
 def _json(file: Path) -> Any:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}
 
 
 def _transformer(config: Any) -> TextSizes:

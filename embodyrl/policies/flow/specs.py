@@ -3,13 +3,13 @@
 The file may be in the format of openpi, LeRobot, transformers or embodyrl.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.vla.folder import CONFIG_FILE
 
 MAX_DIM = 32
@@ -138,7 +138,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
     """
     where = folder / CONFIG_FILE
     try:
-        config = json.loads(where.read_text(encoding="utf-8"))
+        config = read_json(where)
         if OWN_KEY in config:
             return _read_own(config[OWN_KEY])
         if "vlm_config" in config:

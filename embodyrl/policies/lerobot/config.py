@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.files import read_json
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY
 from embodyrl.types import EnvSpec
 
@@ -181,7 +182,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
     """
     path = folder / CONFIG_FILE
     try:
-        raw: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+        raw: dict[str, Any] = dict(read_json(path))
         if (found := raw.get("type", kind)) != kind:
             raise CheckpointError(f"{path} is of policy type '{found}', not '{kind}'. Set model={found}.")
         read = config.model_validate({key: value for key, value in raw.items() if value is not None})

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.lerobot.config import ACTION, STATE, LeRobotConfig, read_config
 from embodyrl.policies.lerobot.units import STATISTICS, Statistics
 from embodyrl.policies.vla.folder import (
@@ -216,7 +217,7 @@ def _old_statistics(aside: Mapping[str, Tensor], config: LeRobotConfig, where: P
 def _own_statistics(path: Path, config: LeRobotConfig) -> dict[str, Mapping[str, Tensor]]:
     """Return the statistics written by `embodyrl sft`, by feature; for a history, those of the last step."""
     try:
-        (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
+        (entry,) = read_json(path).values()
         rows = {
             part: {name: entry[part][name] for name in STATISTICS if name in entry[part]}
             for part in ("action", "proprio")

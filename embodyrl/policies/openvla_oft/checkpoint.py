@@ -1,6 +1,5 @@
 """Weights in the public layout: strictly checked safetensors shards; no code is executed."""
 
-import json
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.openvla_oft.config import INDEX_FILE, PREPROCESSOR_FILE, TINY_VIT_FILE
 from embodyrl.policies.vla.folder import CONFIG_FILE, STATISTICS_FILE, TOKENIZER_FILE, saved_config
 from embodyrl.policies.weights import check_weights
@@ -121,9 +121,12 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("model*.safetensors"))
     try:
         # Use the index, because the folder may contain old shards.
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {reason_of(error)}. Download the file again.") from error
+    if outside:
+        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file of the folder. Do not use it.")
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(

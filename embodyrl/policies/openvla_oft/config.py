@@ -1,6 +1,5 @@
 """JSON files of a public OpenVLA-OFT checkpoint: sizes, statistics and action tokens. Does not import torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.openvla_oft.settings import OftSettings
 from embodyrl.policies.vla.folder import (
     CONFIG_FILE,
@@ -299,7 +299,7 @@ def _parse(folder: Path) -> OftConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is missing. The folder is not a checkpoint in the public OpenVLA-OFT layout, or its download is "

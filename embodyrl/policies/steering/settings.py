@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
 from embodyrl.policies.settings import WeightSettings
 from embodyrl.policies.vla.records import TokenLayout
 from embodyrl.types import PolicyCosts, PolicySpec, SteeringSpec
@@ -96,7 +97,7 @@ class SteeringShape:
             CheckpointError: the actor has other outputs; the message contains the difference.
         """
         path, mine = folder / SHAPE_FILE, asdict(self)
-        saved = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else mine
+        saved = read_json(path) if path.is_file() else mine
         wrong = [
             f"{key} is {saved.get(key)} (this run needs {mine[key]})" for key in mine if saved.get(key) != mine[key]
         ]

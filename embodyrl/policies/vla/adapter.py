@@ -1,6 +1,5 @@
 """Configuration of low-rank adapter folders (peft's layout); does not import torch or peft."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from embodyrl.config.paths import resolve_asset
 from embodyrl.config.settings import plain
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.settings import AdapterSettings, LoraSettings
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -61,7 +61,7 @@ def read_adapter_spec(folder: Path) -> AdapterSpec:
     """
     where = folder / ADAPTER_CONFIG
     try:
-        raw = json.loads(where.read_text(encoding="utf-8"))
+        raw = read_json(where)
         targets = raw["target_modules"]
         spec = AdapterSpec(
             r=int(raw["r"]),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.protocol import Policy
 from embodyrl.types import Observation
 
@@ -63,7 +64,7 @@ def read_conditioning(folder: Path) -> Conditioning | None:
     """
     path = folder / CONDITIONING_FILE
     try:
-        found = Conditioning(**json.loads(path.read_text(encoding="utf-8")))
+        found = Conditioning(**read_json(path))
         valid = found.suffix in (POSITIVE, NEGATIVE) and 0 <= float(found.guidance) < 1000
     except FileNotFoundError:
         return None

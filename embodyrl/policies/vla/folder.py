@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from embodyrl.errors import CheckpointError
+from embodyrl.files import read_json
 from embodyrl.registry import closest
 
 CONFIG_FILE = "config.json"
@@ -22,7 +23,7 @@ RANDOM_INIT_KEY = "embodyrl_init"
 def starts_random(folder: Path) -> bool:
     """Return True if the folder requests random initial weights instead of containing weights."""
     try:
-        return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get(RANDOM_INIT_KEY) == "random"
+        return read_json(folder / CONFIG_FILE).get(RANDOM_INIT_KEY) == "random"
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from embodyrl.errors import EmbodyError
-from embodyrl.extensions.demonstrations.frames import decode_png, encode_mp4, encode_png, frame_rate
+from embodyrl.extensions.demonstrations.frames import decode_mp4, decode_png, encode_mp4, encode_png, frame_rate
 
 DECLARED = np.zeros((8, 8, 3), np.uint8)
 
@@ -65,6 +65,34 @@ def test_video_of_another_size_is_refused_by_its_header(tmp_path: Path):
     for name in ("b.mp4", "c.mp4"):
         with pytest.raises(EmbodyError, match="cannot be read"):
             frame_rate(tmp_path / name, 10.0, (48, 64))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_video_is_not_decoded_beyond_its_declared_frames(tmp_path: Path, exact):
+    """A small file can contain hours of equal frames."""
+    encode_mp4([np.zeros((50, 16, 16, 3), np.uint8)], 10.0, tmp_path / "a.mp4")
+    outs = [np.ones((16, 16, 3), np.uint8) for _ in range(2)]
+    if exact:
+        with pytest.raises(EmbodyError, match="contains more than 2 frames, but the data set declares 2"):
+            decode_mp4(tmp_path / "a.mp4", np.arange(2), outs, exact=True)
+    else:
+        decode_mp4(tmp_path / "a.mp4", np.arange(2), outs, exact=False)
+    assert not np.any(outs)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{file}\n#EXT-X-ENDLIST\n", "ffconcat version 1.0\nfile {file}\n"],
+    ids=["playlist", "concat"],
+)
+def test_video_file_cannot_name_other_files(tmp_path: Path, content):
+    encode_mp4([np.zeros((4, 48, 64, 3), np.uint8)], 10.0, tmp_path / "own.mp4")
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "a.mp4"
+    for named in (str(tmp_path / "own.mp4"), "../own.mp4", f"file://{tmp_path}/own.mp4"):
+        path.write_text(content.format(file=named))
+        with pytest.raises(EmbodyError, match="cannot be"):
+            frame_rate(path, 10.0, (48, 64))
 
 
 def test_export_of_a_run_imports_no_video_reader() -> None:

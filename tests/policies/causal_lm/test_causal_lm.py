@@ -15,6 +15,7 @@ from embodyrl.config.shared import Precision, SamplingSettings
 from embodyrl.conversation import Message, join_messages
 from embodyrl.errors import CheckpointError
 from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm import _count
 from embodyrl.policies.causal_lm.policy import CausalLMPolicy
 from embodyrl.policies.causal_lm.sampling import choose, truncate
 from embodyrl.policies.causal_lm.settings import TextLoraSettings
@@ -421,3 +422,10 @@ def test_weights_are_cast_once_per_reply():
         out = policy.act(observe(*PROMPTS), noise=noise(5))
     assert (out.tokens >= 0).sum(1).max() > 2
     assert casts.count == 1
+
+
+@pytest.mark.parametrize("size", [2**63 - 1, 2**40, 10], ids=["largest", "terabyte", "not JSON"])
+def test_hostile_weight_header_is_a_checkpoint_error(tmp_path, size):
+    (tmp_path / "model.safetensors").write_bytes(size.to_bytes(8, "little") + b"x" * 100)
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read"):
+        _count(tmp_path)

@@ -161,6 +161,15 @@ def test_damaged_checkpoints_are_refused_without_changes(checkpoint, make_policy
     assert all(torch.equal(p, 2 * before[name]) for name, p in policy.module.named_parameters())
 
 
+def test_index_cannot_name_files_outside_its_folder(checkpoint):
+    index = checkpoint / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][next(iter(content["weight_map"]))] = "../model.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"names '../model.safetensors', which is not a file of the folder"):
+        checkpoint_module.weight_files(checkpoint)
+
+
 def test_a_folder_without_weights_is_refused(checkpoint, make_policy, tmp_path):
     policy = make_policy(checkpoint)
     with pytest.raises(CheckpointError, match=r"contains no model\*\.safetensors"):

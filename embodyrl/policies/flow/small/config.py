@@ -8,6 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.vla.folder import CONFIG_FILE, RANDOM_INIT_KEY, STATISTICS_FILE, check_statistics
 from embodyrl.types import EnvSpec, FloatArray, GripperConvention
 
@@ -41,7 +42,7 @@ class SmallConfig:
             return cls(), True
         path = folder / CONFIG_FILE
         try:
-            saved: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            saved: dict[str, Any] = dict(read_json(path))
             random = saved.pop(RANDOM_INIT_KEY, None) == "random"
             if unknown := saved.keys() - {f.name for f in fields(cls)}:
                 raise ValueError(f"unknown keys {', '.join(sorted(unknown))}")
@@ -95,7 +96,7 @@ def units_of(env: EnvSpec, gripper: GripperConvention | None, folder: Path | Non
 def _bounds(folder: Path, part: str, size: int) -> tuple[FloatArray, FloatArray]:
     path = folder / STATISTICS_FILE
     try:
-        (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
+        (entry,) = read_json(path).values()
         low, high = (np.array(entry[part][name], np.float32) for name in ("q01", "q99"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: {part} is malformed ({reason_of(error)}); `embodyrl sft` writes it.") from error

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from embodyrl.errors import CheckpointError, ConfigError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.flow.prompts import PI0_PROMPT, PI05_PROMPT, SMOLVLA_PROMPT, FlowPrompts, PromptForm
 from embodyrl.policies.flow.specs import FlowSpec, Pi0Spec, read_spec
 from embodyrl.policies.flow.vla.settings import Normalization, Pi05Settings, VlaSettings
@@ -99,7 +100,7 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
 def contradictions(folder: Path, cfg: VlaSettings) -> list[str]:
     """Return contradictions between LeRobot's config.json and the settings."""
     try:
-        told: dict[str, Any] = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        told: dict[str, Any] = read_json(folder / CONFIG_FILE)
         modes: dict[str, str] = told.get("normalization_mapping") or {}
         relative = bool(told.get("use_relative_actions"))
         found = {modes[part] for part in ("ACTION", *(["STATE"] if reads_state(cfg) else [])) if part in modes}
@@ -154,7 +155,7 @@ def check_prompts(form: PromptForm, folder: Path, tasks: Sequence[str], state_di
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    return read_json(folder / CONFIG_FILE)
 
 
 def doubts(folder: Path, cfg: VlaSettings) -> tuple[str, ...]:
@@ -256,7 +257,7 @@ def _vectors(path: Path) -> dict[str, np.ndarray]:
 
 def _read_own(path: Path) -> dict[str, FlowStatistics]:
     try:
-        (entry,) = json.loads(path.read_text(encoding="utf-8")).values()
+        (entry,) = read_json(path).values()
         parts = {part: {name: entry[part][name] for name in _TOLD} for part in _OWN_PARTS if part in entry}
         return {_OWN_PARTS[part]: to_statistics(row, f"{path}: {_OWN_PARTS[part]}") for part, row in parts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

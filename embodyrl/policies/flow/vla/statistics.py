@@ -1,6 +1,5 @@
 """Statistics of states and actions in checkpoints of pi0, pi0.5 and SmolVLA, and scaling. Does not import torch."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from embodyrl.errors import CheckpointError, reason_of
+from embodyrl.files import read_json
 from embodyrl.policies.vla.folder import check_statistics, find_data_set
 from embodyrl.types import FloatArray
 
@@ -87,7 +87,7 @@ def read_openpi(path: Path) -> dict[str, FlowStatistics]:
         CheckpointError: the file is missing or malformed.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))["norm_stats"]
+        content = read_json(path)["norm_stats"]
         return {part: to_statistics(content[part], f"{path}: {part}") for part in PARTS}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
