@@ -12,6 +12,7 @@ from embodyrl.algorithms.protocol import Scores
 from embodyrl.channels.arena import Arena, records_of
 from embodyrl.channels.layout import OBSERVATION, Record
 from embodyrl.channels.messages import LoadRequest, SaveRequest, ScoreRequest, UpdateRequest
+from embodyrl.errors import CheckpointError
 from embodyrl.files import read_json
 from embodyrl.plan.episodes import EpisodeList, greedy_episodes, groups_per_step, refill_episodes, train_episodes
 from embodyrl.plan.run_plan import RunPlan
@@ -167,9 +168,19 @@ class Actors:
         (folder / ALGORITHM_FILE).write_text(json.dumps(self._algorithm.state()) + "\n", encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Load the files of `save`."""
+        """Load the files of `save`.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
         self._loop.call(LoadRequest(folder=str(folder)))
-        self._algorithm.load_state(read_json(folder / ALGORITHM_FILE))
+        path = folder / ALGORITHM_FILE
+        try:
+            self._algorithm.load_state(read_json(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {error}); use another checkpoint."
+            ) from error
 
 
 def gather_scores(

@@ -8,6 +8,7 @@ from toy_runs import running_crew, train_toy
 from embodyrl.channels.messages import LoadRequest, SaveRequest
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
+from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.scheduler import RolloutScheduler
 
 ASYNC = ("algorithm.max_staleness=1", "actor.micro_batch_size=2", "runner.max_steps=3")
@@ -51,3 +52,15 @@ def test_request_to_all_ranks_returns_the_reply_or_raises(tmp_path):
         assert (tmp_path / "saved" / "policy").is_dir()
         with pytest.raises(CheckpointError):
             stage.workers.scheduler.call(LoadRequest(folder=str(tmp_path / "missing")))
+
+
+@pytest.mark.parametrize("content", ["[]", "7", "{}", "[" * 200_000], ids=["list", "number", "empty", "deep"])
+def test_damaged_algorithm_state_is_a_checkpoint_error(tmp_path, content):
+    with running_crew(tmp_path, "algorithm.curriculum=0.5") as stage:
+        assert stage.run_plan.algorithm is not None
+        actors = Actors(stage.workers, stage.run_plan.algorithm, stage.run_plan)
+        actors.save(tmp_path)
+        actors.load(tmp_path)
+        (tmp_path / "algorithm.json").write_text(content)
+        with pytest.raises(CheckpointError, match=r"algorithm.json is damaged"):
+            actors.load(tmp_path)
