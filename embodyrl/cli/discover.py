@@ -24,9 +24,7 @@ def list_things(args: argparse.Namespace) -> int:
         said = f"cannot list '{what}'.{closest(what, kinds)}" if what else "the kind to list is missing."
         raise ConfigError(f"{said} One of: {', '.join(kinds)}.")
     if what == "runs":
-        from embodyrl.plan.config import load_config
-
-        folder = Path(load_config("train", overrides, config_dirs=args.config_dir).runner.output_dir)
+        folder = _runs_folder(overrides)
         rows = [describe_run(run) for run in run_folders(folder)]
         lines = [_run_line(**row) for row in rows] or [f"no runs in {folder}/"]
     elif overrides:
@@ -56,6 +54,18 @@ def _missing(names: Iterable[str]) -> list[str]:
     """Return a line for each extension without its dependencies."""
     lines = {name: extensions()[name].install_line() for name in names}
     return [f"{name} is not installed: {line}" for name, line in lines.items() if line]
+
+
+def _runs_folder(overrides: list[str]) -> Path:
+    """Return the folder of `runner.output_dir=DIR`, or its default."""
+    from embodyrl.config.compose import parse_word
+    from embodyrl.plan.settings import RunnerSettings
+
+    given = dict(map(parse_word, overrides))
+    folder = given.pop("runner.output_dir", RunnerSettings().output_dir)
+    if given:
+        raise ConfigError(f"embodyrl list runs reads only runner.output_dir; remove '{next(iter(given))}'.")
+    return Path(str(folder))
 
 
 def _run_line(*, started: str, path: str, step: int | None, success: float | None, **more: object) -> str:

@@ -66,6 +66,7 @@ def test_only_adapter_weights_are_sent_after_the_first_sync(tmp_path):
         assert sum(p.stop - p.start for p in later) < 0.1 * sum(p.stop - p.start for p in first)
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(400)
 def test_several_disaggregated_ranks_match_one_process(tmp_path):
@@ -87,6 +88,7 @@ def test_several_disaggregated_ranks_match_one_process(tmp_path):
     assert second["actor/logprob_gap"] < 1e-5, "and every process acts with the new ones"
 
 
+@pytest.mark.needs("sharded")
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_asynchronous_run_collects_stale_chunks_during_training(tmp_path):

@@ -312,6 +312,7 @@ def test_algorithms_have_formula_and_paper() -> None:
     assert [name for name in presets if not re.search(rf"`(?:\w+=)?{name}[`| ]", text)] == []
 
 
+@pytest.mark.needs("off_policy")
 def test_every_metric_is_explained() -> None:
     """Metric names are those in the code."""
     explained = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8")
@@ -336,6 +337,7 @@ def api_examples() -> dict[str, str]:
     return {task.title: textwrap.dedent(task.example) for task in pages.API if task.example}
 
 
+@pytest.mark.needs("own_loop", "tabletop")
 def test_api_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     printed = {}
@@ -365,6 +367,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.needs("openvla_oft", "own_loop", "text")
 def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None:
     pages = {name: (site / "reference" / name / "index.html").read_text() for name in GENERATED}
     assert [key for key in all_keys() if f"<code>{key}</code>" not in pages["configuration"]] == []
@@ -377,6 +380,7 @@ def test_site_contains_all_keys_public_names_and_checkpoints(site: Path) -> None
     assert [name for name in weights if f'id="{name}"' not in pages["zoo"]] == []
 
 
+@pytest.mark.needs("openvla_oft", "own_loop", "text")
 @pytest.mark.integration
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver")
 @pytest.mark.parametrize("width", [400, 1280])

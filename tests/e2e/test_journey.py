@@ -46,6 +46,7 @@ def test_list_runs_shows_the_run(trained):
     assert entry["success"] == rows(cwd / "runs" / "run")[-1]["eval/success_once"]
 
 
+@pytest.mark.needs("recording")
 def test_eval_writes_separate_results(trained):
     cwd, _ = trained
     words = toy_words(cwd / "runs", "env.kwargs.goal=0.7", "eval.episodes=4", "video=first:1", name="evaluated")

@@ -60,6 +60,7 @@ def test_declared_inputs_are_checked(given: dict, part: str) -> None:
     assert bool(control_problem(given)) == bool(part)
 
 
+@pytest.mark.needs("own_loop")
 def test_gymnasium_environment_declares_its_inputs() -> None:
     keys = "env.controls=[{key: ArrowLeft, index: 0, value: 0},{key: ArrowRight, index: 0, value: 1}]"
     env = embodyrl.make_env("gym", "env.id=CartPole-v1", keys, "env.neutral=[1]")
