@@ -91,6 +91,7 @@ def _compared(node: ast.AST) -> Iterator[ast.expr]:
         yield from node.args
 
 
+@pytest.mark.needs("libero", "openvla_oft")
 def test_component_names_are_compared_only_in_their_folders():
     """Comparisons with the name of an environment, a model or an algorithm outside of its folder."""
     names = component_names()

@@ -149,6 +149,7 @@ def test_text_keys_give_one_warning_with_a_robot_policy(caplog: pytest.LogCaptur
 PENDULUM = "env=gym env.id=Pendulum-v1 model=mlp algorithm=sac model.squashed=true"
 
 
+@pytest.mark.needs("off_policy", "openvla_oft", "steering", "tabletop")
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -383,6 +383,7 @@ def test_eval_of_a_run_uses_its_validation_settings(tmp_path: Path) -> None:
     assert load_config("eval", ["env=libero_10"], base=base).runner.val_suites == []
 
 
+@pytest.mark.needs("tabletop")
 def test_keys_of_a_missing_component_give_one_error(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("model_type: gone\nown_key: 1\n")
