@@ -190,6 +190,13 @@ def test_list_runs_shows_step_and_success_of_each_run(tmp_path: Path, capsys: py
         assert (evaluated["step"], evaluated["success"]) == found
 
 
+def test_list_runs_reads_only_the_output_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "runs", f"runner.output_dir={tmp_path}"]) == 0
+    assert capsys.readouterr().out == f"no runs in {tmp_path}/\n"
+    assert main(["list", "runs", "env=gym"]) == 2
+    assert "remove 'env'" in capsys.readouterr().err
+
+
 @pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_killed_run_is_not_listed_as_running(tmp_path: Path) -> None:
     from embodyrl.extensions.reporting.history import is_running
