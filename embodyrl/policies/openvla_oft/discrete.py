@@ -8,10 +8,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodyrl.policies.openvla_oft.config import ActionTokenizer
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft, decode_tokens
+from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft, decode_tokens
 from embodyrl.policies.tensors import categorical_scores, on_device, sample_inverse_cdf
 from embodyrl.policies.vla.sampling import Chosen
 from embodyrl.types import FloatArray, ImitationScores, IntArray
+
+
+def guided(forward: Callable[[ModelInputs], tuple[Tensor, Tensor]], inputs: ModelInputs) -> tuple[Tensor, Tensor]:
+    """Return logits null + w (conditioned - null) and values of `GuidedInputs`; of other inputs, those of one pass."""
+    if not isinstance(inputs, GuidedInputs):
+        return forward(inputs)
+    # Copied: the outputs of a CUDA graph are valid until its next call.
+    logits, value = (part.clone() for part in forward(inputs.conditioned))
+    null, _ = forward(inputs.null)
+    return null + inputs.weight * (logits - null), value
 
 
 class DiscreteTokens:
@@ -49,7 +59,7 @@ class DiscreteTokens:
                 lambda index, logits: choose(logits, None if uniform is None else uniform[:, index : index + 1]),
             )
         else:
-            logits, value = self._acting(inputs)
+            logits, value = guided(self._acting, inputs)
             choice = choose(logits, uniform)
         logprob, _ = self._scores(logits, choice, temperature)
         tokens = (choice + self._columns.start).cpu().numpy()
@@ -58,7 +68,7 @@ class DiscreteTokens:
     def score(self, inputs: ModelInputs, tokens: IntArray, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return log-probabilities and entropies [B, K, A] of tokens, and values [B, V]."""
         ids = on_device(tokens, inputs.prompt_ids.device)
-        logits, value = self._forward(inputs, ids)
+        logits, value = guided(lambda part: self._forward(part, ids), inputs)
         return *self._scores(logits, ids - self._columns.start, temperature), value
 
     def values(self, inputs: ModelInputs) -> Tensor:

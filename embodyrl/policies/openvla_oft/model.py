@@ -5,7 +5,7 @@ Prediction in several passes, token by token (OpenVLA) or by denoising, is at th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -65,6 +65,20 @@ class ModelInputs:
     """[B] number of prompt tokens of each row without padding."""
     state: Tensor | None = None
     """[B, S] proprioception in -1..1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuidedInputs(ModelInputs):
+    """Inputs with a suffix, and those without for classifier-free guidance of the logits."""
+
+    null: ModelInputs
+    weight: float
+    """w of null + w (conditioned - null)."""
+
+    @property
+    def conditioned(self) -> ModelInputs:
+        """The inputs with the suffix."""
+        return ModelInputs(**{field.name: getattr(self, field.name) for field in fields(ModelInputs)})
 
 
 class OpenVlaOft(nn.Module):

@@ -1,6 +1,7 @@
 """OpenVLA-OFT policy: `act` and `score` share one code path, so that their log-probabilities agree."""
 
 import math
+from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -37,11 +38,12 @@ from embodyrl.policies.openvla_oft.continuous import Diffusion, L1Gaussian
 from embodyrl.policies.openvla_oft.discrete import DiscreteTokens
 from embodyrl.policies.openvla_oft.graphs import Recorded
 from embodyrl.policies.openvla_oft.inputs import PromptEncoder, preprocess
-from embodyrl.policies.openvla_oft.model import ModelInputs, OpenVlaOft
+from embodyrl.policies.openvla_oft.model import GuidedInputs, ModelInputs, OpenVlaOft
 from embodyrl.policies.openvla_oft.settings import ActionHead, OftSettings
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.tensors import on_device
 from embodyrl.policies.vla.adapter import find_adapter, given_adapter, lora_spec
+from embodyrl.policies.vla.conditioning import Conditioning, read_conditioning
 from embodyrl.policies.vla.folder import TOKENIZER_FILE
 from embodyrl.policies.vla.sampling import spread
 from embodyrl.types import FloatArray, ImitationScores, IntArray, Observation, PolicyOutput, PolicyScores, PolicySpec
@@ -52,6 +54,7 @@ class OpenVlaOftPolicy:
 
     def __init__(self, config: OftConfig, spec: PolicySpec, options: OftOptions, request: PolicyRequest) -> None:
         self.spec = spec
+        self._conditioning: Conditioning | None = None
         cfg = options.cfg
         self._adapter = lora_spec(cfg) if cfg.is_lora and request.trainable else None
         self._model = build_module(config, options, request)
@@ -85,7 +88,7 @@ class OpenVlaOftPolicy:
         actions have neither tokens nor log-probabilities (both zero).
         """
         with self._autocast:
-            chosen, value = self._head.act(self._inputs(obs), noise, temperature or self._temperature)
+            chosen, value = self._head.act(self._acting(obs), noise, temperature or self._temperature)
         tokens, logprob = chosen.kept(self.spec)
         return PolicyOutput(
             actions=unnormalise(chosen.state.double().cpu().numpy(), self._bounds),
@@ -98,12 +101,12 @@ class OpenVlaOftPolicy:
     def values(self, obs: Observation) -> FloatArray:
         """Return value estimates [B, V]."""
         with self._autocast:
-            return self._head.values(self._inputs(obs)).cpu().numpy()
+            return self._head.values(self._acting(obs)).cpu().numpy()
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
         with self._scoring:
-            logprob, entropy, value = self._head.score(self._inputs(obs), tokens, self._temperature)
+            logprob, entropy, value = self._head.score(self._acting(obs), tokens, self._temperature)
         return PolicyScores(logprob=spread(logprob, self.spec), entropy=spread(entropy, self.spec), value=value)
 
     def encode_actions(self, actions: FloatArray) -> IntArray:
@@ -132,6 +135,8 @@ class OpenVlaOftPolicy:
 
         With adapters, only the adapters (`lora_adapter/`) and the fully trained modules are written.
         """
+        if self.conditioning is not None:
+            self.conditioning.save(folder)
         if self._adapter is None:
             save_from(self._model, folder, self._side_files)
             return
@@ -161,12 +166,43 @@ class OpenVlaOftPolicy:
         self._adopt(read_config(folder))
 
     def _adopt(self, config: OftConfig) -> None:
-        """Use the statistics of a folder, and its small files, which are saved with the weights."""
+        """Use the statistics and conditioning of a folder, and its small files, which are saved with the weights."""
+        self.conditioning = read_conditioning(config.folder)
         statistics, kind = config.statistics, self._cfg.action_normalization
         data_set = statistics.find(self._cfg.unnorm_key, self._env.benchmark.unnorm_key)
         self._bounds = statistics.bounds(data_set, "action", kind)
         self._state_bounds = statistics.bounds(data_set, "proprio", kind) if self.spec.inputs.state else None
         self._side_files = read_side_files(config.folder)
+
+    @property
+    def conditioning(self) -> Conditioning | None:
+        """Suffix and guidance of acting.
+
+        Raises:
+            ConfigError: the head has no logits of a whole chunk, which guidance combines.
+        """
+        return self._conditioning
+
+    @conditioning.setter
+    def conditioning(self, rule: Conditioning | None) -> None:
+        in_parallel = self._cfg.action_head is ActionHead.discrete and not self._model.options.autoregressive
+        if rule is not None and rule.guidance not in (0, 1) and not in_parallel:
+            raise ConfigError(
+                f"Guidance {rule.guidance:g} combines the logits of discrete actions that are decoded in parallel, but "
+                f"model '{self.spec.name}' has no such head. Use guidance 0 or 1."
+            )
+        self._conditioning = rule
+
+    def _acting(self, obs: Observation) -> ModelInputs:
+        """Return the inputs for the policy's own prompt, with those of the prompt without suffix for guidance."""
+        rule = self.conditioning
+        if rule is None:
+            return self._inputs(obs)
+        if rule.guidance in (0, 1):
+            return self._inputs(rule.conditioned(obs) if rule.guidance else rule.null(obs))
+        own, null = self._inputs(rule.conditioned(obs)), self._inputs(rule.null(obs))
+        named = {field.name: getattr(own, field.name) for field in fields(own)}
+        return GuidedInputs(**named, null=null, weight=rule.guidance)
 
     @property
     def vocabulary(self) -> tuple[int, Bounds]:

@@ -17,6 +17,7 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context
 from embodyrl.policies import POLICIES
 from embodyrl.policies.flow.policy import FlowPolicy
+from embodyrl.policies.openvla_oft.policy import OpenVlaOftPolicy
 from embodyrl.policies.protocol import PolicyRequest
 from embodyrl.policies.vla.conditioning import NEGATIVE, POSITIVE, Conditioning, read_conditioning, tagged
 from embodyrl.types import Observation
@@ -128,3 +129,61 @@ def test_guidance_without_samples_without_suffix_is_refused():
         words(["data.path=x", "objective.labels=x", "objective.label_dropout=0", "objective.guidance=2"])
     cfg: Any = words(["data.path=x", "objective.labels=x", "objective.guidance=2"])
     assert json.loads(cfg.objective.model_dump_json())["label_dropout"] == 0.3
+
+
+def oft() -> OpenVlaOftPolicy:
+    cfg = load_config("eval", ["env=tabletop", "model=openvla_oft_tiny", "model.precision=fp32"])
+    env = ENVS.get("tabletop").spec(cfg.env, env_context(cfg))
+    found = POLICIES.get(cfg.model.model_type).build(cfg.model, PolicyRequest(env=env, device="cpu", seed=0))
+    assert isinstance(found, OpenVlaOftPolicy)
+    return found
+
+
+def test_guidance_of_discrete_actions_combines_logits(tmp_path: Path):
+    """logits = null + w (positive - null), then the softmax; w = 0 is the policy without suffix bit for bit."""
+    one = oft()
+    rng = np.random.default_rng(0)
+    size = (2, max(1, one.spec.inputs.num_images), 56, 56, 3)
+    obs = Observation(
+        images=rng.integers(0, 256, size, np.uint8),
+        state=rng.normal(size=(2, 4)).astype(np.float32),
+        instructions=("touch the red block",) * 2,
+    )
+    noise = token_noise(np.array([3, 4]), np.array([0, 0]), one.spec.tokens_per_chunk)
+    plain = one.act(obs, noise=noise)
+    one.conditioning = Conditioning(suffix=POSITIVE, guidance=0.0)
+    zero = one.act(obs, noise=noise)
+    assert np.array_equal(zero.tokens, plain.tokens)
+    assert np.array_equal(zero.logprob, plain.logprob)
+    one.conditioning = GUIDED
+    found = one.act(obs, noise=noise)
+    ids = torch.from_numpy(found.tokens)
+    with torch.no_grad():
+        words = [GUIDED.null(obs), GUIDED.conditioned(obs)]
+        null, positive = (one._forward(one._inputs(each), ids)[0] for each in words)
+    expected = (null + 2.0 * (positive - null)).log_softmax(-1)
+    chosen = expected.gather(-1, (ids - one._head._columns.start)[..., None])[..., 0].numpy()
+    np.testing.assert_allclose(found.logprob, chosen, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(one.score(obs, found.tokens).logprob.detach().numpy(), chosen, rtol=1e-4, atol=1e-5)
+    one.save(tmp_path)
+    one.conditioning = None
+    one.load_weights(tmp_path)
+    assert one.conditioning == GUIDED
+
+
+def test_guidance_of_heads_without_logits_of_a_chunk_is_refused():
+    cfg = load_config(
+        "eval",
+        [
+            "env=tabletop",
+            "model=openvla_oft_tiny",
+            "model.action_head=l1",
+            "model.precision=fp32",
+            "model.path=assets/openvla_oft_tiny56px",
+        ],
+    )
+    env = ENVS.get("tabletop").spec(cfg.env, env_context(cfg))
+    one: Any = POLICIES.get(cfg.model.model_type).build(cfg.model, PolicyRequest(env=env, device="cpu", seed=0))
+    with pytest.raises(ConfigError, match="Use guidance 0 or 1"):
+        one.conditioning = GUIDED
+    one.conditioning = Conditioning(suffix=POSITIVE, guidance=1.0)
