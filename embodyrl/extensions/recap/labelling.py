@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ from embodyrl.policies.vla.conditioning import HasFeatures
 from embodyrl.types import BoolArray, DoubleArray, EnvSpec, IntArray
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from embodyrl.extensions.recap.value import ValueModel
 
 _STAGE_S = 24 * 3600.0
@@ -65,11 +68,14 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
     """Run the value stage unless its files exist; return its metrics.
 
     Raises:
-        EmbodyError: the process failed; its traceback is on standard error.
+        EmbodyError: the process failed.
     """
     if not (stage.summary.is_file() and stage.labels.is_file()):
-        process = multiprocessing.get_context("spawn").Process(target=label, args=(stage,), name="value")
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_label_and_report, args=(stage, there), name="value")
         process.start()
+        there.close()
         try:
             process.join(_STAGE_S)
         finally:
@@ -77,8 +83,21 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
                 process.terminate()
                 process.join(10.0)
         if process.exitcode != 0:
-            raise EmbodyError(f"The value stage for {stage.labels} failed (exit code {process.exitcode}).")
+            try:
+                reason = here.recv()
+            except EOFError:
+                reason = f"it exited with code {process.exitcode}"
+            raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
     return json.loads(stage.summary.read_text(encoding="utf-8"))
+
+
+def _label_and_report(stage: Stage, parent: Connection) -> None:
+    """Run the value stage in a child process; send the text of a known error to the parent."""
+    try:
+        label(stage)
+    except EmbodyError as error:
+        parent.send(str(error))
+        sys.exit(1)
 
 
 def label(stage: Stage) -> None:

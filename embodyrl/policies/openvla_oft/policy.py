@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from embodyrl.config.shared import Precision
 from embodyrl.errors import ConfigError
@@ -102,6 +102,19 @@ class OpenVlaOftPolicy:
         """Return value estimates [B, V]."""
         with self._autocast:
             return self._head.values(self._acting(obs)).cpu().numpy()
+
+    @torch.no_grad()
+    def features(self, obs: Observation) -> Tensor:
+        """Return [B, F]: the mean hidden state of the action predictions and the greedy actions, in -1..1.
+
+        Raises:
+            ConfigError: the model predicts actions one after the other.
+        """
+        if self._model.options.autoregressive:
+            raise ConfigError(f"model '{self.spec.name}' decodes token by token and has no features of a chunk.")
+        with self._autocast:
+            hidden, proposed = self._head.propose(self._inputs(obs))
+        return torch.cat([hidden.float().mean(1), proposed.to(hidden.device).float().flatten(1)], 1)
 
     def score(self, obs: Observation, tokens: IntArray) -> PolicyScores:
         """Return log-probabilities, entropies and values of given tokens [B, L], with gradients."""
