@@ -192,6 +192,14 @@ def first_states(tasks: Sequence[Sequence[int]], episodes: int) -> Iterator[int]
         yield from tasks[task][lap : lap + 1]
 
 
+def eval_start(env: EnvSpec, split: EnvSplit, episode: int) -> tuple[int, int, int]:
+    """Return task id, reset id and seed of an evaluation episode: the tasks take turns, then their initial states."""
+    tasks = selected_tasks(env, split, across=True)
+    trial, place = divmod(episode, len(tasks))
+    ids = reset_ids_of(env, split, tasks[place])
+    return tasks[place], ids[trial % len(ids)], _EVAL_SEED + trial
+
+
 def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     """Plan an evaluation: tasks, initial states and seeds are the same for every seed of the run.
 
@@ -203,19 +211,19 @@ def eval_episodes(cfg: Config, env: EnvSpec, policy: PolicySpec) -> EpisodeList:
     asked = count_asked(cfg, env)
     for i in range(asked):
         sample, place = divmod(i, asked // cfg.eval.samples)
-        task, trial = tasks[place % len(tasks)], place // len(tasks)
-        ids = reset_ids_of(env, split, task)
+        task, reset_id, seed = eval_start(env, split, place)
         # It would count one episode twice, and make an interval narrower than it is.
-        if (sample or trial >= len(ids)) and repeats_exactly(cfg, env, policy, task):
+        repeated = place // len(tasks) >= len(reset_ids_of(env, split, task))
+        if (sample or repeated) and repeats_exactly(cfg, env, policy, task):
             continue
         episodes.append(
             EpisodeSpec(
                 episode_id=i,
-                reset_id=ids[trial % len(ids)],
+                reset_id=reset_id,
                 task_id=task,
                 group_id=i,
                 member=0,
-                seed=_EVAL_SEED + trial,
+                seed=seed,
                 noise_seed=derive(cfg.seed, "eval-noise", i),
             )
         )

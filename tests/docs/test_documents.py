@@ -68,6 +68,7 @@ ELSEWHERE = {
     "train --resume": "tests/e2e/test_journey resumes one",
     "dagger.expert=human": "a person; tests/extensions/cockpit corrects as one",
     "embodyrl play": "it never ends by itself; tests/extensions/cockpit drives one",
+    "model=lerobot": "needs LeRobot; tests/policies/lerobot_process runs it",
     "embodyrl serve": "it never ends by itself; tests/extensions/serving and /chat connect",
     "algorithm=rlpd": "tests/learning/test_off_policy_runs trains with demonstrations",
     "launcher=ray": "several machines; tests/extensions/ray_cluster/test_ray_launcher runs them on one",

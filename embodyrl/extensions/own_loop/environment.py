@@ -16,7 +16,7 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.plan.checks import check_components
 from embodyrl.plan.config import load_config
 from embodyrl.plan.environment import env_context, env_spec
-from embodyrl.plan.episodes import selected_reset_ids
+from embodyrl.plan.episodes import eval_start, selected_reset_ids
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.plan.schema import Config
 from embodyrl.types import ActionKind, EnvSpec, EpisodeStart
@@ -40,6 +40,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""
         self._split = split or cfg.env.eval
+        self.max_episode_steps = self._split.max_episode_steps
+        """Number of steps after which an episode is truncated."""
         self._ids = list(selected_reset_ids(self.layout, self._split))
         self._kind = self.layout.action.kind
         self.action_space = _actions(self.layout)
@@ -52,24 +54,17 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
 
         Args:
             seed: determines initial state and simulator.
-            options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state.
+            options: `{"task": 0}` for a task of the environment, `{"reset_id": 17}` for one initial state,
+                `{"episode": 3}` for an episode of `embodyrl eval` with these settings, counted from 0.
 
         Raises:
             ConfigError: the task or state does not exist.
         """
         super().reset(seed=seed)
-        wanted = dict(options or {})
-        task, reset_id = wanted.pop("task", None), wanted.pop("reset_id", None)
-        choices = [i for i in self._ids if task is None or self.layout.task_of(i)[0] == task]
-        if wanted or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
-            raise ConfigError(
-                f"env '{self.layout.name}': reset takes options task (0 to {len(self.layout.tasks) - 1}) and reset_id "
-                f"(0 to {self.layout.num_reset_ids - 1}), not {options}."
-            )
-        chosen = int(self.np_random.choice(choices)) if reset_id is None else int(reset_id)
+        chosen, drawn = self._choose(dict(options or {}))
         start = EpisodeStart(
             reset_id=chosen,
-            seed=int(self.np_random.integers(2**31)),
+            seed=drawn,
             max_episode_steps=self._split.max_episode_steps,
             ignore_terminations=self._split.ignore_terminations,
         )
@@ -103,6 +98,21 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     def close(self) -> None:
         """Free the simulator."""
         self.env.close()
+
+    def _choose(self, options: dict[str, Any]) -> tuple[int, int]:
+        """Return reset id and seed of the next episode."""
+        wanted = dict(options)
+        if [*wanted] == ["episode"] and wanted["episode"] >= 0:
+            return eval_start(self.layout, self._split, int(wanted["episode"]))[1:]
+        task, reset_id = wanted.pop("task", None), wanted.pop("reset_id", None)
+        choices = [i for i in self._ids if task is None or self.layout.task_of(i)[0] == task]
+        if wanted or not choices or not (reset_id is None or 0 <= reset_id < self.layout.num_reset_ids):
+            raise ConfigError(
+                f"env '{self.layout.name}': reset takes options task (0 to {len(self.layout.tasks) - 1}), reset_id "
+                f"(0 to {self.layout.num_reset_ids - 1}) or episode (from 0), not {options}."
+            )
+        chosen = int(self.np_random.choice(choices)) if reset_id is None else int(reset_id)
+        return chosen, int(self.np_random.integers(2**31))
 
     def _look(self) -> dict[str, Any]:
         spec = self.layout

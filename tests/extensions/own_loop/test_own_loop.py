@@ -17,6 +17,8 @@ from gymnasium.utils.env_checker import check_env
 
 import embodyrl
 from embodyrl.errors import ConfigError
+from embodyrl.plan.episodes import eval_episodes
+from embodyrl.plan.run_plan import build_run_plan
 
 ROOT = Path(__file__).parents[3]
 CHECKPOINT = "assets/openvla_oft_tabletop"
@@ -218,3 +220,17 @@ def test_extension_commands_are_package_functions(tmp_path: Path) -> None:
     assert embodyrl.collect(cfg).episodes == 2
     with pytest.raises(AttributeError, match="no attribute 'colect'"):
         _ = embodyrl.colect
+
+
+@pytest.mark.needs("tabletop")
+def test_episode_option_starts_the_episodes_of_an_evaluation() -> None:
+    words = ("env=tabletop", "model=random", "env.eval.task_ids=[0,4]", "eval.episodes=5")
+    cfg = embodyrl.compose("eval", *words)
+    planned = eval_episodes(cfg, (run_plan := build_run_plan(cfg, training=False)).env, run_plan.policy)
+    env = embodyrl.make_env("tabletop", *words[2:])
+    for episode in planned.episodes:
+        info = env.reset(options={"episode": episode.episode_id})[1]
+        assert (info["reset_id"], info["task"]) == (episode.reset_id, episode.task_id)
+    for wrong in ({"episode": -1}, {"episode": 0, "task": 0}):
+        with pytest.raises(ConfigError, match="episode"):
+            env.reset(options=wrong)

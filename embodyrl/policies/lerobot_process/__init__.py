@@ -1,0 +1,133 @@
+"""Policies of an installed LeRobot, in a separate process. Importing this package does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from embodyrl.config.paths import resolve_asset
+from embodyrl.errors import CheckpointError, ConfigError
+from embodyrl.policies.lerobot_process.checkpoint import PREFIX, Checkpoint, read_checkpoint
+from embodyrl.policies.lerobot_process.settings import LeRobotProcessSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.types import ActionKind, EnvSpec, InputSpec, PolicySpec
+
+if TYPE_CHECKING:
+    from embodyrl.policies.lerobot_process.policy import LeRobotPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeRobotProcessFactory:
+    """Builds policies of an installed LeRobot; implementation of `PolicyFactory`."""
+
+    settings: type[LeRobotProcessSettings] = LeRobotProcessSettings
+    """Keys below `model`."""
+
+    def validate(self, cfg: LeRobotProcessSettings) -> list[str]:
+        """Return config errors with fixes, one line each."""
+        try:
+            read_checkpoint(_folder(cfg))
+        except (ConfigError, CheckpointError) as error:
+            return [str(error)]
+        return []
+
+    def spec(self, cfg: LeRobotProcessSettings, env: EnvSpec, value_dim: int) -> PolicySpec:
+        """Return the policy spec, read from config.json.
+
+        Raises:
+            ConfigError: checkpoint and environment do not fit.
+            CheckpointError: config.json is missing or malformed.
+        """
+        saved = read_checkpoint(_folder(cfg))
+        if problems := _problems(cfg, saved, env):
+            raise ConfigError(problems)
+        executed, doubts = cfg.num_action_chunks, ()
+        if executed < saved.n_action_steps:
+            doubts = (
+                f"the checkpoint executes {saved.n_action_steps} actions per query (n_action_steps), "
+                f"model.num_action_chunks={executed} are executed",
+            )
+        return PolicySpec(
+            name=saved.type,
+            num_action_chunks=executed,
+            action_dim=saved.action_dim,
+            tokens_per_chunk=executed * saved.action_dim,
+            inputs=InputSpec(
+                num_images=len(env.cameras.names) if saved.cameras else 0,
+                state=saved.state_dim > 0,
+                instructions=True,
+                rotates_images=True,
+            ),
+            gripper=env.action.gripper,
+            takes_noise=False,
+            untrainable="its weights are in a process of LeRobot, which returns actions without probabilities",
+            action_kinds=frozenset({ActionKind.box}),
+            doubts=doubts,
+        )
+
+    def build(self, cfg: LeRobotProcessSettings, request: PolicyRequest) -> LeRobotPolicy:
+        """Start the process and load the policy.
+
+        Raises:
+            ConfigError: training was requested.
+            EmbodyError: LeRobot is missing, or cannot load the policy.
+        """
+        from embodyrl.policies.lerobot_process.policy import LeRobotPolicy
+
+        spec, folder = self.spec(cfg, request.env, request.value_dim), _folder(cfg)
+        if request.trainable:
+            raise ConfigError(f"model '{spec.name}' cannot be trained: {spec.untrainable}.")
+        saved = read_checkpoint(folder)
+        return LeRobotPolicy(cfg, spec, request, folder, saved, views(cfg, saved, request.env))
+
+
+def views(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> tuple[int, ...]:
+    """Return the index of each camera of the checkpoint among the cameras of one observed step."""
+    known = env.cameras.names[-(len(env.cameras.names) // saved.n_obs_steps) :]
+    wanted = cfg.cameras or [name.removeprefix(PREFIX) for name in saved.cameras]
+    if cfg.cameras or {*wanted} <= {*known}:
+        return tuple(known.index(name) for name in wanted)
+    return tuple(range(len(wanted)))
+
+
+def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> list[str]:
+    """Return the mismatches of checkpoint and environment, one line each."""
+    steps, problems = saved.n_obs_steps, []
+    if cfg.num_action_chunks > saved.n_action_steps:
+        problems.append(
+            f"model.num_action_chunks={cfg.num_action_chunks}: the checkpoint executes {saved.n_action_steps} actions "
+            f"per query. Set model.num_action_chunks={saved.n_action_steps}."
+        )
+    if steps > 1 and (len(env.cameras.names) % steps or not any(f"_{steps - 1}" in name for name in env.cameras.names)):
+        problems.append(
+            f"the checkpoint observes {steps} steps. Set env.env_type to the environment with a history, for example "
+            f"tabletop_history, and env.history={steps}."
+        )
+        return problems
+    names = env.cameras.names[-(len(env.cameras.names) // steps) :] if env.cameras.names else ()
+    if unknown := [name for name in cfg.cameras or () if name not in names]:
+        problems.append(f"model.cameras: {unknown} are not cameras of env '{env.name}'. Known: {', '.join(names)}.")
+    if len(cfg.cameras or saved.cameras) != len(saved.cameras) or len(saved.cameras) > len(names):
+        problems.append(
+            f"the checkpoint reads {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), env '{env.name}' has "
+            f"{', '.join(names) or 'none'}. Set env.init_params.camera_names, or model.cameras with one name for each."
+        )
+    if saved.state_dim and saved.state_dim * steps != env.state_dim:
+        problems.append(
+            f"the checkpoint reads a state of {saved.state_dim} numbers, env '{env.name}' has {env.state_dim // steps}."
+        )
+    return problems
+
+
+def _folder(cfg: LeRobotProcessSettings) -> Path:
+    folder = None if cfg.path is None else resolve_asset(cfg.path)
+    if folder is None or not folder.is_dir():
+        raise ConfigError(
+            f"model.path={cfg.path} is not a folder. Set model.path to the folder of a LeRobot policy, for example "
+            "checkpoints/last/pretrained_model of lerobot-train."
+        )
+    return folder
+
+
+FACTORY = LeRobotProcessFactory()

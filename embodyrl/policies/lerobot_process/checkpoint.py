@@ -1,0 +1,75 @@
+"""Keys of a LeRobot policy's config.json that every policy has. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from embodyrl.errors import CheckpointError, reason_of
+
+CONFIG_FILE = "config.json"
+PREFIX = "observation.images."
+
+
+class Feature(BaseModel):
+    """Type and shape of an input or output."""
+
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["VISUAL", "STATE", "ENV", "ACTION", "REWARD", "LANGUAGE"]
+    shape: tuple[PositiveInt, ...]
+
+
+class Checkpoint(BaseModel):
+    """Inputs, outputs and chunk of a policy."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    type: str
+    n_obs_steps: PositiveInt = 1
+    n_action_steps: PositiveInt = 1
+    input_features: dict[str, Feature] = Field(default_factory=dict)
+    output_features: dict[str, Feature] = Field(default_factory=dict)
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of the image features, in order."""
+        return tuple(name for name, feature in self.input_features.items() if feature.type == "VISUAL")
+
+    @property
+    def states(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the state features: the robot's state before the environment's."""
+        found = [(f.type == "ENV", name, f.shape[0]) for name, f in self.input_features.items() if f.type != "VISUAL"]
+        return tuple((name, size) for _, name, size in sorted(found))
+
+    @property
+    def state_dim(self) -> int:
+        """Size of all states of one step."""
+        return sum(size for _, size in self.states)
+
+    @property
+    def action_dim(self) -> int:
+        """A: action dimension."""
+        return self.output_features["action"].shape[0]
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read config.json of a LeRobot folder.
+
+    Raises:
+        CheckpointError: the file is missing or malformed.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        found = Checkpoint.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, ValidationError) as error:
+        raise CheckpointError(
+            f"{file} is not the config of a LeRobot policy ({reason_of(error)}). Set model.path to the folder of "
+            "save_pretrained."
+        ) from error
+    if "action" not in found.output_features:
+        raise CheckpointError(f"{file}: output_features has no 'action'. Set model.path to a trained policy.")
+    return found

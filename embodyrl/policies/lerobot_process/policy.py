@@ -1,0 +1,134 @@
+"""Client of a process with LeRobot: one request per batch, a deadline for every reply."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import weakref
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from embodyrl.errors import EmbodyError, MissingDependencyError
+from embodyrl.leftovers import owning
+from embodyrl.policies.lerobot_process import worker
+from embodyrl.policies.lerobot_process.checkpoint import Checkpoint
+from embodyrl.policies.lerobot_process.settings import LeRobotProcessSettings
+from embodyrl.policies.protocol import PolicyRequest
+from embodyrl.policies.untrained.policy import OnlyActs
+from embodyrl.types import FloatArray, Observation, PolicyOutput, PolicySpec
+
+_CLOSING_S = 10.0
+
+
+class LeRobotPolicy(OnlyActs):
+    """Policy that requests chunks from a process of LeRobot; implementation of `Policy` without training."""
+
+    def __init__(
+        self,
+        cfg: LeRobotProcessSettings,
+        spec: PolicySpec,
+        request: PolicyRequest,
+        folder: Path,
+        saved: Checkpoint,
+        views: tuple[int, ...],
+    ) -> None:
+        """Start the process and load the weights.
+
+        Args:
+            cfg: keys below `model`.
+            spec: policy spec.
+            request: environment, device and seed.
+            folder: LeRobot's folder.
+            saved: keys of config.json.
+            views: index of each camera of the checkpoint among the environment's cameras of one step.
+
+        Raises:
+            MissingDependencyError: the interpreter, or LeRobot in its environment, is missing.
+            EmbodyError: LeRobot cannot load the policy.
+        """
+        super().__init__(spec)
+        self._env, self._saved, self._views = request.env, saved, views
+        self._python, self._limit_s = cfg.python or sys.executable, cfg.answer_timeout_s
+        self._pipe, self._process = _start(self._python)
+        # Policies have no `close`: the process ends with the object or with this process.
+        weakref.finalize(self, _end, self._pipe, self._process)
+        asked = {"path": str(folder.resolve()), "device": request.device, "seed": request.seed}
+        self._ask(asked, cfg.load_timeout_s, "model.load_timeout_s")
+
+    def act(self, obs: Observation, *, noise: FloatArray | None, temperature: float | None = None) -> PolicyOutput:
+        """Request chunks for a batch of observations (see `Policy.act`); LeRobot samples the noise.
+
+        Raises:
+            EmbodyError: LeRobot reports an error, exited, or exceeded the time limit.
+        """
+        asked = {"tasks": list(obs.instructions), "actions": self.spec.num_action_chunks, "steps": self._steps(obs)}
+        reply = self._ask(asked, self._limit_s, "model.answer_timeout_s")
+        return self.output(np.asarray(reply["chunk"], np.float32))
+
+    def _steps(self, obs: Observation) -> list[dict[str, Any]]:
+        """Return LeRobot's features of each observed step, oldest first."""
+        count = self._saved.n_obs_steps
+        images = obs.images[..., ::-1, ::-1, :] if self._env.cameras.rotation_deg == 180 else obs.images
+        images = images.reshape(len(obs), count, -1, *images.shape[2:]) if self._views else images
+        states = obs.state.reshape(len(obs), count, -1)
+        steps = []
+        for step in range(count):
+            pairs = zip(self._saved.cameras, self._views, strict=True)
+            features: dict[str, Any] = {name: np.ascontiguousarray(images[:, step, view]) for name, view in pairs}
+            start = 0
+            for name, size in self._saved.states:
+                features[name] = np.ascontiguousarray(states[:, step, start : start + size])
+                start += size
+            steps.append(worker.encoded(features))
+        return steps
+
+    def _ask(self, request: dict[str, Any], limit_s: float, key: str) -> dict[str, Any]:
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(limit_s):
+                raise EmbodyError(f"LeRobot in {self._python} did not reply for {limit_s:g} s ({key}).")
+            reply = worker.decoded(self._pipe.recv())
+        except (EOFError, OSError) as error:
+            raise EmbodyError(
+                f"The process of LeRobot in {self._python} ended: exit code {self._process.wait(_CLOSING_S)}. Its "
+                "output is in the log of this worker."
+            ) from error
+        if "missing" in reply:
+            raise MissingDependencyError(
+                f"{self._python}: {reply['missing']}. Fix: pip install lerobot in an environment of its own, and "
+                "model.python=<its bin/python>."
+            )
+        if "error" in reply:
+            raise EmbodyError(f"LeRobot in {self._python} reports: {reply['error']}")
+        return reply
+
+
+def _start(python: str) -> tuple[Connection[Any, Any], subprocess.Popen[bytes]]:
+    pipe, theirs = Pipe()
+    try:
+        with owning("lerobot"):
+            process = subprocess.Popen(
+                # -P: modules of this folder must not hide packages of the other environment.
+                [python, "-P", worker.__file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+            )
+    except OSError as error:
+        raise MissingDependencyError(f"model.python={python} cannot be started: {error.strerror}.") from error
+    finally:
+        theirs.close()
+    return pipe, process
+
+
+def _end(pipe: Connection[Any, Any], process: subprocess.Popen[bytes]) -> None:
+    pipe.close()
+    try:
+        process.wait(_CLOSING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,95 @@
+"""Policy server of LeRobot, run as a script by a Python that has LeRobot but not necessarily embodyrl."""
+
+import sys
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+
+def encoded(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace arrays by type, shape and bytes, which do not depend on the version of numpy."""
+    return {
+        name: ("array", value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+        for name, value in message.items()
+    }
+
+
+def decoded(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Invert `encoded`; arrays are writable."""
+    return {
+        name: np.frombuffer(bytearray(value[3]), value[1]).reshape(value[2])
+        if isinstance(value, tuple) and value[:1] == ("array",)
+        else value
+        for name, value in message.items()
+    }
+
+
+class Server:
+    """A policy with its processors."""
+
+    def __init__(self, path: str, device: str, seed: int) -> None:
+        """Load the policy as LeRobot's evaluation does."""
+        import torch
+        from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore[reportMissingImports]
+        from lerobot.policies.factory import get_policy_class, make_pre_post_processors  # pyright: ignore[reportMissingImports]
+        from lerobot.utils.import_utils import register_third_party_plugins  # pyright: ignore[reportMissingImports]
+        from lerobot.utils.random_utils import set_seed  # pyright: ignore[reportMissingImports]
+
+        self._torch = torch
+        register_third_party_plugins()
+        set_seed(seed)
+        config = PreTrainedConfig.from_pretrained(path)
+        config.device = device
+        self._policy = get_policy_class(config.type).from_pretrained(path, config=config).eval()
+        overrides = {"device_processor": {"device": device}}
+        self._before, self._after = make_pre_post_processors(config, path, preprocessor_overrides=overrides)
+        self._executed = getattr(config, "n_action_steps", 1)
+
+    def chunk(self, steps: list[dict[str, Any]], tasks: list[str], actions: int) -> np.ndarray:
+        """Return actions [B, K, A] for observed steps, oldest first."""
+        torch = self._torch
+        batches = [self._batch(decoded(step), tasks) for step in steps]
+        with torch.inference_mode():
+            self._policy.reset()
+            # A policy observes in `select_action`, and computes a chunk when the last one is executed. Therefore a
+            # whole number of chunks is executed before the newest observation.
+            earlier = len(batches) - 1
+            calls = -(-earlier // self._executed) * self._executed
+            for call in range(calls):
+                self._policy.select_action(dict(batches[max(0, call - calls + earlier)]))
+            chunk = [self._after(self._policy.select_action(dict(batches[-1]))) for _ in range(actions)]
+        return torch.stack(chunk, 1).float().cpu().numpy()
+
+    def _batch(self, features: dict[str, Any], tasks: list[str]) -> Any:
+        """Return the processed observation; images [B, H, W, 3] become [B, 3, H, W] in 0..1."""
+        seen: dict[str, Any] = {"task": tasks}
+        for name, value in features.items():
+            tensor = self._torch.from_numpy(value)
+            seen[name] = tensor.permute(0, 3, 1, 2).contiguous().float() / 255 if tensor.ndim == 4 else tensor.float()
+        return self._before(seen)
+
+
+def serve(pipe: Any) -> None:
+    """Load the policy of the first message, then return a chunk for each message until the pipe closes."""
+    server = None
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if server is None:
+                server, reply = Server(**request), {}
+            else:
+                reply = encoded({"chunk": server.chunk(**request)})
+        except ImportError as error:
+            reply = {"missing": str(error)}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        pipe.send(reply)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
