@@ -200,6 +200,7 @@ def test_notebook_runs_without_errors(tmp_path: Path) -> None:
     cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     whole = '"runner.val_check_interval=-1"'
+    assert '"install", "-q", "embodyrl"' in code[0]
     text = "\n\n".join(code)
     assert (text.count("range(20)"), text.count(whole)) == (2, 1)
     (tmp_path / "notebook.py").write_text(
