@@ -47,6 +47,10 @@ class Browser:
         """Return the value of a JavaScript function body."""
         return self._ask("execute/sync", {"script": script, "args": []})
 
+    def call(self, script: str, *arguments: Any) -> Any:
+        """Return the value that an asynchronous function body passes to its last argument."""
+        return self._ask("execute/async", {"script": script, "args": list(arguments)})
+
     def until(self, condition: str, *, deadline_s: float = 40.0) -> Any:
         """Return the value of an expression as soon as it is true."""
         look = """const [text, ms, done] = arguments; const end = Date.now() + ms;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from embodyrl.envs.tabletop.sims import expert_action
 from embodyrl.extensions.cockpit.human import HumanExpert
@@ -49,3 +49,11 @@ def gap(scene: Scene) -> float:
     """Return the distance of the gripper from the task's block, metres."""
     world = world_of(scene)
     return world.distance(world.blocks[world.task.block]) + world.z
+
+
+def pad_of(scene: Scene) -> dict[str, list[Any]]:
+    """Return axes and buttons of a gamepad for the expert's next action."""
+    x, y, z, *_, gripper = expert_action(world_of(scene)).tolist()
+    buttons = [{"pressed": False, "value": 0}] * 17
+    buttons[int(gripper < 0)] = {"pressed": True, "value": 1}
+    return {"axes": [x, -y, 0, -z], "buttons": buttons}

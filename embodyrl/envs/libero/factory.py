@@ -81,8 +81,8 @@ def chunk_name(profile: RenderProfile, *, fast: bool, on_gpu: bool) -> str:
     return f"LIBERO, {profile} rendering, {'fast' if fast else 'stock'} physics, {'EGL' if on_gpu else 'OSMesa'}"
 
 
-PERSON_STEP, PERSON_TURN = 0.3, 0.15
-"""Action of a pressed key: 15 mm and 0.075 rad per step, as seen by the front camera, which faces the robot."""
+PERSON_STEP, PERSON_TURN = 0.6, 0.3
+"""Action of a pressed key, as seen by the front camera, which faces the robot; the arm moves about 7 mm per step."""
 
 
 def family(suite: str) -> str:

@@ -93,7 +93,7 @@ def test_arbitrary_bytes_do_not_stop_the_server(capfd) -> None:
     with answering({"/": lambda: ("text/plain", b"page")}, {}) as server:
         address = ("127.0.0.1", server.server_port)
         start = b"GET /?token=%s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\n\r\n" % (server.token.encode(), server.server_port)
-        for _ in range(200):
+        for _ in range(500):
             raw = bytearray(start)
             for _ in range(rng.randrange(1, 6)):
                 raw[rng.randrange(len(raw))] = rng.randrange(256)

@@ -55,6 +55,14 @@ def test_video_ends_with_a_coloured_outcome_frame(tmp_path, judged, success_from
     assert strongest == color
 
 
+def test_band_below_the_image_shows_who_acted(tmp_path):
+    video = VideoRecorder(tmp_path / "who", 20, "do it", True)
+    for actor in ("policy", "person", "policy"):
+        video.add(gray(90), False, actor=actor, highlighted=actor == "person")
+    corners = iio.imread(video.finish())[:3, -6:-2, -6:-2].mean(axis=(1, 2))
+    assert [bool(red > 200 and blue < 100) for red, _, blue in corners] == [False, True, False]
+
+
 def test_short_episodes_play_at_a_constant_slower_rate(tmp_path):
     """The longest video has four steps and lasts four seconds, so each step lasts one second."""
     for name, steps in (("short", 2), ("long", 4)):

@@ -1,0 +1,133 @@
+"""A scripted person corrects a policy through the page in a real browser: minutes, run with `-m slow`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, DRIVER, Browser, browser
+from person import WatchedExpert, gap, pad_of
+
+from embodyrl.commands.evaluate import evaluate
+from embodyrl.extensions.demonstrations.collect import collect
+from embodyrl.extensions.demonstrations.dagger import dagger
+from embodyrl.extensions.demonstrations.layout import Actor
+from embodyrl.extensions.demonstrations.reader import load_demonstrations
+from embodyrl.monitor.intervals import wilson
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+
+pytestmark = [
+    pytest.mark.needs("cockpit", "tabletop", "flow", "demonstrations"),
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="no Chromium with its driver on this machine"),
+]
+START = "assets/flow_small_tabletop"
+TABLE = ("env=tabletop", "env.train.task_ids=[0,1,2]", "env.train.max_episode_steps=12", "env.train.state_ids=[0,2999]")
+QUIET = ("launcher=inline", "runner.logger.backends=[jsonl]")
+ROUNDS, CORRECTIONS, STEPS = 2, 20, 150
+LOST = 3
+"""Steps without approaching the block after which the person takes over."""
+STEP = """const [pad, n, done] = arguments; window.pad.axes = pad.axes; window.pad.buttons = pad.buttons; gamepad();
+document.getElementById("step").click();
+const look = () => state.steps > n ? done([state.over, performance.now()]) : setTimeout(look, 2); look();"""
+REST = {"axes": [0, 0, 0, 0], "buttons": [{"pressed": False, "value": 0}] * 17}
+
+
+class Person:
+    """Corrects one episode after the other in the browser."""
+
+    def __init__(self, page: Browser, expert: WatchedExpert) -> None:
+        self.page, self.expert = page, expert
+        self.round_trips: list[float] = []
+
+    def correct(self, ended: threading.Event) -> None:
+        """Correct all episodes of all rounds."""
+        self.page.open(self.expert.server.url)
+        self.page.run(
+            f"window.pad = {{connected: true, ...{json.dumps(REST)}}}; navigator.getGamepads = () => [window.pad]"
+        )
+        while (scene := self.expert.wait_for_scene(ended)) is not None:
+            reset_id = scene.start["reset_id"]
+            self.page.until(f"state.live && state.reset_id == {reset_id} && state.steps == 0 && inputs() === null")
+            over, steps, nearest, lost = False, 0, gap(scene), 0
+            while not over:
+                pad = pad_of(scene) if lost >= LOST else REST
+                over, _ = self.page.call(STEP, pad, steps)
+                steps += 1
+                near = gap(scene)
+                lost = lost if lost >= LOST else 0 if near < nearest - 0.005 else lost + 1
+                nearest = min(nearest, near)
+            self.page.run(f"Object.assign(window.pad, {json.dumps(REST)}); gamepad()")
+            self.round_trips += self.page.run("return timings")
+            self.page.click("#next")
+            self.page.until(f"!state.live || state.reset_id != {reset_id} || state.remaining == 0")
+
+
+def measure(ckpt: Path, folder: Path) -> tuple[int, int]:
+    """Return successes and episodes on test states."""
+    words = (f"ckpt={ckpt}", "env.eval.state_ids=[3500,3999]", "env.eval.task_ids=[0,1,2]", "eval.episodes=300")
+    limit = ("env.eval.max_episode_steps=12", "video=none", f"runner.output_dir={folder}")
+    cfg = load_config("eval", ["env=tabletop", "model=flow_small", *QUIET, *words, *limit])
+    overall = evaluate(cfg).overall
+    return round(overall.success_once * overall.episodes), overall.episodes
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_corrections_of_a_person_improve_the_policy(tmp_path: Path, seed: int) -> None:
+    words = (*TABLE, *QUIET, f"runner.output_dir={tmp_path}/runs", f"seed={seed}")
+    demos = f"{tmp_path}/demos"
+    front = "env.init_params.camera_names=[front]"
+    collect(load_config("collect", [*words, front, f"collect.out={demos}", "collect.episodes=30"]))
+    few = (
+        f"dagger.rounds={ROUNDS}",
+        f"dagger.corrections={CORRECTIONS}",
+        "collect.episodes=60",
+        f"runner.max_steps={STEPS}",
+    )
+    places = (f"data.path={demos}", f"collect.out={tmp_path}/rounds", "runner.experiment_name=corrected")
+    expert = ("dagger.expert=person:WatchedExpert", "trust=true", "model=flow_small", f"ckpt={START}")
+    cfg = load_config("dagger", [*words, *few, *places, *expert])
+    check_components(cfg)
+    started = time.process_time()
+    ended, found = threading.Event(), []
+
+    def act() -> None:
+        while not WatchedExpert.pages:
+            if ended.wait(0.05):
+                return
+        with browser(tmp_path / "profile") as page:
+            person = Person(page, WatchedExpert.pages.pop())
+            person.correct(ended)
+            found.extend(person.round_trips)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    try:
+        result = dagger(cfg)
+    finally:
+        ended.set()
+        thread.join()
+    seconds = time.process_time() - started
+    corrected = [load_demonstrations(folder) for folder in result.data]
+    episodes = sum(part.num_episodes for part in corrected)
+    steps = sum(int((part.actor == Actor.person).sum()) for part in corrected)
+    assert episodes <= ROUNDS * CORRECTIONS == 40
+    assert all(part.success[part.stop - 1].all() for part in corrected), "the person finishes each episode"
+    success, tested = measure(result.run, tmp_path / "evals")
+    trips = sorted(found)
+    told = {
+        "seed": seed,
+        "success": success / tested,
+        "interval": wilson(success, tested),
+        "corrections": episodes,
+        "steps of the person": steps,
+        "round trip ms": [round(trips[int(len(trips) * q)], 1) for q in (0.5, 0.95)],
+        "cpu s": round(seconds),
+    }
+    (tmp_path / "result.json").write_text(json.dumps(told))
+    assert success / tested > 0.7, "38.0 % before (assets/flow_small_tabletop/CARD.md)"
