@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from embodyrl.config.paths import conf_dir
+from embodyrl.config.paths import HUB_NAME, conf_dir
 from embodyrl.config.settings import Settings, leaves, spell
 from embodyrl.registry import installed
 
@@ -18,6 +18,8 @@ _PLAIN = (
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
 )
 """Keys whose text is never a path or an address."""
+_PROGRAMS = ("env.id",)
+"""Keys whose repositories of the hub (owner/name@revision) are programs."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
 """Moved modules: the name in stored runs of version 0.1, and the current name."""
 
@@ -41,7 +43,8 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))
-        if _may_execute_code_or_connect(text) and not _is_known(text)
+        if (_may_execute_code_or_connect(text) or (key in _PROGRAMS and HUB_NAME.fullmatch(text) and "@" in text))
+        and not _is_known(text)
     ]
 
 

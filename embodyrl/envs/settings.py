@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, PrivateAttr
 
@@ -72,6 +72,9 @@ class EnvSettings(Settings):
     """Environment: a registered name or package.module:attr."""
     train: TrainSplit = TrainSplit()
     eval: EnvSplit = EnvSplit()
+
+    program_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys whose value `owner/name@revision` is a repository of the hub with a program that the environment runs."""
 
     # Private: derived from the command, not a key.
     _played: tuple[str, ...] = PrivateAttr(("train", "eval"))

@@ -19,6 +19,7 @@ from embodyrl.envs.settings import TrainSplit
 from embodyrl.errors import ConfigError
 from embodyrl.learners.settings import FsdpSettings
 from embodyrl.monitor.fanout import missing_loggers
+from embodyrl.plan.hub import program_keys
 from embodyrl.plan.schema import READS, Config, sections_of
 from embodyrl.plan.settings import RolloutMode
 from embodyrl.plan.weights import resolve_weights
@@ -147,6 +148,12 @@ def contradictions(cfg: Config) -> Iterator[str]:
         yield from node.problems()
     for section in sections_of(cfg).values():
         yield from section.problems(cfg)
+    for key, value in program_keys(cfg):
+        if not cfg.trust:
+            yield (
+                f"{key}={value} downloads a program of the hub and runs it on this host. Read its env.py; if you trust "
+                "the author, add trust=true."
+            )
     # The section exists only with a launcher that brings it along.
     if cfg.has("cluster"):
         try:

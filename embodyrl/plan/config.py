@@ -17,7 +17,7 @@ from embodyrl.config.shared import Precision
 from embodyrl.errors import CheckpointError, ConfigError, hide
 from embodyrl.plan import keys
 from embodyrl.plan.checks import contradictions, inert, validated
-from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, located
+from embodyrl.plan.hub import DATA_KEYS, MODEL_KEYS, fetched_program, located, program_keys
 from embodyrl.plan.keys import SELECTORS, selected
 from embodyrl.plan.protocols import horizon_of
 from embodyrl.plan.saved import check_trust, command_of, on_base
@@ -221,6 +221,7 @@ def _derived(cfg: Config) -> dict[str, Any]:
 def _located(cfg: Config) -> dict[str, Any]:
     """Return the values that depend on this host and the hub: commits, the reference's folder, the precision."""
     found = {key: located(key, leaf) for key, leaf in leaves(cfg) if key in MODEL_KEYS}
+    found |= {key: fetched_program(key, value) for key, value in program_keys(cfg)}
     if cfg.trains and cfg.algorithm.reference_path is not None:
         # A resumed run continues with this folder, independent of later checkpoints of the run that owns the folder.
         key = "algorithm.reference_path"

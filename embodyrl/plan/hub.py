@@ -19,6 +19,14 @@ _FILES = (
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def program_keys(cfg: Any) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each repository of the hub whose program an environment runs."""
+    for name in cfg.env.program_keys if cfg.has("env") else ():
+        value = getattr(cfg.env, name)
+        if isinstance(value, str) and "@" in value and HUB_NAME.fullmatch(value):
+            yield f"env.{name}", value
+
+
 def is_on_hub(path: str) -> bool:
     """Return whether a path can only be a repository: neither the file nor a folder of its first part exists."""
     found = HUB_NAME.fullmatch(path)
@@ -36,14 +44,26 @@ def fetched(key: str, path: str) -> str:
     """
     if not is_on_hub(path):
         return path
+    return _download(key, path, "dataset" if key in DATA_KEYS else "model", [*_FILES])
+
+
+def fetched_program(key: str, path: str) -> str:
+    """Download all files of `owner/name@revision`, programs too; return `owner/name@commit`.
+
+    Raises:
+        ConfigError: the repository does not exist, or the hub cannot be reached.
+    """
+    return _download(key, path, "model", None)
+
+
+def _download(key: str, path: str, kind: str, patterns: list[str] | None) -> str:
     from huggingface_hub import snapshot_download
 
     repo, _, revision = path.partition("@")
-    kind = "dataset" if key in DATA_KEYS else "model"
     with hub_errors(
         f"{key}={path}: no such folder here, and", "Completed downloads are kept; run the command again to continue."
     ):
-        folder = snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=[*_FILES])
+        folder = snapshot_download(repo, repo_type=kind, revision=revision or None, allow_patterns=patterns)
     commit = Path(folder).name
     assert _COMMIT.fullmatch(commit), folder
     return f"{repo}@{commit}"

@@ -41,8 +41,8 @@ class Config(Settings):
     seed: Index = 0
     """Random seed; all random streams are derived from it."""
     trust: bool = False
-    """Allow code (package.module:attr) and servers in the config of the run that is resumed or whose weights are used;
-    valid on the command line only."""
+    """Allow code (package.module:attr) and servers in the config of the run that is resumed or whose weights are used,
+    and programs of the hub (env.id=owner/name@commit); valid on the command line only."""
     model: ModelSettings
     runner: RunnerSettings = RunnerSettings()
     launcher: LauncherSettings

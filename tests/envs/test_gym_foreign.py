@@ -130,7 +130,7 @@ def test_frames_of_several_cameras_are_concatenated():
 
 @pytest.mark.needs("openvla_oft", "tabletop")
 def test_hub_repository_error_contains_the_fix():
-    with pytest.raises(UnknownNameError, match=r"hf download .*env.id=env:make_env"):
+    with pytest.raises(UnknownNameError, match=r"read its code, .*@COMMIT trust=true"):
         described_id("hub_owner/some-env")
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import gymnasium
 from gymnasium.vector import VectorEnv
 
+from embodyrl.config.paths import HUB_NAME
 from embodyrl.envs.gym.api import line, require_env, require_spaces
+from embodyrl.envs.gym.hub import program_of
 from embodyrl.envs.gym.settings import GymSettings
 from embodyrl.errors import ConfigError, EmbodyError, MissingDependencyError, UnknownNameError, one_line
 from embodyrl.registry import Registry, closest, takes
@@ -112,11 +114,18 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
     return chosen, names
 
 
+def find_creator(env_id: str) -> Callable[..., Any] | None:
+    """Return the class or function of `package.module:attr`, or of a downloaded repository; None: a registered id."""
+    if _is_path(env_id):
+        return CREATORS.get(env_id)
+    return program_of(env_id) if "@" in env_id and HUB_NAME.fullmatch(env_id) else None
+
+
 def takes_render_mode(cfg: GymSettings) -> bool:
     """Return True if the constructor's signature has a render mode."""
-    if cfg.id is None or not _is_path(cfg.id):
+    if cfg.id is None or (creator := find_creator(cfg.id)) is None:
         return True
-    kinds = _parameters(CREATORS.get(cfg.id))
+    kinds = _parameters(creator)
     return "render_mode" in kinds or inspect.Parameter.VAR_KEYWORD in [one.kind for one in kinds.values()]
 
 
@@ -130,8 +139,7 @@ def _parameters(creator: Any) -> dict[str, inspect.Parameter]:
 def is_vector(cfg: GymSettings) -> bool:
     """Return True if the name is declared to build one environment for all slots."""
     assert cfg.id is not None
-    if _is_path(cfg.id):
-        creator = CREATORS.get(cfg.id)
+    if (creator := find_creator(cfg.id)) is not None:
         kind = isinstance(creator, type)
         return issubclass(creator, VectorEnv) if kind else not _parameters(creator).keys().isdisjoint(_COUNTS)
     _import_namespace(cfg.id)
@@ -153,8 +161,7 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
     assert cfg.id is not None
     try:
         vector = is_vector(cfg)
-        if _is_path(cfg.id):
-            creator = CREATORS.get(cfg.id)
+        if (creator := find_creator(cfg.id)) is not None:
             if isinstance(creator, type):
                 require_env(cfg.id, creator)
             return creator(**_counted(creator, num_envs) if vector else {}, **kwargs)
@@ -170,8 +177,8 @@ def _construct(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> Any:
         reason = one_line(error).partition(" Did you mean")[0].partition(" Have you installed")[0].rstrip(".")
         if _REPOSITORY.fullmatch(cfg.id) and importlib.util.find_spec(cfg.id.partition("/")[0]) is None:
             reason += (
-                ". If it is a repository of the Hugging Face hub with an env.py: hf download REPOSITORY --local-dir "
-                "FOLDER, read its code, then PYTHONPATH=FOLDER and env.id=env:make_env"
+                ". If it is a repository of the Hugging Face hub with an env.py, read its code, then add its commit: "
+                f"env.id={cfg.id.partition('@')[0]}@COMMIT trust=true"
             )
         raise UnknownNameError(
             f"env.id={cfg.id}: {reason}.{hint} For an id of another package, write package:Id-v0 or "

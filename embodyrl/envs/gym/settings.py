@@ -13,8 +13,10 @@ from embodyrl.envs.settings import EnvSettings, RewardSettings
 class GymSettings(EnvSettings, RewardSettings):
     """Settings of any Gymnasium environment."""
 
+    program_keys = ("id",)
+
     id: Annotated[str | None, NumbersStates] = None
-    """Environment id, or package.module:Class."""
+    """Environment id, package.module:Class, or owner/name@commit: env.py of a repository of the hub (trust=true)."""
     kwargs: Annotated[dict[str, Any], NumbersStates] = {}
     """Keyword arguments of the environment's constructor."""
     wrappers: Annotated[list[str | dict[str, Any]], NumbersStates] = []

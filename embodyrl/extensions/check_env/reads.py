@@ -17,4 +17,4 @@ def _problems(cfg: Any) -> Iterator[str]:
     return no_problems(cfg)
 
 
-CHECK_ENV = Reads(sections="env faults", plays=("train",), problems=_problems)
+CHECK_ENV = Reads(sections="trust env faults", plays=("train",), problems=_problems)
