@@ -69,6 +69,7 @@ def foreign_run(folder: Path, key: str, value: object) -> Path:
     return folder
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 @pytest.mark.parametrize("key", DOORS)
 def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeypatch, capsys):
     (tmp_path / "payload.py").write_text(PAYLOAD)
@@ -87,6 +88,7 @@ def test_commands_do_not_run_code_named_in_a_saved_config(key, tmp_path, monkeyp
     assert not list(tmp_path.glob("*.ran"))
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     run = foreign_run(tmp_path / "theirs", "env.env_type", "subprocess:Popen")
@@ -95,6 +97,7 @@ def test_resumed_evaluation_refuses_untrusted_code(tmp_path, monkeypatch, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_code_paths_on_the_command_line_are_trusted(tmp_path):
     run = foreign_run(tmp_path / "mine", "env.env_type", "toy_env:FACTORY")
     assert load_saved_config(run, ["trust=true"]).env.env_type == "toy_env:FACTORY"
@@ -103,6 +106,7 @@ def test_code_paths_on_the_command_line_are_trusted(tmp_path):
         load_saved_config(run, ["trust=false"])
 
 
+@pytest.mark.needs("serving")
 def test_suggested_next_commands_work(tmp_path):
     told = (train_toy(tmp_path) / "logs" / "events.log").read_text()
     for command in ("embodyrl eval ckpt=", "embodyrl play "):
@@ -133,6 +137,7 @@ def test_mismatched_weights_do_not_start_an_evaluation(tmp_path):
     assert (run / "config.yaml").read_text() == saved, "a run that cannot go on so must still go on as it was"
 
 
+@pytest.mark.needs("openvla_oft", "tabletop")
 def test_policy_trained_with_proprioception_requires_proprioception(tmp_path):
     shipped = Path(__file__).parents[2] / "assets" / "openvla_oft_tabletop"
     words = ("env=tabletop", "model=openvla_oft_tiny", f"ckpt={shipped}", f"runner.output_dir={tmp_path}")
@@ -149,6 +154,7 @@ def test_registered_components_need_no_trust(tmp_path):
         load_saved_config(foreign_run(tmp_path / key, key, value), ["trust=false"])
 
 
+@pytest.mark.needs("openvla_oft", "tabletop", "text")
 @pytest.mark.parametrize(
     "words",
     [
@@ -201,6 +207,7 @@ def test_environment_variables_are_hidden_in_output(tmp_path, monkeypatch, capsy
     assert load_saved_config(tmp_path, []) == cfg
 
 
+@pytest.mark.needs("openvla_oft", "reporting", "tabletop")
 def test_a_config_that_grows_without_bound_is_refused(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("seed: &a [1, 1]\nvideo: [*a, *a]\n")
     for command in (["train", "--resume"], ["report"], ["view"]):
@@ -272,6 +279,7 @@ def test_report_follows_no_links_and_runs_no_script(tmp_path, monkeypatch, capsy
     assert main(["report", str(run)]) == 2
 
 
+@pytest.mark.needs("reporting")
 @pytest.mark.parametrize(
     ("file", "change"),
     [

@@ -106,6 +106,7 @@ def fills(disk: Path, left: int, at: int = 1) -> OnStep:
     return fill
 
 
+@pytest.mark.needs("planner")
 def test_missing_disk_space_is_refused_at_the_start(small_disk):
     (small_disk / "ballast").write_bytes(bytes(60 * 2**20))
     with pytest.raises(
