@@ -359,8 +359,10 @@ class PolicyCosts:
     """Largest repeated layer: parameters, and bytes stored by its recomputation per sample."""
     outside_layers: int = 0
     """Number of parameters outside the repeated layers: embeddings, output matrix, projectors."""
+    logit_bytes: tuple[int, int] = (0, 0)
+    """Bytes of the logits of a vocabulary for log-probabilities: of one sample, and the most at a time."""
     scoring_bytes: tuple[int, int] = (0, 0)
-    """Bytes of log-probabilities, independent of the batch: logits of a vocabulary; the same with recomputed layers."""
+    """Bytes for the gradient of the output matrix while logits exist; the same with recomputed layers."""
     acting_bytes: int = 0
     """Number of bytes per sample of an inference batch: the widest layer, or keys and values of replies."""
     sample_tokens: int = 1
@@ -371,3 +373,12 @@ class PolicyCosts:
     """Number of forward passes per batch of chunks; each pass reads all weights."""
     steering_features: int = 0
     """F: number of features per observation in the replay buffer, if frozen weights are steered."""
+
+    def scoring(self, samples: float) -> tuple[int, int]:
+        """Return the bytes of the log-probabilities of n samples; the same with recomputed layers.
+
+        After the logits, the gradient of the output matrix is added to that of earlier micro-batches.
+        """
+        one, most = self.logit_bytes
+        stored, again = (max(min(int(samples * one), most) + matrix, 2 * matrix) for matrix in self.scoring_bytes)
+        return stored, again

@@ -146,7 +146,7 @@ def _plan(run_plan: RunPlan, gradient_sync: str, *, sleeps: bool) -> MemoryPlan:
     whole_gradients = not sharded or (gradient_sync == "step" and not single)
     activations = _activations(cfg, costs, trained, copies=half and not adapters and not sharded, whole=whole_gradients)
     if critic:
-        alone = replace(critic, scoring_bytes=(0, 0))  # it has no probabilities
+        alone = replace(critic, logit_bytes=(0, 0), scoring_bytes=(0, 0))  # it has no probabilities
         activations += _activations(cfg, alone, critic.num_parameters, copies=half, whole=True)
     gradients = 4 * trained // (1 if whole_gradients else shards)
     if single:  # shards appear as kept activations go
@@ -203,7 +203,8 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
             copied = costs.num_parameters - costs.outside_layers if alone else 0
         return costs.acting_bytes * -(-slots // run_plan.ranks) + (2 * copied if cfg.model.half else 0)
     if run_plan.policy.value_dim or cfg.algorithm.sampling_params.temperature != 1.0:
-        return costs.largest_layer[1] * min(slots, ROWS_AT_A_TIME) + costs.scoring_bytes[0]
+        rows = min(slots, ROWS_AT_A_TIME)
+        return costs.largest_layer[1] * rows + costs.scoring(rows)[0]
     return 0
 
 
@@ -272,7 +273,7 @@ def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool,
     if budget := getattr(cfg.actor, "max_tokens_per_mbs", None):
         samples = max(1.0, budget / costs.sample_tokens)
     apart = 0 if whole else _whole_at_a_time(costs)
-    scoring, again = costs.scoring_bytes
+    scoring, again = costs.scoring(samples)
     if cfg.actor.gradient_checkpointing:  # backward computes log-probabilities before the layers
         return int(samples * costs.recomputed_bytes) + max(int(samples * costs.largest_layer[1]) + apart, again)
     return (

@@ -106,6 +106,7 @@ class CausalLMFactory:
             recomputed_bytes=tokens * size.layers * stream * size.width + tower,
             largest_layer=(size.layer_parameters, tokens * per_token),
             outside_layers=size.outside_parameters,
+            logit_bytes=size.logit_bytes(cfg.num_action_chunks),
             scoring_bytes=size.scoring_bytes(half=cfg.half, adapters=cfg.is_lora),
             acting_bytes=tokens * size.layers * 6 * size.keys + 12 * size.vocabulary,
             sample_tokens=tokens,

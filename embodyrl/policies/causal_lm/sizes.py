@@ -51,19 +51,21 @@ class TextSizes:
         # The adapter library casts the inputs of all seven linear layers to float32.
         return 44 * w + 10 * m if adapters else 34 * w + 8 * m
 
-    def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
-        """Return the additional bytes for scores, without and with recomputed layers.
+    def logit_bytes(self, reply: int) -> tuple[int, int]:
+        """Return the bytes of three float32 copies of logits: of one reply of n tokens, and of a chunk of replies."""
+        return 4 * 3 * reply * self.vocabulary, 4 * 3 * CHUNK_LOGITS
 
-        Chunks need three float32 copies. The matrix has its gradient of the chunks so far, that of earlier
-        micro-batches, and that of this chunk; in bfloat16 also a cast, of which autocast keeps one, with a bfloat16
-        sum, unless layers are recomputed: then each chunk's gradient is cast and summed in float32.
+    def scoring_bytes(self, *, half: bool, adapters: bool) -> tuple[int, int]:
+        """Return the bytes of the output matrix next to a chunk of logits, without and with recomputed layers.
+
+        The matrix has its gradient of the chunks so far, that of earlier micro-batches, and that of this chunk; in
+        bfloat16 also a cast, of which autocast keeps one, with a bfloat16 sum, unless layers are recomputed: then each
+        chunk's gradient is cast and summed in float32.
         """
-        logits, matrix = 4 * 3 * CHUNK_LOGITS, self.vocabulary * self.width
+        matrix = self.vocabulary * self.width
         if adapters:
-            return logits, logits
-        if not half:
-            return max(logits + 4 * matrix, 8 * matrix), max(logits + 4 * matrix, 8 * matrix)
-        return max(logits + 4 * matrix, 8 * matrix), max(logits + 6 * matrix, 12 * matrix)
+            return 0, 0
+        return 4 * matrix, (6 if half else 4) * matrix
 
 
 def read_sizes(folder: Path) -> TextSizes:

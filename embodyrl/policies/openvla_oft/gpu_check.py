@@ -211,7 +211,7 @@ def planned_bytes(costs: PolicyCosts, batch: int) -> int:
 
     Trained weights, their gradients and moments are float32; frozen weights and copies for autocast are bfloat16.
     """
-    activations = batch * costs.activation_bytes + costs.scoring_bytes[0]
+    activations = batch * costs.activation_bytes + costs.scoring(batch)[0]
     if costs.num_trained is not None:
         return 2 * costs.num_parameters + 16 * costs.num_trained + activations
     return 16 * costs.num_parameters + 2 * (costs.num_parameters - costs.outside_layers) + activations

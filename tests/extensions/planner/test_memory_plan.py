@@ -28,9 +28,11 @@ from embodyrl.plan.config import load_config
 from embodyrl.plan.episodes import train_episodes
 from embodyrl.plan.run_plan import build_run_plan
 from embodyrl.policies import POLICIES
+from embodyrl.policies.causal_lm.sizes import CHUNK_LOGITS, TextSizes
 from embodyrl.policies.protocol import PolicyRequest, policy_costs
 from embodyrl.scheduler.actors import Actors
 from embodyrl.scheduler.rollout import Rollout
+from embodyrl.types import PolicyCosts
 
 SOUP = ("model.path=assets/openvla_oft_tiny_soup", "model.unnorm_key=libero_object_no_noops", "model.is_lora=true")
 LARGE = ("env.train.total_num_envs=16", "actor.global_batch_size=32", "actor.micro_batch_size=32")
@@ -118,6 +120,19 @@ def test_memory_plan_includes_separate_critic_and_teacher(tmp_path):
     kl = ("algorithm.kl_beta=0.1", "model.precision=fp32")
     assert plan(*kl).reference == 4 * policy_costs(cfg, ASKING, 0).num_parameters
     assert plan(*kl, f"algorithm.reference_path={tmp_path}/teacher").reference == 4 * (own + 10_000_000)
+
+
+def test_log_probs_of_short_replies_need_less_than_a_chunk_of_logits():
+    """Three float32 copies of the logits of all replies, at most those of a chunk; and the gradients of the matrix."""
+    size = TextSizes(vocabulary=1000, width=8, hidden=16, layers=2, keys=8, tied=True)
+    reply, chunk = size.logit_bytes(10)
+    assert (reply, chunk) == (120_000, 12 * CHUNK_LOGITS)
+    adapters = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=False, adapters=True))
+    assert adapters.scoring(4) == (480_000, 480_000)
+    assert adapters.scoring(1e9) == (chunk, chunk)
+    whole = PolicyCosts(logit_bytes=(reply, chunk), scoring_bytes=size.scoring_bytes(half=True, adapters=False))
+    assert whole.scoring(0) == (64_000, 96_000), "the gradients are added after the logits"
+    assert whole.scoring(4) == (512_000, 528_000)
 
 
 def test_replay_buffer_counts_as_host_memory(tmp_path, monkeypatch):

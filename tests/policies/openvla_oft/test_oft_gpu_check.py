@@ -28,9 +28,9 @@ def test_failed_build_does_not_end_the_check() -> None:
 
 
 def test_planned_bytes_depend_on_the_precisions() -> None:
-    costs = PolicyCosts(num_parameters=100, outside_layers=40, activation_bytes=10, scoring_bytes=(7, 0))
+    costs = PolicyCosts(num_parameters=100, outside_layers=40, activation_bytes=10, logit_bytes=(5, 7))
     assert planned_bytes(costs, 2) == 1600 + 120 + 27
-    costs = PolicyCosts(num_parameters=100, num_trained=5, activation_bytes=10, scoring_bytes=(7, 0))
+    costs = PolicyCosts(num_parameters=100, num_trained=5, activation_bytes=10, logit_bytes=(5, 7))
     assert planned_bytes(costs, 2) == 200 + 80 + 27
 
 

@@ -1,4 +1,4 @@
-r"""Plain numbers in replies: 1,234 and 1e3, $5 and 50 %, reduced fractions; never the value of an expression."""
+r"""Plain numbers in replies: 1,234, 1e3, 1.2 \times 10^3, $5, 50 %, reduced fractions; never values of expressions."""
 
 import re
 from collections.abc import Iterator
@@ -8,11 +8,13 @@ _GROUP = r"(?:,(?:\\!)?|\{,\}|\\,|\\ |[\u00a0\u2009\u202f'])"
 _DIGITS = rf"(?:[0-9]{{1,3}}(?:{_GROUP}[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _SIGN = r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$\u20ac\u00a3])?"
 _PART = r"(?:\{{(?P<{0}>-?[0-9]+)\}}|(?P<{0}_short>[0-9]))"
+_POWER = r"\ *(?:\\times|\\cdot|[\u00d7\u00b7])\ *10\ *\^\ *(?:\{\ *-?[0-9]{1,3}\ *\}|-?[0-9]{1,3}(?!\w))"
+"""Power of ten of a number in scientific notation."""
 _NUMBER = re.compile(
     rf"""{_SIGN}(?<![\w.])(?<!\^)(?<!\^\{{)(?:
     (?:(?P<whole>[0-9]+)\ *)?\\[dt]?frac\ *{_PART.format("above")}\ *{_PART.format("below")}
     |(?:(?P<whole_plain>[0-9]+)\ +)?(?P<above_plain>[0-9]+)\ ?/\ ?(?P<below_plain>[0-9]+)(?![\w./])
-    |(?P<plain>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w))?(?P<percent>\ *\\?%)?
+    |(?P<plain>{_DIGITS})(?P<exponent>[eE][-+]?[0-9]{{1,3}}(?!\w)|{_POWER})?(?P<percent>\ *\\?%)?
     )""",
     re.VERBOSE,
 )
@@ -45,7 +47,11 @@ def _values(match: re.Match[str]) -> Values:
         return frozenset()
     sign = -1 if match["sign"] == "-" else 1
     if match["plain"]:
-        value = sign * Fraction(re.sub(_GROUP, "", match["plain"]) + (match["exponent"] or ""))
+        value = sign * Fraction(re.sub(_GROUP, "", match["plain"]))
+        if match["exponent"]:
+            if "^" in match["exponent"] and not 1 <= abs(value) < 10:
+                return frozenset()  # an expression
+            value *= Fraction(10) ** int(re.findall(r"[-+]?[0-9]+", match["exponent"])[-1])
         return frozenset({value, value / 100} if match["percent"] else {value})
     above, below = (int(match[part] or match[f"{part}_short"] or match[f"{part}_plain"]) for part in ("above", "below"))
     if below < 2 or Fraction(above, below).denominator != below:
