@@ -1,0 +1,52 @@
+"""The command `export-env`: a repository of an environment in LeRobot's EnvHub form."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from embodyrl.cli.output import show_result
+from embodyrl.errors import ConfigError
+from embodyrl.files import replacing
+from embodyrl.manifests import extensions
+from embodyrl.plan.checks import check_components
+from embodyrl.plan.config import load_config
+from embodyrl.version import __version__
+
+_TEMPLATES = Path(__file__).parent / "env_hub"
+
+
+def export_env(args: argparse.Namespace) -> int:
+    """Run `embodyrl export-env ENV OUT [overrides]`."""
+    paths, overrides = [w for w in args.words if "=" not in w], [w for w in args.words if "=" in w]
+    if len(paths) != 2:
+        raise ConfigError(
+            "embodyrl export-env takes an environment and an output folder: embodyrl export-env tabletop OUT."
+        )
+    env, out = paths[0], Path(paths[1])
+    if out.exists():
+        raise ConfigError(f"{out} exists already and is unchanged; choose another folder or remove it.")
+    cfg = load_config("eval", [f"env={env}", "model=random", *overrides], config_dirs=args.config_dir)
+    if cfg.reads_rows:
+        raise ConfigError(f"env={env} is a text task without steps; only simulators can be exported.")
+    check_components(cfg)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as folder:
+        folder.mkdir()
+        values = {"env": env, "env_text": repr(env), "overrides": repr(tuple(overrides))}
+        for template in sorted(_TEMPLATES.glob("*.tmpl")):
+            text = template.read_text(encoding="utf-8")
+            for mark, value in values.items():
+                text = text.replace(f"@{mark}@", value)
+            (folder / template.name.removesuffix(".tmpl")).write_text(text, encoding="utf-8")
+        (folder / "requirements.txt").write_text(f"{_requirement(cfg.env.env_type)}\n", encoding="utf-8")
+    lines = [f"  {out}/{path.name}" for path in sorted(out.iterdir())]
+    show_result(args, {"path": out}, [*lines, f"next: hf upload OWNER/NAME {out}"])
+    return 0
+
+
+def _requirement(env_type: str) -> str:
+    """Return the line of pip for the simulator of an environment."""
+    found = extensions().get(env_type)
+    extras = ",".join(sorted(set(found.requires.values()))) if found else ""
+    return f"embodyrl{f'[{extras}]' if extras else ''}=={__version__}"
