@@ -319,6 +319,7 @@ def test_policy_worker_killed_in_a_save_leaves_no_partial_checkpoint(start, tmp_
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.needs("sharded")
 def test_dead_rank_ends_all_other_ranks_immediately(start, tmp_path):
     """Rank 0 waits for the dead rank in a collective with a timeout of an hour."""
     gate = tmp_path / "gate"
