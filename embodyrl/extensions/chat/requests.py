@@ -173,7 +173,7 @@ def _problem(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in first["loc"] if not str(part).startswith(("list[", "constrained-", "str"))]
     name = ".".join(path)
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "extra_forbidden" or (first["type"] == "too_long" and name.endswith(("tools", "tool_calls"))):
         message = f"The parameter '{name}' is not supported."
     elif first["type"] == "missing":
         message = f"The parameter '{name}' is missing."

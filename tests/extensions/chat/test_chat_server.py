@@ -219,6 +219,7 @@ def test_wrong_requests_get_an_error_object(port: int, name: str):
     error = json.loads(body)["error"]
     assert (status, error["param"], error["type"]) == (code, param, "invalid_request_error")
     assert error["message"]
+    assert ("not supported" in error["message"]) == (name in ("unknown field", "tools", "logit bias"))
 
 
 def test_broken_requests_get_an_error_object(port: int):
