@@ -118,6 +118,7 @@ def test_ppo_learns_pendulum(tmp_path):
     assert rows[-1]["eval/return"] > 0.5 * rows[0]["eval/return"]
 
 
+@pytest.mark.needs("openvla_oft")
 def test_continuous_policy_is_refused_for_discrete_actions():
     cfg = load_config("train", ["env=gym", "env.id=CartPole-v1"])
     env = ENVS.get("gym").spec(cfg.env, EnvContext())

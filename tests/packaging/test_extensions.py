@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+import pytest
 from test_imports import ROOT, cycle, imports, owner
 
 from embodyrl.manifests import declared, extensions
@@ -74,6 +75,7 @@ def test_declared_extension_imports_are_used_and_acyclic():
     assert cycle({name: frozenset(extension.imports) for name, extension in extensions().items()}) == []
 
 
+@pytest.mark.needs("checkpoints", "doctor", "text")
 def test_entry_point_groups_are_public_names():
     """Installed packages register by these names, which do not follow the folders of the code."""
     found = {

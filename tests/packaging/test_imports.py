@@ -100,6 +100,7 @@ def test_imports_follow_the_layer_order():
     }
 
 
+@pytest.mark.needs("check_env", "demonstrations", "off_policy")
 def test_documented_files_exist():
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|yaml))`", text))
@@ -157,6 +158,7 @@ def private_attributes(file: Path) -> set[str]:
     }
 
 
+@pytest.mark.needs("libero", "maniskill", "metaworld")
 def test_no_private_attribute_of_a_dependency_is_used():
     """Private attributes of our own classes are used in other files by the loader of configs only."""
     found = {(file, name) for file in (ROOT / "embodyrl").rglob("*.py") for name in private_attributes(file)}
