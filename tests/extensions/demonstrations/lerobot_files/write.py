@@ -1,4 +1,7 @@
-"""Write these files with lerobot 0.4.4: python write.py FOLDER, in an environment with lerobot."""
+"""Write these files with lerobot 0.4.4: python write.py FOLDER, in an environment with lerobot.
+
+`image_v21` and `video_v21` have the same episodes, written by lerobot 0.3.3 (`add_frame(frame, task=task)`).
+"""
 
 import sys
 from pathlib import Path
