@@ -175,6 +175,8 @@ class PolicyClient:
         """Keep the unanswered requests of a rollout process; a transfer of weights continues without it."""
         if worker == self._receiving:
             self._receiving = ""
+        if worker in self._restarted:
+            self._restarted.remove(worker)
         repeated = self._lost.setdefault(worker, [])
         for sequence, request, on_done in self._open[worker]:
             if isinstance(request, LoadWeightsRequest):

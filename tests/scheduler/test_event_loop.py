@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from toy_runs import running_crew, train_toy
 
-from embodyrl.channels.messages import LoadRequest, SaveRequest
+from embodyrl.channels.messages import LoadRequest, SaveRequest, WorkerReady
+from embodyrl.cluster.protocol import WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
 from embodyrl.scheduler.actors import Actors
@@ -52,6 +53,26 @@ def test_request_to_all_ranks_returns_the_reply_or_raises(tmp_path):
         assert (tmp_path / "saved" / "policy").is_dir()
         with pytest.raises(CheckpointError):
             stage.workers.scheduler.call(LoadRequest(folder=str(tmp_path / "missing")))
+
+
+def test_rollout_process_that_dies_again_before_it_gets_the_weights_gets_them_once(tmp_path):
+    with running_crew(tmp_path, "rollout.mode=disaggregated", "rollout.num_workers=2") as stage:
+        policy, scheduler = stage.workers.policy, stage.workers.scheduler
+        scheduler.publish(0)
+        names = ("rollout_0", "rollout_1")
+        ready = {name: WorkerReady(weights=policy._weights[name]) for name in names}
+        for name in names:
+            policy.on_message(name, WorkerDied(reason="died", log=""))
+        for name in names:
+            policy.on_message(name, ready[name])
+        assert policy.num_free == 0
+        policy.advance()  # the first process receives weights, the second one waits
+        policy.on_message("rollout_1", WorkerDied(reason="died", log=""))
+        scheduler.run_until(lambda: policy.num_free == 1)
+        policy.on_message("rollout_1", ready["rollout_1"])
+        policy.advance()
+        scheduler.run_until(lambda: policy.idle)
+        assert policy.num_free == 2
 
 
 @pytest.mark.parametrize("content", ["[]", "7", "{}", "[" * 200_000], ids=["list", "number", "empty", "deep"])
