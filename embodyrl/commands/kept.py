@@ -49,6 +49,11 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
         return False
     if run_plan.env.action.kind is ActionKind.text:
         raise ConfigError("runner.keep_episodes: text tasks have no frames; remove the key.")
+    if cfg.chunk_overlap:
+        raise ConfigError(
+            "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
+            "rollout.chunk_overlap actions follow older observations. Remove one of the keys."
+        )
     if cfg.trains and cfg.model.num_action_chunks > 1:
         raise ConfigError(
             f"runner.keep_episodes: training with model.num_action_chunks={cfg.model.num_action_chunks} stores one "

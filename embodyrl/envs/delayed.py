@@ -89,7 +89,8 @@ def with_delay(spec: EnvSpec, timing: Timing, chunk: int) -> EnvSpec:
         )
     if problems:
         raise ConfigError(problems)
-    spec = without_committed(spec)
+    # A saved state of the simulator would lack the actions of the previous chunk.
+    spec = replace(without_committed(spec), simulator=replace(spec.simulator, saves_state=False))
     if not timing.observed:
         return spec
     committed = CommittedSpec(rows=timing.overlap, delay=timing.high)

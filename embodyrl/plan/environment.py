@@ -8,7 +8,7 @@ from embodyrl.envs.reward import StepRewardSettings
 from embodyrl.errors import ConfigError
 from embodyrl.plan.schema import Config
 from embodyrl.registry import closest
-from embodyrl.types import EnvSpec, PolicySpec
+from embodyrl.types import ActionKind, EnvSpec, PolicySpec
 
 ALL_SUITES = "all"
 
@@ -37,9 +37,13 @@ def env_spec(cfg: Config) -> EnvSpec:
     return ENVS.get(cfg.env.env_type).spec(cfg.env, env_context(cfg))
 
 
-def timing_problems(cfg: Config, policy: PolicySpec) -> list[str]:
+def timing_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return a problem if the keys of a delay are set in a run without delays."""
-    if not (cfg.env.delay[1] or cfg.chunk_overlap) or not (policy.scripted or cfg.has("collect")):
+    if not (cfg.env.delay[1] or cfg.chunk_overlap):
+        return []
+    if env.action.kind is ActionKind.text:
+        return [f"rollout.chunk_overlap={cfg.chunk_overlap}: replies do not overlap; remove the key."]
+    if not (policy.scripted or cfg.has("collect")):
         return []
     return [
         "env.control.latency_steps and rollout.chunk_overlap: the scripted expert and recorded demonstrations act at "

@@ -176,7 +176,7 @@ def build_run_plan(cfg: Config, *, training: bool) -> RunPlan:
 def _acting_problems(cfg: Config, env: EnvSpec, policy: PolicySpec) -> list[str]:
     """Return violated requirements of the command on environment and policy."""
     problems = key_problems(cfg, policy) if env.action.kind in policy.action_kinds else []
-    problems += protocol_problems(cfg, env) + timing_problems(cfg, policy)
+    problems += protocol_problems(cfg, env) + timing_problems(cfg, env, policy)
     if env.simulator.lockstep and cfg.rollout.pipeline_stage_num > 1:
         problems.append(
             f"env '{env.name}' steps all slots of a worker at once, rollout.pipeline_stage_num="

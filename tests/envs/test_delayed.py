@@ -171,3 +171,9 @@ def test_the_spec_of_a_described_environment_is_extended_once():
     once = with_delay(spec, timing, 8)
     assert with_delay(once, timing, 8) == once
     assert without_committed(once) == replace(spec, committed=None)
+
+
+def test_states_without_the_previous_chunk_are_not_saved():
+    spec = ScriptedSims((steps_of([0.0]),)).spec
+    saves = replace(spec, simulator=replace(spec.simulator, saves_state=True))
+    assert not with_delay(saves, Timing(low=1, high=1, overlap=4, observed=False), 8).simulator.saves_state

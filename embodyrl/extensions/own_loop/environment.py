@@ -34,8 +34,17 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
     render_mode = "rgb_array"
 
     def __init__(self, cfg: Config, settings: EnvSettings, split: EnvSplit | None = None) -> None:
-        """Build the simulator of these settings in this process; `split`: default `env.eval`."""
+        """Build the simulator of these settings in this process; `split`: default `env.eval`.
+
+        Raises:
+            ConfigError: actions have a delay.
+        """
         context = env_context(cfg)
+        if context.overlap:
+            raise ConfigError(
+                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes one "
+                "action at once. Set env.control.latency_steps=0 and rollout.chunk_overlap=0."
+            )
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
         """Spec of the environment: tasks, cameras, sizes, gripper."""

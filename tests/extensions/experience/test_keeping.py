@@ -87,3 +87,10 @@ def test_training_in_chunks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one observation per chunk"):
         train(load_config("train", toy_words(tmp_path, *QUIET, "runner.keep_episodes=all")))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
+def test_overlapping_chunks_are_refused(tmp_path: Path, word: str) -> None:
+    with pytest.raises(ConfigError, match="actions follow older observations"):
+        evaluated(tmp_path, "late", "runner.keep_episodes=all", word)
+    assert not (tmp_path / "late").exists()

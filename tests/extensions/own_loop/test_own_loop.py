@@ -55,6 +55,13 @@ def test_public_names_are_listed_and_callable() -> None:
 
 
 @pytest.mark.needs("tabletop")
+@pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
+def test_delays_are_refused_for_single_actions(word: str) -> None:
+    with pytest.raises(ConfigError, match="executes one action at once"):
+        embodyrl.make_env("tabletop", word)
+
+
+@pytest.mark.needs("tabletop")
 def test_make_env_passes_the_gymnasium_env_checker() -> None:
     check_env(embodyrl.make_env("tabletop"), skip_render_check=True)
     assert {"embodyrl/Libero10-v0", "embodyrl/LiberoObject-v0", "embodyrl/Metaworld-v0"} <= {*gymnasium.registry}
