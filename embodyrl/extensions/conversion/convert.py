@@ -149,7 +149,7 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
                 "data.skip_nonfinite=true to leave out such episodes."
             )
     check_gripper(raw.where, env.action.gripper, action)
-    instruction = _instruction(raw, plan, data)
+    success, instruction = _success(raw, plan, reward), _instruction(raw, plan, data)
     if instruction not in tasks:
         tasks.append(instruction)
     # The number in the source, from which an interrupted conversion continues.
@@ -159,7 +159,7 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
         state=state,
         action=action,
         reward=reward,
-        success=_success(raw, plan, reward),
+        success=success,
         instruction=instruction,
         source=origin,
     )
@@ -192,9 +192,16 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
 
 
 def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
-    """Return success by step: the column of that name, or reward 1 where all rewards are 0 or 1."""
+    """Return success by step: the column of that name, or reward 1 where all rewards are 0 or 1.
+
+    Raises:
+        EmbodyError: the column contains other values than 0 and 1.
+    """
     for name in plan.columns_of(Target.success):
-        return raw.columns[name].reshape(len(reward), -1)[:, 0].astype(np.bool_)
+        stored = raw.columns[name].reshape(len(reward), -1)
+        if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
+            raise EmbodyError(f"{raw.where}: {name} must be 0 or 1 at each step, to be {Target.success}.")
+        return stored[:, 0].astype(np.bool_)
     sparse = bool(np.isin(reward, (0, 1)).all())
     return (reward == 1) & sparse
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +58,10 @@ class Hdf5Source:
         attributes: dict[str, Any] = {}
         for path in files:
             with _opened(path) as file:
-                group = file["data"]
+                group = _group(file, "data")
                 demos = sorted((name for name in group if name.startswith("demo")), key=by_number)
                 attributes = attributes or dict(group.attrs)
-                columns = columns or (dict(_columns(group[demos[0]])) if demos else {})
+                columns = columns or (dict(_columns(_group(group, demos[0]))) if demos else {})
                 self._episodes += [(path, name) for name in demos]
                 self._instructions[path] = _instruction(dict(group.attrs))
         is_libero = _LIBERO.keys() <= columns.keys()
@@ -86,10 +87,12 @@ class Hdf5Source:
             path, name = self._episodes[number]
             where = f"{path}, data/{name}"
             with _opened(path, name) as file:
-                demo, arrays = file["data"][name], {}
+                demo, arrays = _group(file["data"], name), {}
                 for column in columns:
                     if column not in demo:
                         raise EmbodyError(f"{where} has no {column}. Fetch this file again.")
+                    if not _is_array(demo[column]):
+                        raise EmbodyError(f"{where}: {column} is no array of numbers by step. Fetch this file again.")
                     arrays[column] = demo[column][()]
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
 
@@ -110,12 +113,27 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
         ) from error
 
 
+def _group(parent: Any, name: str) -> Any:
+    """Return a group of a group; raises ValueError."""
+    found = parent[name]
+    if not hasattr(found, "keys"):
+        raise ValueError(f"{found.name} is no group")
+    return found
+
+
+def _is_array(item: Any) -> bool:
+    """Return True for a dataset of numbers with at least one dimension, the step."""
+    return bool(getattr(item, "shape", ())) and item.dtype.kind in "biuf"
+
+
 def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
     """Yield the arrays of an episode whose first dimension is the step."""
-    steps, found = demo["actions"].shape[0], {}
-    demo.visititems(lambda name, item: found.update({name: item}) if hasattr(item, "shape") else None)
+    actions, found = demo["actions"], {}
+    if not _is_array(actions):
+        raise ValueError(f"{actions.name} is no array of numbers by step")
+    demo.visititems(lambda name, item: found.update({name: item}) if _is_array(item) else None)
     for name, item in found.items():
-        if item.shape[:1] == (steps,) and item.dtype.kind in "biuf":
+        if item.shape[0] == actions.shape[0]:
             shape = plain_shape(item.shape[1:])
             image = item.dtype == np.uint8 and len(shape) == 3 and shape[2] in (1, 3)
             yield name, Column(Kind.image if image else Kind.numbers, shape)
@@ -138,6 +156,6 @@ def _control_frequency(attributes: dict[str, Any]) -> float | None:
     try:
         arguments = json.loads(str(attributes.get("env_args", "{}")))
         found = arguments.get("env_kwargs", {}).get("control_freq")
-        return float(found) if found else None
+        return float(found) if found and 0 < float(found) < math.inf else None
     except (ValueError, TypeError, AttributeError):
         return None

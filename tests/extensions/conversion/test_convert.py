@@ -190,6 +190,10 @@ def delete(name: str) -> Callable[[Any], None]:
     return lambda demo: demo.__delitem__(name)
 
 
+def replace(name: str, values: Any) -> Callable[[Any], None]:
+    return lambda group: (delete(name)(group), group.__setitem__(name, values))[1]
+
+
 @pytest.mark.parametrize(
     ("demo", "change", "error"),
     [
@@ -199,6 +203,12 @@ def delete(name: str) -> Callable[[Any], None]:
         ("demo_1", shorten, "data/demo_1: its columns differ in length"),
         ("demo_1", lambda demo: demo["actions"].__setitem__((0, 6), 0.4), "action -1 in .*demo_1 is in 0.4..1"),
         ("demo_1", lambda demo: demo["obs/ee_states"].__setitem__((2, 3), np.inf), "observation.state of step 2"),
+        ("demo_1", replace("rewards", 1.0), "data/demo_1: rewards is no array of numbers by step"),
+        ("demo_1", replace("rewards", [b"one"] * 5), "data/demo_1: rewards is no array of numbers by step"),
+        ("demo_0", replace("actions", 1.0), "/data/demo_0/actions is no array of numbers by step"),
+        ("demo_0", lambda demo: (delete("actions")(demo), demo.create_group("actions")), "actions is no array"),
+        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "/data/demo_0 is no group"),
+        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "/data is no group"),
     ],
 )
 def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:
@@ -209,6 +219,22 @@ def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, c
     assert convert(source, tmp_path / "out") != 0
     assert re.search(error, capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("frequency", ["NaN", "Infinity", "-5", "0"])
+def test_impossible_control_frequency_is_ignored(tmp_path: Path, frequency: str) -> None:
+    source = write_libero(tmp_path / "libero")
+    arguments = json.dumps({"env_kwargs": {"control_freq": 1}}).replace("1", frequency)
+    damage_demo(source, "demo_0", lambda demo: demo.parent.attrs.__setitem__("env_args", arguments))
+    assert convert(source, tmp_path / "out") == 0
+    assert read_card(tmp_path / "out").fps == 20
+
+
+def test_success_other_than_0_or_1_is_refused(tmp_path: Path, capsys: Any) -> None:
+    source = write_libero(tmp_path / "libero")
+    damage_demo(source, "demo_0", lambda demo: demo.__setitem__("won", [0, 0, 1, np.nan]))
+    assert convert(source, tmp_path / "out", "data.keys={actions: action, won: next.success}") != 0
+    assert "data/demo_0: won must be 0 or 1 at each step" in capsys.readouterr().err
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
