@@ -114,12 +114,15 @@ def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> No
     """Copy the selected episodes of data sets of one environment into a new one; an incomplete copy is continued.
 
     Raises:
-        ConfigError: the environments differ, or no episode is selected.
+        ConfigError: environments or frame rates differ, or no episode is selected.
         EmbodyError: the folder contains other data, or the disk is full.
     """
     first = sources[0].card
     for other in sources[1:]:
-        if differs := differences(other.card.env, first.env, "name"):
+        differs = differences(other.card.env, first.env, "name")
+        if not differs and other.card.fps != first.fps:
+            differs = f"fps ({other.card.fps:g} and {first.fps:g})"
+        if differs:
             raise ConfigError(f"{other.root} differs from {sources[0].root} in {differs}.")
     chosen = [(s, row["episode_index"]) for s in sources for row in s.rows if selection.chooses(s, row)]
     if not chosen:

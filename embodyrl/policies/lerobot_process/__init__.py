@@ -113,6 +113,12 @@ def _problems(cfg: LeRobotProcessSettings, saved: Checkpoint, env: EnvSpec) -> l
             f"the checkpoint reads {len(saved.cameras)} cameras ({', '.join(saved.cameras)}), env '{env.name}' has "
             f"{', '.join(names) or 'none'}. Set env.init_params.camera_names, or model.cameras with one name for each."
         )
+    known = [name for name in saved.cameras if name.removeprefix(PREFIX) in names]
+    if not cfg.cameras and 0 < len(known) < len(saved.cameras):
+        problems.append(
+            f"the checkpoint reads {', '.join(saved.cameras)}, but only {', '.join(known)} is a camera of env "
+            f"'{env.name}' ({', '.join(names)}). Set model.cameras to the camera for each, in this order."
+        )
     if saved.state_dim and saved.state_dim * steps != env.state_dim:
         problems.append(
             f"the checkpoint reads a state of {saved.state_dim} numbers, env '{env.name}' has {env.state_dim // steps}."

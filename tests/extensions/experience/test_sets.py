@@ -127,6 +127,12 @@ def test_wrong_requests_are_refused(two, tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ConfigError, match="state_dim"):
         run("merge", out, own, tmp_path / "other")
+    writer = DatasetWriter(tmp_path / "slow", replace(card(), fps=10))
+    writer.append(demonstration(0))
+    writer.flush()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"slow differs from .*own in fps \(10 and 20\)"):
+        run("merge", out, own, tmp_path / "slow")
     run("merge", out, own, shown)
     with pytest.raises(EmbodyError, match="collected with other settings"):
         run("merge", out, shown, own)

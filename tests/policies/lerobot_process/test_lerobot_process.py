@@ -60,6 +60,7 @@ def test_spec_is_read_from_config_json(tmp_path):
     [
         (("front", "wrist", "side"), {}, table("front", "wrist"), "env.init_params.camera_names"),
         (("front",), {"cameras": ["top"]}, table("front"), "Known: front"),
+        (("image", "wrist"), {}, table("wrist", "front"), "only observation.images.wrist is a camera of env 'table'"),
         (("front",), {"num_action_chunks": 5}, table("front"), "model.num_action_chunks=4"),
         (("front",), {}, table("front", state_dim=5), "env 'table' has 5"),
     ],
@@ -82,6 +83,8 @@ def test_cameras_are_found_by_name_or_by_order(tmp_path):
     env = table("front", "wrist")
     assert views(settings(tmp_path), saved, env) == (1, 0)
     assert views(settings(tmp_path, cameras=["front", "wrist"]), saved, env) == (0, 1)
+    write_config(tmp_path, "image", "front")
+    assert FACTORY.spec(settings(tmp_path, cameras=["wrist", "front"]), env, 0).inputs.num_images == 2
     saved = read_checkpoint(write_config(tmp_path, "top", "hand"))
     assert views(settings(tmp_path), saved, env) == (0, 1)
 
