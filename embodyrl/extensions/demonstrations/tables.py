@@ -44,8 +44,12 @@ def read_info(root: Path) -> dict[str, Any]:
 
     Raises:
         ConfigError: the layout has a version that cannot be read.
+        EmbodyError: the file does not describe features.
     """
     info = read_json(root / INFO_PATH)
+    features = info.get("features") if isinstance(info, dict) else None
+    if not isinstance(features, dict) or not all(isinstance(f, dict) and "dtype" in f for f in features.values()):
+        raise EmbodyError(f"{root / INFO_PATH} does not describe features with a dtype. {_FETCH}")
     version = info.get("codebase_version")
     if version not in VERSIONS:
         cure = (

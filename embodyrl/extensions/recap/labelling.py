@@ -33,6 +33,7 @@ from embodyrl.extensions.recap.targets import (
     shuffled,
     thresholds,
 )
+from embodyrl.files import read_json
 from embodyrl.plan.seeds import derive_small
 from embodyrl.policies import POLICIES
 from embodyrl.policies.protocol import PolicyRequest
@@ -63,12 +64,20 @@ class Stage:
     summary: Path
     """Output: metrics as JSON, written last."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings that determine the labels, as JSON values."""
+        named = self.cfg.model_dump(mode="json", exclude={"out", "rounds", "evaluate"})
+        found = {f"recap.{name}": value for name, value in named.items()}
+        return found | {"seed": self.seed, "model.path": str(resolve_asset(str(self.model.weights)).resolve())}
+
 
 def label_in_process(stage: Stage) -> dict[str, Any]:
     """Run the value stage unless its files exist; return its metrics.
 
     Raises:
         EmbodyError: the process failed.
+        ConfigError: the files exist, but were written with other settings.
     """
     if not (stage.summary.is_file() and stage.labels.is_file()):
         context = multiprocessing.get_context("spawn")
@@ -88,7 +97,13 @@ def label_in_process(stage: Stage) -> dict[str, Any]:
             except EOFError:
                 reason = f"it exited with code {process.exitcode}"
             raise EmbodyError(f"The value stage for {stage.labels} failed: {reason}")
-    return json.loads(stage.summary.read_text(encoding="utf-8"))
+    found, wanted = read_json(stage.summary), stage.settings
+    written = found.get("settings", {})
+    if differs := [f"{name}={written.get(name)}" for name, value in wanted.items() if written.get(name) != value]:
+        raise ConfigError(
+            f"{stage.labels} was written with {', '.join(differs)}. Use the same settings, or choose another recap.out."
+        )
+    return found
 
 
 def _label_and_report(stage: Stage, parent: Connection) -> None:
@@ -124,7 +139,11 @@ def label(stage: Stage) -> None:
     ).save(stage.labels)
     found = measured(outcomes, g, value) | shares(outcomes, ranked, positive, sure)
     names = {int(task): str(demos.instruction[start]) for task, start in zip(outcomes.task, demos.start, strict=True)}
-    found |= {"held_out": cfg.value_folds > 1, "thresholds": {names[task]: limit for task, limit in limits.items()}}
+    found |= {
+        "settings": stage.settings,
+        "held_out": cfg.value_folds > 1,
+        "thresholds": {names[task]: limit for task, limit in limits.items()},
+    }
     write_file(stage.summary, (json.dumps(found, indent=2) + "\n").encode())
 
 

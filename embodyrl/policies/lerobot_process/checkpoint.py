@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from embodyrl.errors import CheckpointError, reason_of
 
 CONFIG_FILE = "config.json"
+_PROCESSORS = ("policy_preprocessor.json", "policy_postprocessor.json")
 PREFIX = "observation.images."
 
 
@@ -60,7 +61,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read config.json of a LeRobot folder.
 
     Raises:
-        CheckpointError: the file is missing or malformed.
+        CheckpointError: the file is missing or malformed, or a processor names code.
     """
     file = folder / CONFIG_FILE
     try:
@@ -72,4 +73,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         ) from error
     if "action" not in found.output_features:
         raise CheckpointError(f"{file}: output_features has no 'action'. Set model.path to a trained policy.")
+    for name in _PROCESSORS:
+        _check_steps(folder / name)
     return found
+
+
+def _check_steps(file: Path) -> None:
+    """Check the steps of a processor: LeRobot imports a step without a registered name, and calls it.
+
+    Raises:
+        CheckpointError: a step names code, or the file is malformed.
+    """
+    if not file.is_file():
+        return
+    try:
+        steps = json.loads(file.read_text(encoding="utf-8"))["steps"]
+        named = [step["class"] if "registry_name" not in step else None for step in steps]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file} is no processor of a LeRobot policy ({reason_of(error)}). Fetch the policy again."
+        ) from error
+    if imported := [name for name in named if name is not None]:
+        raise CheckpointError(
+            f"{file} imports and calls {imported[0]}, which could run any code. Register the step with LeRobot "
+            "(ProcessorStepRegistry), and save the policy again."
+        )

@@ -291,6 +291,14 @@ def test_damaged_rlds_or_wrong_settings_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("features", [[], {"action": 3}, {"action": {}}])
+def test_malformed_features_of_lerobot_v2_are_refused(tmp_path: Path, capsys: Any, features: Any) -> None:
+    source = write_v2_set(tmp_path / "old")
+    edit(source / "meta" / "info.json", lambda info: info.update(features=features))
+    assert convert(source, tmp_path / "out") != 0
+    assert "old/meta/info.json does not describe features with a dtype" in capsys.readouterr().err
+
+
 def test_other_sources_and_existing_results_are_refused(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "empty").mkdir()
     write_set(tmp_path / "new")

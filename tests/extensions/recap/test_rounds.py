@@ -90,6 +90,8 @@ def test_interrupted_rounds_resume_with_equal_labels_and_weights(start: Path, tm
     before = {path: path.stat().st_mtime_ns for path in one.rglob("*.safetensors")}
     run(words(start, one))
     assert {path: path.stat().st_mtime_ns for path in one.rglob("*.safetensors")} == before
+    with pytest.raises(ConfigError, match=r"labels_1.parquet was written with recap.positive_share=0.3\. Use"):
+        run(words(start, one, "recap.positive_share=0.5"))
     _check_export(one / "round_1", tmp_path)
 
 

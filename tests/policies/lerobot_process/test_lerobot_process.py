@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from settings import model_of
 
-from embodyrl.errors import ConfigError, MissingDependencyError
+from embodyrl.errors import CheckpointError, ConfigError, MissingDependencyError
 from embodyrl.policies.lerobot_process import FACTORY, views
 from embodyrl.policies.lerobot_process.checkpoint import read_checkpoint
 from embodyrl.policies.protocol import PolicyRequest
@@ -94,6 +94,22 @@ def test_malformed_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (problem,) = FACTORY.validate(settings(tmp_path))
     assert str(tmp_path / "config.json") in problem
+
+
+@pytest.mark.parametrize("name", ["policy_preprocessor.json", "policy_postprocessor.json"])
+def test_processor_that_imports_code_is_refused(tmp_path, name):
+    write_config(tmp_path, "front")
+    steps = [{"registry_name": "to_batch_processor", "config": {}}]
+    (tmp_path / name).write_text(json.dumps({"name": "p", "steps": steps}))
+    assert FACTORY.validate(settings(tmp_path)) == []
+    steps += [{"class": "subprocess.Popen", "config": {"args": ["true"]}}]
+    (tmp_path / name).write_text(json.dumps({"name": "p", "steps": steps}))
+    (problem,) = FACTORY.validate(settings(tmp_path))
+    assert f"{name} imports and calls subprocess.Popen" in problem
+    with pytest.raises(CheckpointError, match="imports and calls"):
+        FACTORY.spec(settings(tmp_path), table("front"), 0)
+    (tmp_path / name).write_text("[]")
+    assert f"{name} is no processor" in FACTORY.validate(settings(tmp_path))[0]
 
 
 @pytest.mark.integration
