@@ -20,6 +20,7 @@ class TemporalEnsemble:
     def __init__(self, coeff: float, chunk: int, delay: int = 0) -> None:
         self._delay = delay
         self._waiting: list[FloatArray] = []
+        self._begun = False
         self._weights = np.exp(-coeff * np.arange(chunk)).astype(np.float32)
         self._sums = np.cumsum(self._weights, dtype=np.float32)
         self._mean = np.zeros((0, 0), np.float32)
@@ -27,12 +28,13 @@ class TemporalEnsemble:
 
     def take(self, chunk: FloatArray) -> FloatArray:
         """Add a chunk [H, A] for the current observation and return the action [A] of the current step."""
-        if len(self._mean) and self._delay:
+        if self._begun and self._delay:
             self._waiting.append(chunk)
             if len(self._waiting) <= self._delay:
                 action, self._mean, self._count = self._mean[0], self._mean[1:], self._count[1:]
                 return action
             chunk = self._waiting.pop(0)[self._delay :]
+        self._begun = True
         if len(self._mean):
             count, overlap = self._count[:, None], chunk[: len(self._mean)]
             self._mean = (self._mean * self._sums[count - 1] + overlap * self._weights[count]) / self._sums[count]

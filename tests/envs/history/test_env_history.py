@@ -59,6 +59,12 @@ def test_a_delayed_chunk_enters_the_average_late():
     assert taken == pytest.approx([0, 1, 2, (3 + 102) / 2, (4 + 103 + 202) / 3, (5 + 104 + 203 + 302) / 4], rel=1e-6)
 
 
+def test_with_the_longest_delay_each_chunk_has_one_action():
+    ensemble = TemporalEnsemble(0.0, 4, delay=3)
+    taken = [ensemble.take(100 * tick + np.arange(4, dtype=np.float32)[:, None])[0] for tick in range(8)]
+    assert taken == [0, 1, 2, 3, 103, 203, 303, 403]
+
+
 def test_latency_delays_the_average_instead_of_the_chunk():
     env, alone = make(ensemble_chunk=4, ensemble_coeff=0.0, control={"latency_steps": 1}), plain()
     chunks = np.random.default_rng(0).uniform(-1, 1, (3, 4, 7)).astype(np.float32)
