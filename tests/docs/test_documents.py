@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,9 +61,11 @@ ELSEWHERE = {
     "embodyrl convert": "tests/extensions/conversion writes sources of each format",
     "embodyrl doctor": "tests/extensions/doctor",
     "embodyrl data": "tests/extensions/experience",
+    "$VIEW": "variables of the page; the next line",
     "embodyrl recap": "minutes; tests/extensions/recap/test_rounds runs it",
     "embodyrl results": "tests/extensions/results",
     "--until-significant": "the same",
+    "check-env env=libero_object": "minutes of LIBERO; tests/extensions/check_env runs it on the same suite",
     "check-env env=maniskill": "minutes of ManiSkill; tests/envs/maniskill",
     "eval --resume": "tests/commands/test_evaluation interrupts and resumes one",
     "train --resume": "tests/e2e/test_journey resumes one",
@@ -186,7 +189,7 @@ def short(name: str, words: list[str]) -> list[str]:
 def test_documented_commands_run(line: str, reader: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from embodyrl.extensions.sweep.sweep import expand
 
-    name, *words = line.split()[1:]
+    name, *words = shlex.split(line)[1:]
     if reason := next((why for part, why in ELSEWHERE.items() if part in line), None):
         pytest.skip(reason)
     if "..." in words or any(part in line + " " for part in COMPOSED):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.errors import ConfigError, EmbodyError, reason_of
 from embodyrl.extensions.conversion.settings import ConversionSettings
 from embodyrl.extensions.conversion.source import (
     Column,
@@ -70,7 +70,8 @@ class RldsSource:
             name = str(info["name"])
         except (KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
-                f"{folder}: {INFO} or {FEATURES} is no description of an RLDS data set ({error!r}). Fetch both again."
+                f"{folder}: {INFO} or {FEATURES} is no description of an RLDS data set ({reason_of(error)}). "
+                "Fetch both again."
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:
             raise EmbodyError(f"{missing[0]} is missing. Fetch the data set again.")

@@ -72,14 +72,17 @@ def vla(folder: Path, statistics: str) -> str:
 
 
 def text(folder: Path) -> list[str]:
-    """Create a folder with the sizes of Qwen2.5-1.5B, whose weight file is only a header, and rows."""
+    """Create a folder with the sizes of Qwen2.5-1.5B, whose weight file is sparse, and rows."""
     sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
     more = {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(sizes | more))
     (folder / "tokenizer_config.json").write_text("{}")
     shutil.copy(assets_dir() / "openvla_oft_tiny" / "tokenizer.json", folder)
-    header = json.dumps({"all": {"dtype": "BF16", "shape": [1543714304], "data_offsets": [0, 0]}}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    count = 1_543_714_304
+    header = json.dumps({"all": {"dtype": "BF16", "shape": [count], "data_offsets": [0, 2 * count]}}).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(file.tell() + 2 * count)
     rows = [{"question": "word " * 60 + str(i), "answer": f"#### {i}"} for i in range(400)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [f"model.path={folder}", f"data.path={folder}/rows.jsonl"]
