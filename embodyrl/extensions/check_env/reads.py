@@ -14,6 +14,10 @@ def _problems(cfg: Any) -> Iterator[str]:
             f"env.env_type={cfg.env.env_type}: `embodyrl check-env` runs simulators with random actions, and this "
             "environment verifies text replies. `embodyrl train env=... --dry-run` checks its rows and rewards."
         )
+    if cfg.env.delay[1]:
+        raise ConfigError(
+            "env.control.latency_steps: `embodyrl check-env` checks environments without delay; set it to 0."
+        )
     return no_problems(cfg)
 
 

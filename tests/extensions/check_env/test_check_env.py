@@ -158,6 +158,7 @@ def test_check_env_defaults_to_tabletop(capsys):
         ("experiment=x", "unknown key 'experiment'"),
         ("env.id=x", "env_type 'tabletop' does not read env.id"),
         ("env.env_type=nowhere:FACTORY", "Cannot import 'nowhere'"),
+        ("env.control.latency_steps=2", "environments without delay"),
     ],
 )
 def test_wrong_arguments_are_refused_before_building(word, said, capsys):
