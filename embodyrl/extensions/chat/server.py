@@ -24,6 +24,8 @@ _REQUEST_S = 30.0
 """Deadline for a client to send its request, seconds."""
 _CONNECTIONS = 4
 """Maximum number of open connections, as a multiple of `serve.max_clients`; further connections are closed."""
+_DIGITS = 20
+"""Maximum number of digits of the size of a request; Python refuses to parse thousands."""
 _POLL_S = 0.5
 """Maximum wait of the main thread before it checks for signals, seconds."""
 _CHAT = "/v1/chat/completions"
@@ -163,8 +165,10 @@ class _Handler(BaseHTTPRequestHandler):
         size, most = self.headers.get("Content-Length") or "", self.server.cfg.max_message_mib * 2**20
         if not size.isdecimal() or self.headers.get("Transfer-Encoding"):
             raise ApiError(411, "The request needs the header Content-Length.")
-        if int(size) > most:
-            raise ApiError(413, f"The request has {size} bytes; the limit is {most} (serve.max_message_mib).")
+        if len(size) > _DIGITS or int(size) > most:
+            raise ApiError(
+                413, f"The request has {size:.{_DIGITS}} bytes; the limit is {most} (serve.max_message_mib)."
+            )
         if len(body := self.rfile.read(int(size))) < int(size):
             raise ApiError(408, "The request is incomplete.")
         return body

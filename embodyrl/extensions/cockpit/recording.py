@@ -27,9 +27,9 @@ class Step:
     """One executed action with the observation before it."""
 
     images: ByteArray | None
-    """[C, H, W, 3]; None without cameras."""
+    """[C, H, W, 3]; None without cameras or a recording."""
     state: FloatArray | None
-    """[S]; None without a state."""
+    """[S]; None without a state or a recording."""
     instruction: str
     action: FloatArray
     """[A]"""
@@ -37,7 +37,7 @@ class Step:
     success: bool
     actor: Actor
     picture: bytes
-    """Image after the action, JPEG."""
+    """Image after the action, JPEG; empty without a recording."""
 
 
 class Recording:

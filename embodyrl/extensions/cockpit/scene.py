@@ -17,6 +17,8 @@ from embodyrl.extensions.own_loop.environment import SingleEnv
 
 _QUALITY = 90
 """JPEG quality of the images of the page and of recorded videos."""
+_SAVED_STATES = 2000
+"""Number of the last env steps that can be rewound."""
 _LONGEST_TEXT = 200
 """Maximum length of an instruction, in characters."""
 
@@ -104,7 +106,7 @@ class Scene:
         """Discard the last steps, and continue from the simulator's state before them."""
         if not self.rewinds or not self._steps:
             raise ValueError("no earlier state of the simulator is saved")
-        first = max(0, len(self._steps) - steps)
+        first = max(0, len(self._steps) - min(steps, _SAVED_STATES))
         self._seen = self.env.load_state(self._states[first])
         del self._steps[first:], self._states[first + 1 :]
         self._last = self._steps[-1].action if self._steps else neutral_action(self.env.layout.action)
@@ -144,19 +146,22 @@ class Scene:
         self._last = np.asarray(action, np.float32).reshape(-1)
         self.over = ended or cut
         self._render()
+        kept = seen if self.is_recorded else {}  # an episode without a time limit would fill the memory
         step = Step(
-            images=seen.get("images"),
-            state=seen.get("state"),
+            images=kept.get("images"),
+            state=kept.get("state"),
             instruction=seen["instruction"],
             action=self._last,
             reward=reward,
             success=info["success"],
             actor=actor,
-            picture=self.picture,
+            picture=self.picture if self.is_recorded else b"",
         )
         self._steps.append(step)
         if self.rewinds:
             self._states.append(self.env.save_state())
+            if len(self._states) > _SAVED_STATES + 1:
+                self._states[-_SAVED_STATES - 2] = None
 
     def _render(self) -> None:
         frame = np.ascontiguousarray(self.env.render())

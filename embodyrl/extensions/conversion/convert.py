@@ -75,16 +75,13 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     partial = out.with_name(out.name + _PARTIAL)
     card = _resumed_card(partial, plan.card)
     writer = DatasetWriter(partial, card)
-    left_out = 0
     try:
         tasks = list(dict.fromkeys(row["tasks"][0] for row in writer.episodes))
         first = 1 + max((row["embodyrl/trial"] for row in writer.episodes), default=-1)
         progress(first, plan.episodes)
         for raw in source.episodes(first, list(plan.keys)):
             demonstration = _demonstration(raw, plan, data, tasks)
-            if demonstration is None:
-                left_out += 1
-            else:
+            if demonstration is not None:
                 writer.append(demonstration)
             progress(raw.number + 1, plan.episodes)
         writer.flush()
@@ -95,8 +92,13 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
     done = replace(card, env=replace(card.env, tasks=tuple(tasks), states_per_task=(1,) * len(tasks)))
     write_file(partial / CARD_PATH, done.to_json().encode())
     os.replace(partial, out)
+    converted = len(writer.episodes)
     return ConvertResult(
-        folder=out, episodes=len(writer.episodes), frames=writer.num_frames, tasks=len(tasks), left_out=left_out
+        folder=out,
+        episodes=converted,
+        frames=writer.num_frames,
+        tasks=len(tasks),
+        left_out=plan.episodes - converted,
     )
 
 

@@ -30,7 +30,10 @@ def export_env(args: argparse.Namespace) -> int:
     if cfg.reads_rows:
         raise ConfigError(f"env={env} is a text task without steps; only simulators can be exported.")
     check_components(cfg)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot write to {out.parent}: {error.strerror}. Choose another folder.") from error
     with replacing(out) as folder:
         folder.mkdir()
         values = {"env": env, "env_text": repr(env), "overrides": repr(tuple(overrides))}

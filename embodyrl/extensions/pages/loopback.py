@@ -149,7 +149,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, "text/plain", b"no such page")
 
     def do_POST(self) -> None:
-        size = int(said) if (said := self.headers.get("Content-Length") or "0").isdecimal() else -1
+        said = self.headers.get("Content-Length") or "0"
+        size = int(said) if said.isdecimal() and len(said) < 10 else -1  # Python refuses to parse thousands of digits
         act = self.server.posts.get(self.path.partition("?")[0])
         if not self._is_ours():
             self._reply(403, "text/plain", _STRANGER)

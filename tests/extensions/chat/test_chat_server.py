@@ -232,8 +232,8 @@ def test_broken_requests_get_an_error_object(port: int):
     assert send(port, "POST", path, body, Origin="http://127.0.0.1")[0] == 403
     status, data = send(port, "DELETE", "/v1/models/tiny")
     assert (status, json.loads(data)["error"]["param"]) == (501, None)
-    status, _ = send(port, "POST", path, b"", **{"Content-Length": str(2**40)})
-    assert status == 413
+    for size in (str(2**40), "9" * 5000):
+        assert send(port, "POST", path, b"", **{"Content-Length": size})[0] == 413
     assert texts(chat(port, "12=", temperature=0)), "the server still answers"
 
 

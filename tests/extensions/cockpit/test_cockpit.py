@@ -208,16 +208,25 @@ def test_instruction_of_a_person_reaches_the_policy(policy: LoadedPolicy) -> Non
     page.act("next", task=0)
     assert page.hello()["speaks"]
     page.act("say", instruction="touch  the blue block")
+    seen = scene._seen
     page.act("tick", inputs=None)
-    np.testing.assert_array_equal(
-        scene._steps[0].action, policy.act({**seen_of(scene)}, instruction="touch the blue block")[0]
-    )
+    np.testing.assert_array_equal(scene._steps[0].action, policy.act(seen, instruction="touch the blue block")[0])
     scene.env.close()
 
 
-def seen_of(scene: Scene) -> dict[str, Any]:
-    step = scene._steps[0]
-    return {"images": step.images, "state": step.state, "instruction": step.instruction}
+def test_steps_without_a_recording_keep_no_frames_and_few_states(policy: LoadedPolicy, monkeypatch) -> None:
+    """An episode without a time limit fits in memory."""
+    monkeypatch.setattr("embodyrl.extensions.cockpit.scene._SAVED_STATES", 3)
+    scene = Scene(policy, policy.make_env())
+    pictures = [scene.picture]
+    for amount in range(6):
+        scene.tick({X: amount / 5})
+        pictures.append(scene.picture)
+    assert {(step.images is None, step.state is None, step.picture) for step in scene._steps} == {(True, True, b"")}
+    assert [state is None for state in scene._states] == [True] * 3 + [False] * 4
+    scene.rewind(100)
+    assert (scene.picture, scene.state()["steps"]) == (pictures[3], 3)
+    scene.env.close()
 
 
 def test_discrete_actions_of_a_person(tmp_path: Path) -> None:
@@ -285,6 +294,7 @@ def test_play_serves_its_own_page_and_records_the_open_episode_on_ctrl_c(run: Pa
         (403, "act", {}, {}),
         (403, "act", {}, {"X-Token": "\xfc"}),
         (403, "act", {}, {"Content-Length": "many"}),
+        (404, "act", {}, token | {"Content-Length": "9" * 5000}),
         *((400, "act", body, token) for body in ([], 7, None, {"task": 1e999})),
     ):
         with pytest.raises(urllib.error.HTTPError, match=str(code)):

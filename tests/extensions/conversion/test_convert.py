@@ -221,6 +221,17 @@ def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, c
     assert not (tmp_path / "out").exists()
 
 
+def test_episodes_that_the_reader_skips_are_counted_as_left_out(tmp_path: Path, capsys: Any) -> None:
+    columns = {
+        "observation.state": numbers(4),
+        "action": lambda e, t: [np.nan] * 3 if (e, t) == (1, 2) else numbers(3)(e, t),
+    }
+    source = write_v2_set(tmp_path / "old", columns=columns)
+    assert convert(source, tmp_path / "out") == 1
+    assert convert(source, tmp_path / "out", "data.skip_nonfinite=true") == 0
+    assert "1 left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("frequency", ["NaN", "Infinity", "-5", "0"])
 def test_impossible_control_frequency_is_ignored(tmp_path: Path, frequency: str) -> None:
     source = write_libero(tmp_path / "libero")

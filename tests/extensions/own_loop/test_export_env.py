@@ -30,6 +30,7 @@ def test_exported_environment_passes_check_env(
         (["tabletop"], "takes an environment and an output folder"),
         (["no_env", "out"], "no_env"),
         (["tabletop", "."], "exists already"),
+        (["tabletop", f"{__file__}/out"], "test_export_env.py: File exists. Choose another folder."),
         (["text/copy", "out"], "is a text task without steps"),
     ],
 )
