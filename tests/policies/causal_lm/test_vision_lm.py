@@ -128,7 +128,7 @@ def test_vision_replies_and_log_probs_match_transformers(policy: CausalLMPolicy)
             **prompt.image_inputs,
             max_new_tokens=6,
             do_sample=False,
-            suppress_tokens=policy._never.tolist(),
+            suppress_tokens=policy.never.tolist(),
             return_dict_in_generate=True,
             output_logits=True,
         )
@@ -196,7 +196,7 @@ def test_saved_vision_folder_has_the_public_layout(tmp_path: Path):
 
 def test_replies_contain_no_image_tokens():
     policy, obs = build(), observe()
-    picture = int(policy._never[0])
+    picture = int(policy.never[0])
     with torch.no_grad():
         policy.module.lm.lm_head.weight[picture] = 0
         policy.module.lm.lm_head.weight *= 1e-3
