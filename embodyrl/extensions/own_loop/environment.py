@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
@@ -191,8 +192,13 @@ def _observations(spec: EnvSpec) -> spaces.Dict:
     return spaces.Dict(parts)
 
 
-def _made(env: str, *, words: tuple[str, ...] = (), **_: Any) -> SingleEnv:
-    return make_env(env, *words)
+def _made(
+    env: str, *, task: int | None = None, words: Sequence[str] = (), render_mode: str | None = "rgb_array"
+) -> SingleEnv:
+    """Create the environment of a Gymnasium id; `task`: only this task."""
+    if render_mode not in (None, "rgb_array"):
+        raise ConfigError(f"render_mode={render_mode}: environments of embodyrl render rgb_array only.")
+    return make_env(env, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
 
 
 def _register() -> None:

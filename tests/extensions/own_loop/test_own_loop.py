@@ -69,6 +69,12 @@ def test_make_env_passes_the_gymnasium_env_checker() -> None:
     seen, info = made.reset(seed=3, options={"task": 1})
     assert (seen["instruction"], info["task"]) == ("touch the green block", 1)
     assert np.array_equal(made.reset(seed=3, options={"task": 1})[0]["images"], seen["images"]), "the seed decides"
+    with pytest.raises(TypeError, match="taks"):
+        gymnasium.make("embodyrl/Tabletop-v0", taks=1)
+    with pytest.raises(ConfigError, match="rgb_array only"):
+        gymnasium.make("embodyrl/Tabletop-v0", render_mode="human")
+    several = gymnasium.make_vec("embodyrl/Tabletop-v0", num_envs=2, vectorization_mode="sync", task=2)
+    assert {*several.reset(seed=0)[0]["instruction"]} == {"touch the blue block"}
     vector = embodyrl.make_env("tabletop", num_envs=2)
     assert vector.reset(seed=0)[0]["images"].shape == (2, 2, 112, 112, 3)
     assert vector.step(vector.action_space.sample())[1].shape == (2,)
