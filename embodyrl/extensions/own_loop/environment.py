@@ -44,7 +44,8 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         if context.overlap:
             raise ConfigError(
                 "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes one "
-                "action at once. Set env.control.latency_steps=0 and rollout.chunk_overlap=0."
+                "action at once. Add env.control.latency_steps=0 rollout.chunk_overlap=0, as in `load_policy`; "
+                "`embodyrl play` needs a run without delay."
             )
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)
         self.layout: EnvSpec = self.env.spec
