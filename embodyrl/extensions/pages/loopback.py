@@ -19,8 +19,8 @@ from embodyrl.errors import ConfigError, EmbodyError
 
 Answer = tuple[str, bytes]
 """Content type and body."""
-_LONGEST = 1 << 16
-"""Maximum size of a request, in bytes."""
+_LONGEST = 1 << 20
+"""Maximum size of a request in bytes; the chat page sends whole conversations."""
 _MOST_CLIENTS = 64
 """Maximum number of open connections; further connections are closed."""
 _REQUEST_S = 10.0
@@ -154,8 +154,10 @@ class _Handler(BaseHTTPRequestHandler):
         act = self.server.posts.get(self.path.partition("?")[0])
         if not self._is_ours():
             self._reply(403, "text/plain", _STRANGER)
-        elif act is None or not 0 <= size <= _LONGEST:
+        elif act is None or size < 0:
             self._reply(404, "text/plain", b"no such action")
+        elif size > _LONGEST:
+            self._reply(413, "text/plain", f"the request has more than {_LONGEST} bytes".encode())
         else:
             body = self.rfile.read(size)
             self._answer(lambda: act(_object_of(body or b"{}")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import index
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def read_committed(message: object, env: EnvSpec) -> FloatArray:
             "model.rtc and env.control.latency_steps."
         )
     try:
-        rows, delay = np.asarray(held[PREFIX], np.float32), int(held[DELAY])
+        rows, delay = np.asarray(held[PREFIX], np.float32), index(held[DELAY])
     except (KeyError, TypeError, ValueError) as error:
         raise MessageError(f"'{PREFIX}' must be an array [n, {dim}] and '{DELAY}' an integer; send both.") from error
     if rows.ndim != 2 or rows.shape[1] != dim or not np.isfinite(rows).all():

@@ -61,6 +61,16 @@ def post(server: Loopback, name: str, body: bytes) -> tuple[int, bytes]:
     return read
 
 
+def test_long_conversations_fit_and_longer_requests_are_named() -> None:
+    with answering({}, {"/size": lambda body: ("text/plain", str(len(body["text"])).encode())}) as server:
+        assert post(server, "/size", b'{"text": "%s"}' % (b"a" * 900_000)) == (200, b"900000")
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection.request("POST", "/size", headers={"X-Token": server.token, "Content-Length": "1100000"})
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (413, b"the request has more than 1048576 bytes")
+        connection.close()
+
+
 @pytest.mark.needs("cockpit", "openvla_oft", "tabletop")
 def test_every_request_body_gets_a_response_without_traceback(capfd) -> None:
     from embodyrl.extensions.cockpit.desk import Desk

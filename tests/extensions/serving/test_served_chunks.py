@@ -67,7 +67,7 @@ def test_clients_without_these_fields_get_chunks_without_a_previous_chunk():
         ({"rtc/prefix": np.full((3, 2), np.nan), "rtc/delay": 1}, "finite numbers"),
         ({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": 3}, "expected 0 to 2"),
         ({"rtc/prefix": np.zeros((1, 2)), "rtc/delay": 2}, "expected 0 to 1"),
-        ({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": "soon"}, "an integer"),
+        *(({"rtc/prefix": np.zeros((3, 2)), "rtc/delay": odd}, "an integer") for odd in ("soon", "2", 1.5, np.inf)),
     ],
 )
 def test_wrong_fields_are_refused(fields, said):
