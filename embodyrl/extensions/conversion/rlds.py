@@ -68,7 +68,7 @@ class RldsSource:
             self._lengths = [int(length) for length in split["shardLengths"]]
             self._shards = [folder / name for name in _shard_names(info, split, len(self._lengths))]
             name = str(info["name"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
                 f"{folder}: {INFO} or {FEATURES} is no description of an RLDS data set ({reason_of(error)}). "
                 "Fetch both again."

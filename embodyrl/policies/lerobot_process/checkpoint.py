@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
@@ -21,7 +21,7 @@ class Feature(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     type: Literal["VISUAL", "STATE", "ENV", "ACTION", "REWARD", "LANGUAGE"]
-    shape: tuple[PositiveInt, ...]
+    shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 
 
 class Checkpoint(BaseModel):

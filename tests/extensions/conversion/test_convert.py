@@ -260,6 +260,11 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
+def step_features(features: dict[str, Any]) -> dict[str, Any]:
+    steps = features["featuresDict"]["features"]["steps"]["sequence"]
+    return steps["feature"]["featuresDict"]["features"]
+
+
 SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.json", "features.json"
 
 
@@ -271,6 +276,16 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
         (lambda r: (r / INFO).unlink(), [KEYS], "dataset_info.json is missing"),
         (lambda r: (r / INFO).write_text("{"), [KEYS], "dataset_info.json cannot be read"),
         (lambda r: (r / FEATURES).write_text("{}"), [KEYS], "is no description of an RLDS data set"),
+        (
+            lambda r: edit(r / FEATURES, lambda f: f.update(featuresDict=[])),
+            [KEYS],
+            "is no description of an RLDS data",
+        ),
+        (
+            lambda r: edit(r / FEATURES, lambda f: step_features(f).update(action={"tensor": 3})),
+            [KEYS],
+            "is no description of an RLDS data set",
+        ),
         (
             lambda r: edit(r / INFO, lambda i: i["splits"][0].update(shardLengths=["2", "2"])),
             [KEYS],

@@ -89,7 +89,10 @@ def test_cameras_are_found_by_name_or_by_order(tmp_path):
     assert views(settings(tmp_path), saved, env) == (0, 1)
 
 
-@pytest.mark.parametrize("content", ["[]", "{", '{"type": "act"}'])
+_NO_SHAPE = '{"type": "act", "output_features": {"action": {"type": "ACTION", "shape": []}}}'
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"type": "act"}', _NO_SHAPE])
 def test_malformed_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (problem,) = FACTORY.validate(settings(tmp_path))
