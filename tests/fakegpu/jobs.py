@@ -128,7 +128,9 @@ def write_text(folder: Path, model: str, layers: int | None) -> None:
         header[name] = {"dtype": "BF16", "shape": list(p.shape), "data_offsets": [end, end + 2 * p.numel()]}
         end += 2 * p.numel()
     text = json.dumps(header).encode()
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(file.tell() + end)  # sparse
 
 
 def config_of(job: Job, folder: Path) -> Any:
