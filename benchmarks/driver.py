@@ -217,7 +217,9 @@ def measure(hosts: int, slots: int, rounds: int) -> Cost:
         for slot in range(slots)
     ]
     wave = Wave(queues=tuple(episodes), quota_chunks=rounds)
-    listed = EpisodeList(num_slots=slots, max_episode_steps=EPISODE, ignore_terminations=True, waves=(wave,))
+    listed = EpisodeList(
+        num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
+    )
     launcher.busy_s = 0.0
     launcher.messages = 0
     begun, started = time.thread_time(), clock()

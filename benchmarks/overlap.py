@@ -175,7 +175,9 @@ def chunks_per_second(rollouts: RolloutScheduler, straggle: str, chunks: int) ->
         )
 
     wave = Wave(queues=tuple(queue(slot) for slot in range(slots)))
-    plan = EpisodeList(num_slots=slots, max_episode_steps=EPISODE, ignore_terminations=True, waves=(wave,))
+    plan = EpisodeList(
+        num_slots=slots, max_episode_steps=EPISODE, max_chunks=EPISODE, ignore_terminations=True, waves=(wave,)
+    )
     seen: list[tuple[float, int]] = []
     ended: Counter[int] = Counter()
 
