@@ -159,7 +159,9 @@ class Arena:
     def allocate_all(self, count: int) -> npt.NDArray[np.int64]:
         """Allocate many records (see `allocate`); return their tickets [count]."""
         if count > self._num_free:
-            raise ArenaFullError(f"All {self.capacity} records of the arena are in use.")
+            raise ArenaFullError(
+                f"Cannot allocate {count} records: {self._num_free} of {self.capacity} arena records are free."
+            )
         self._num_free -= count
         # Reversed, so that tickets are in the order of single allocations.
         records = self._free[self._num_free : self._num_free + count][::-1].copy()

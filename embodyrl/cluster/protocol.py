@@ -38,7 +38,7 @@ class FaultSettings(Settings):
     start_timeout_s: Seconds = 600.0
     """Time limit for the start of a worker: imports, simulators, weights."""
     update_timeout_s: Seconds = 3600.0
-    """Time limit of an update, checkpoint or scoring pass of the actor."""
+    """Time limit of an update, a checkpoint or the log-probabilities of the actor."""
     on_env_crash: OnEnvCrash = OnEnvCrash.restart
     """Restart a crashed env worker (its running episodes restart) or killed rollout process, or stop the run."""
     max_restarts_per_worker: Index = 3
@@ -74,7 +74,7 @@ class ClusterSettings(Settings):
     min_nodes: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Minimum number of hosts: with fewer, the run saves a checkpoint, if possible, and stops."""
     silence_timeout_s: Seconds = 120.0
-    """Workers exit when their host has lost the cluster, or has had no response from its head, for this time."""
+    """Time without a connection to the cluster, or a response of its head node, after which workers exit."""
     component_placement: dict[str, str | int] = {"env": "all", "rollout": "all", "actor": "all"}
     """Nodes or hosts of each component with launcher=ray, as {env:1-3,rollout:0,actor:0}; 0: the driver's node."""
 

@@ -152,7 +152,7 @@ def _new_root(cfg: Config, command: str) -> Path:
 
 
 def _free_name(root: Path) -> Path:
-    """Create the first of `root`, `root-2`, `root-3`, ... that does not exist; runs may start in the same moment."""
+    """Create the first of `root`, `root-2`, `root-3`, ... that does not exist; safe for concurrent runs."""
     candidate, k = root, 2
     while True:
         try:

@@ -68,7 +68,7 @@ def test_ticket_of_a_reused_record_is_invalid(arena):
 def test_allocating_beyond_capacity_is_an_error(arena):
     for _ in range(3):
         arena.allocate()
-    with pytest.raises(ArenaFullError, match="All 3 records"):
+    with pytest.raises(ArenaFullError, match="1 records: 0 of 3"):
         arena.allocate()
 
 

@@ -102,7 +102,7 @@ def test_discordant_pairs_are_counted_per_side() -> None:
 
 
 @pytest.mark.needs("reporting")
-def test_evaluation_result_uses_success_once_of_its_suite() -> None:
+def test_overall_success_once_excludes_other_suites() -> None:
     from embodyrl.extensions.reporting.history import Evaluation
 
     own = [row(0, 1.0, suite="base"), row(1, 1.0, suite="base", late=False)]

@@ -256,8 +256,8 @@ def _task(cfg: ManiSkillSettings) -> Any:
     ]
     if missing:
         raise MissingDependencyError(
-            f"env.id={name}: assets {', '.join(missing)} are not below {assets.DATA_SOURCES[missing[0]].output_dir}. "
-            f"Fix: python -m mani_skill.utils.download_asset {name}"
+            f"env.id={name}: assets {', '.join(missing)} are missing from {assets.DATA_SOURCES[missing[0]].output_dir}."
+            f" Fix: python -m mani_skill.utils.download_asset {name}"
         )
     return task
 

@@ -121,7 +121,7 @@ class HumanExpert:
             while (scene := self.desk.scene) is not None and scene.remaining:
                 self._thread.join(_POLL_S)
                 if not self._thread.is_alive():
-                    raise EmbodyError("The page of the corrections has stopped. Run the same command to continue.")
+                    raise EmbodyError("The server of the correction page has stopped. Run the same command again.")
         finally:
             self._run(end)
 

@@ -157,7 +157,7 @@ def _integers(content: bytes) -> npt.NDArray[np.int64]:
     raw = np.frombuffer(content, np.uint8)
     ends = np.flatnonzero(raw < 128)
     if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise ValueError("an integer is incomplete")
+        raise ValueError("truncated varint")
     starts = np.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
     values = np.zeros(len(ends), np.uint64)
     lengths = ends - starts + 1
@@ -194,4 +194,4 @@ def _varint(message: memoryview, place: int) -> tuple[int, int]:
         value, place, shift = value | (byte & 127) << shift, place + 1, shift + 7
         if byte < 128:
             return value, place
-    raise ValueError("an integer is incomplete")
+    raise ValueError("truncated varint")

@@ -133,7 +133,7 @@ def _camera_columns(
     if data.cameras:
         if unknown := [column for column in data.cameras.values() if column not in pictures]:
             raise ConfigError(
-                f"data.cameras: {root} has no images '{unknown[0]}'. Images: {', '.join(pictures) or 'none'}."
+                f"data.cameras: {root} has no image column '{unknown[0]}'. Columns: {', '.join(pictures) or 'none'}."
             )
         return dict(data.cameras)
     prefix = image_key("")

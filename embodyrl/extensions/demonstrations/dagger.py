@@ -80,7 +80,7 @@ def dagger(cfg: Config, *, overrides: Sequence[str] = ()) -> DaggerResult:
 
 
 def _run_round(cfg: Config, expert: Expert, run: Path, data: Sequence[Path], overrides: Sequence[str]) -> None:
-    """Record the episodes of the last folder of `data`, and train on all of them."""
+    """Collect the episodes of this round in the last folder of `data`, and train on all folders."""
     named = {"seed": cfg.seed + len(data), "runner.experiment_name": f"{run.name}_acting"}
     expert.collect(overridden(cfg, {"collect.out": str(data[-1]), **named}))
     # A round in which no episode was corrected has no data.

@@ -17,7 +17,8 @@ class DemonstrationSettings(DataSettings):
     more: list[Path] = []
     """Additional folders of demonstrations of the same environment, combined with data.path."""
     action_key: str = "action"
-    """Column of the actions. This key and the next five apply only to data sets of other programs."""
+    """Column of the actions. Only for data sets that embodyrl did not record, as state_key, cameras, gripper,
+    gripper_index and image_rotation_deg."""
     state_key: str = "observation.state"
     """Column of the state."""
     cameras: dict[str, str] = {}
@@ -112,7 +113,7 @@ class DaggerSettings(Settings):
     """Config keys for DAgger."""
 
     rounds: Count = 3
-    """Number of rounds: the policy acts, an expert labels its actions, SFT runs on all labels so far."""
+    """Number of rounds: the policy acts, an expert labels the visited states, SFT runs on all labels so far."""
     expert: str = "scripted"
     """scripted: the environment's expert labels every state that the policy visits. human: a person corrects episodes
     that fail, in the browser. Or package.module:class."""

@@ -14,7 +14,7 @@ from embodyrl.types import IntArray
 
 
 def load_shown(folders: Sequence[str], policy: PolicySpec) -> Demonstrations:
-    """Load data sets of one environment with the gripper convention of the policy."""
+    """Load and join data sets of one environment; gripper actions take the policy's convention."""
     found = [resolve_asset(folder) for folder in folders]
     demos = join_demonstrations([load_demonstrations(folder) for folder in found])
     actions = demos.action.copy()

@@ -97,7 +97,7 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         return self.env.save(0)
 
     def load_state(self, state: Any) -> dict[str, Any]:
-        """Continue the same episode in a saved state, and return the observation."""
+        """Restore a saved state of the current episode, and return the observation."""
         assert isinstance(self.env, SavesState), "saved before"
         self.env.load(0, state)
         return self._look()

@@ -68,7 +68,7 @@ def _row(name: str, rate: Rate) -> dict[str, Any]:
 def _outcome(value: object) -> bool:
     """Convert a success, which tools also store as 0.0 or 1.0."""
     if value not in (0, 1):
-        raise ValueError(f"a success is {value!r} instead of true or false")
+        raise ValueError(f"success must be true or false, found {value!r}")
     return bool(value)
 
 

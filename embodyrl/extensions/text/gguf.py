@@ -56,7 +56,7 @@ def find_gguf(path: Path, named: str) -> Path | None:
         return None
     files = sorted(path.glob("**/*.gguf" if named.startswith(_PACKAGE) else "*.gguf"))
     if len(files) > 1:
-        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files; select one: {files[0]}.")
+        raise ConfigError(f"model.path={named} contains {len(files)} GGUF files. Select one: model.path={files[0]}.")
     return files[0] if files else None
 
 

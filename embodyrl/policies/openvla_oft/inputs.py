@@ -185,7 +185,7 @@ class PromptEncoder:
         self.width = max((len(self.encode(task)) for task in tasks), default=0)
 
     def _encode(self, instruction: str) -> tuple[int, ...]:
-        """Return token ids of one instruction, from BOS to the empty token of the space after `Out:`."""
+        """Return the prompt token ids of one instruction: BOS, the prompt, and the `▁` token after `Out:`."""
         text = TEMPLATE.format(instruction=instruction.lower())
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         tail = [] if ids[-1] == self.empty_token_id else [self.empty_token_id]

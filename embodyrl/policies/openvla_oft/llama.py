@@ -84,7 +84,7 @@ class _Adapted(torch.autograd.Function):
 
 
 def _scaled(a: Tensor, b: Tensor, scale: float, onto: Tensor | None = None) -> Tensor:
-    """Add scale a b to `onto`, in one matrix product."""
+    """Return `onto + scale * a @ b` in one matrix product; without `onto`, only the product."""
     if onto is None:
         return (a @ b) if scale == 1.0 else torch.addmm(a.new_empty(()), a, b, beta=0, alpha=scale)
     return torch.addmm(onto, a, b, alpha=scale)

@@ -371,7 +371,7 @@ def test_task_errors_are_reported():
 
 def test_task_errors_are_reported_before_workers_start(tmp_path, monkeypatch):
     monkeypatch.setenv("MS_ASSET_DIR", str(tmp_path))
-    with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are not below"):
+    with pytest.raises(MissingDependencyError, match=r"assets bridge_v2_real2sim are missing from"):
         FACTORY.spec(config("PutCarrotOnPlateInScene-v1"), EnvContext())
     assert list(tmp_path.rglob("*")) == [], "no half-made folder"
     with pytest.raises(MissingDependencyError, match="files of its robot are missing"):

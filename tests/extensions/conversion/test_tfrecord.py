@@ -32,7 +32,7 @@ def test_checksum_has_the_values_of_rfc_3720() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 63, 64, 65, 1023, 1024, 1025, 5000])
-def test_checksum_of_any_length_equals_its_definition(length: int) -> None:
+def test_crc32c_matches_a_bytewise_reference(length: int) -> None:
     data = np.random.default_rng(length).bytes(length)
     assert crc32c(data) == bytewise(data)
 
@@ -47,7 +47,7 @@ def test_features_of_tensorflow_are_parsed() -> None:
     assert two["episode_metadata/file_path"] == [b"demo_1.hdf5"]
 
 
-def test_records_before_the_first_one_are_skipped() -> None:
+def test_reading_starts_at_the_given_record() -> None:
     every = list(read_records(SHARD))
     assert list(read_records(SHARD, 1)) == every[1:]
     assert list(read_records(SHARD, 2)) == []

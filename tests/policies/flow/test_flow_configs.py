@@ -91,7 +91,7 @@ def test_other_architectures_and_damaged_files_are_refused(config, match, read):
         read(config)
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_missing_config_file_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="missing or malformed"):
         read_spec(tmp_path)
 

@@ -122,7 +122,7 @@ def test_constant_dimensions_have_no_logprob(form, way, tmp_path):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_greedy_chunks_match_the_public_preprocessing(form, tmp_path):
+def test_greedy_chunks_match_public_preprocessing_and_euler_steps(form, tmp_path):
     """Rotated, padded images with a black, masked third camera; statistics; prompt; Euler steps."""
     policy, obs = build(form, folder_of(form, tmp_path)), observe(3)
     fit = pad_left_top if form == "smolvla" else pad_centred

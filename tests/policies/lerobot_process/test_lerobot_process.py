@@ -65,7 +65,7 @@ def test_spec_is_read_from_config_json(tmp_path):
         (("front",), {}, table("front", state_dim=5), "env 'table' has 5"),
     ],
 )
-def test_mismatches_are_refused(tmp_path, cameras, keys, env, fix):
+def test_mismatched_cameras_chunks_and_state_sizes_are_refused(tmp_path, cameras, keys, env, fix):
     with pytest.raises(ConfigError, match=fix):
         FACTORY.spec(settings(write_config(tmp_path, *cameras), **keys), env, 0)
 

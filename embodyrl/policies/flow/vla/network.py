@@ -241,12 +241,12 @@ class VlaReader:
         )
 
     def to_actions(self, x: FloatArray, obs: Observation) -> FloatArray:
-        """Return actions [B, K, A] of rows [B, K, D]."""
+        """Convert flow outputs [B, K, D] to environment actions [B, K, A]."""
         actions = self._units.actions.unnormalise(x[..., : self._env.action.dim])
         return from_deltas(actions, obs.state, self._cfg.delta_dims)
 
     def from_actions(self, actions: FloatArray, obs: Observation) -> FloatArray:
-        """Return rows [B, H, D] of actions [B, H, A], padded with zeros."""
+        """Convert environment actions [B, H, A] to flow targets [B, H, D], padded with zeros."""
         relative = to_deltas(actions, obs.state, self._cfg.delta_dims)
         return pad_dims(self._units.actions.normalise(relative), self._spec.action_dim)
 
