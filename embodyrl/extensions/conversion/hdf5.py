@@ -87,11 +87,11 @@ class Hdf5Source:
             path, name = self._episodes[number]
             where = f"{path}, data/{name}"
             with _opened(path, name) as file:
-                demo, arrays = _group(file["data"], name), {}
+                demo, arrays = _group(_group(file, "data"), name), {}
                 for column in columns:
                     if column not in demo:
                         raise EmbodyError(f"{where} has no {column}. Fetch this file again.")
-                    if not _is_array(demo[column]):
+                    if not _is_array(_member(demo, column)):
                         raise EmbodyError(f"{where}: {column} is no array of numbers by step. Fetch this file again.")
                     arrays[column] = demo[column][()]
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
@@ -115,10 +115,24 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
 
 def _group(parent: Any, name: str) -> Any:
     """Return a group of a group; raises ValueError."""
-    found = parent[name]
+    found = _member(parent, name)
     if not hasattr(found, "keys"):
         raise ValueError(f"{found.name} is no group")
     return found
+
+
+def _member(parent: Any, name: str) -> Any:
+    """Return a member stored in this file; raises ValueError, since a link or external data may name any other file."""
+    import h5py
+
+    item = parent
+    for part in name.split("/"):
+        if not isinstance(item.get(part, getlink=True), h5py.HardLink):
+            raise ValueError(f"{parent.name}/{name} is missing, or a link")
+        item = item[part]
+    if isinstance(item, h5py.Dataset) and (item.external or item.is_virtual):
+        raise ValueError(f"the data of {item.name} are in another file")
+    return item
 
 
 def _is_array(item: Any) -> bool:
@@ -128,7 +142,7 @@ def _is_array(item: Any) -> bool:
 
 def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
     """Yield the arrays of an episode whose first dimension is the step."""
-    actions, found = demo["actions"], {}
+    actions, found = _member(demo, "actions"), {}
     if not _is_array(actions):
         raise ValueError(f"{actions.name} is no array of numbers by step")
     demo.visititems(lambda name, item: found.update({name: item}) if _is_array(item) else None)

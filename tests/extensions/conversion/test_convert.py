@@ -190,6 +190,19 @@ def delete(name: str) -> Callable[[Any], None]:
     return lambda demo: demo.__delitem__(name)
 
 
+def link_outside(demo: Any) -> None:
+    """Replace the rewards by those of another file."""
+    h5py = pytest.importorskip("h5py")
+    del demo["rewards"]
+    demo["rewards"] = h5py.ExternalLink("/etc/other.hdf5", "rewards")
+
+
+def store_outside(demo: Any) -> None:
+    """Replace the states by bytes of another file."""
+    del demo["obs/ee_states"]
+    demo.create_dataset("obs/ee_states", (5, 6), "f8", external=[("/etc/passwd", 0, 240)])
+
+
 def replace(name: str, values: Any) -> Callable[[Any], None]:
     return lambda group: (delete(name)(group), group.__setitem__(name, values))[1]
 
@@ -203,6 +216,8 @@ def replace(name: str, values: Any) -> Callable[[Any], None]:
         ("demo_1", shorten, "data/demo_1: its columns differ in length"),
         ("demo_1", lambda demo: demo["actions"].__setitem__((0, 6), 0.4), "action -1 in .*demo_1 is in 0.4..1"),
         ("demo_1", lambda demo: demo["obs/ee_states"].__setitem__((2, 3), np.inf), "observation.state of step 2"),
+        ("demo_1", link_outside, "data/demo_1/rewards is missing, or a link"),
+        ("demo_1", store_outside, "the data of /data/demo_1/obs/ee_states are in another file"),
         ("demo_1", replace("rewards", 1.0), "data/demo_1: rewards is no array of numbers by step"),
         ("demo_1", replace("rewards", [b"one"] * 5), "data/demo_1: rewards is no array of numbers by step"),
         ("demo_0", replace("actions", 1.0), "/data/demo_0/actions is no array of numbers by step"),
