@@ -165,10 +165,12 @@ class InlineLauncher:
         return owning(self._owner) if simulates else nullcontext()
 
     def _died(self, name: str, error: BaseException) -> None:
-        told = describe_failure(error)
+        failure = describe_failure(error)
         raised = not isinstance(error, Abandoned)
-        reason = f"raised {told.error}" if raised else str(error)
-        died = WorkerDied(reason=reason, log="", traceback=told.traceback, exit_code=told.exit_code, raised=raised)
+        reason = f"raised {failure.error}" if raised else str(error)
+        died = WorkerDied(
+            reason=reason, log="", traceback=failure.traceback, exit_code=failure.exit_code, raised=raised
+        )
         self._events.append(Event(worker=name, message=died))
 
     def stop(self, *, grace_s: float = 10.0) -> None:

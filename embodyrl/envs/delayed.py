@@ -111,7 +111,7 @@ class _Running:
     """Number of executed chunks."""
     begin: int = 0
     """First action of the next chunk that is executed."""
-    told: int = 0
+    reported: int = 0
     """Delay that the policy observes."""
     left: FloatArray | None = None
     """[overlap, A] actions of the last chunk after the observation."""
@@ -158,11 +158,11 @@ class DelayedEnv:
         groups: dict[tuple[int, int], list[int]] = {}
         for row, slot in enumerate(slots):
             episode = self._running[slot]
-            delay, told = self._timing.delays(episode.start.seed, episode.start.reset_id, episode.chunks + 1)
+            delay, reported = self._timing.delays(episode.start.seed, episode.start.reset_id, episode.chunks + 1)
             # A policy that observes a longer delay predicts only the actions after it.
-            following = max(delay, told) if self._timing.observed else delay
+            following = max(delay, reported) if self._timing.observed else delay
             groups.setdefault((episode.begin, following), []).append(row)
-            episode.chunks, episode.begin, episode.told = episode.chunks + 1, following, told
+            episode.chunks, episode.begin, episode.reported = episode.chunks + 1, following, reported
             episode.left = actions[row, period:].copy()
         for (begin, following), rows in groups.items():
             running = self._run(result, rows, slots, actions, slice(begin, period), after_step)
@@ -219,7 +219,7 @@ class DelayedEnv:
                 episode = self._running[slot]
                 left = np.zeros(0, np.float32) if episode.left is None else episode.left.ravel()
                 state[row, own:] = 0.0
-                state[row, own : own + 2] = episode.told, 0 if episode.left is None else len(episode.left)
+                state[row, own : own + 2] = episode.reported, 0 if episode.left is None else len(episode.left)
                 state[row, own + 2 : own + 2 + len(left)] = left
 
     def instruction(self, slot: int) -> str:

@@ -125,12 +125,12 @@ def test_random_delays_depend_on_the_episode_and_the_observed_delay_is_their_max
     timing = Timing(low=0, high=3, overlap=4, observed=True)
     pairs = [timing.delays(5, 1, number) for number in range(40)]
     assert pairs == [timing.delays(5, 1, number) for number in range(40)]
-    drawn, told = zip(*pairs, strict=True)
+    drawn, reported = zip(*pairs, strict=True)
     assert set(drawn[1:]) == {0, 1, 2, 3}
     assert drawn[0] == 0
-    assert told[1] == 3, "before the first measured delay: the largest"
+    assert reported[1] == 3, "before the first measured delay: the largest"
     for number in range(2, 40):
-        assert told[number] == max(drawn[max(1, number - 10) : number])
+        assert reported[number] == max(drawn[max(1, number - 10) : number])
     assert drawn != tuple(timing.delays(6, 1, number)[0] for number in range(40))
 
 

@@ -9,13 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from embodyrl.cluster.supervisor import StopRequest
 from embodyrl.errors import EmbodyError
 from embodyrl.extensions.chat.replies import Completion, Served
 from embodyrl.extensions.chat.requests import ApiError, ChatRequest
+from embodyrl.extensions.pages.limited import LimitedServer
 from embodyrl.extensions.serving.server import PolicyThread
 from embodyrl.policies.causal_lm.stream import Piece
 from embodyrl.policies.remote.settings import ServeSettings
@@ -31,7 +32,7 @@ _POLL_S = 0.5
 _CHAT = "/v1/chat/completions"
 
 
-class ChatServer(ThreadingHTTPServer):
+class ChatServer(LimitedServer):
     """Threads read requests; one thread generates, one token at a time in turn for each open request."""
 
     daemon_threads = True
@@ -46,10 +47,9 @@ class ChatServer(ThreadingHTTPServer):
         self.served, self.cfg, self.say = served, cfg, say
         self.thread = PolicyThread()
         self.places = threading.BoundedSemaphore(cfg.max_clients)
-        self._connections = threading.BoundedSemaphore(_CONNECTIONS * cfg.max_clients)
         self.address_family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
         try:
-            super().__init__((cfg.host, cfg.port), _Handler)
+            super().__init__((cfg.host, cfg.port), _Handler, _CONNECTIONS * cfg.max_clients)
         except OSError as error:
             raise EmbodyError(
                 f"Cannot listen at {cfg.host}:{cfg.port}: {error.strerror or error}. Fix: another serve.port (0: "
@@ -73,20 +73,6 @@ class ChatServer(ThreadingHTTPServer):
                     never.wait(_POLL_S)
             finally:
                 self.shutdown()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, unless the limit is reached."""
-        if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
 
     def server_close(self) -> None:
         """Close the socket without waiting for replies, which end with the process."""

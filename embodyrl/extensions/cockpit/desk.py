@@ -59,16 +59,16 @@ class Desk:
         """Return the number of the client's last request, and the constants of the scene."""
         client, scene = _client(body), self.scene
         known = self._clients.get(client)
-        told: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
+        content: dict[str, Any] = {"name": self.name, "seq": known.seq if known else 0}
         if scene is not None:
-            told |= {
+            content |= {
                 "tasks": scene.env.layout.tasks,
                 "controls": [asdict(control) for control in scene.controls],
                 "rewinds": scene.rewinds,
                 "recorded": scene.is_recorded,
                 "speaks": not scene.is_recorded and scene.env.layout.text.instructed,
             }
-        return self._answer(client, told, image=True)
+        return self._answer(client, content, image=True)
 
     def view(self, body: dict[str, Any]) -> Answer:
         """Return the state, with the image if it is newer than `after`."""
@@ -103,14 +103,14 @@ class Desk:
             self._clients.popitem(last=False)
         return client.answer
 
-    def _answer(self, client: str, told: dict[str, Any], *, image: bool) -> Answer:
+    def _answer(self, client: str, content: dict[str, Any], *, image: bool) -> Answer:
         """Return the state as JSON behind its length (4 bytes, big-endian), and the image."""
         scene = self.scene
-        told |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
-        told["live"] = scene is not None
+        content |= {"note": self.note, "drives": client == self._driver, "free": not self._driver}
+        content["live"] = scene is not None
         if scene is not None:
-            told |= {"moment": scene.moment, **scene.state()}
-        text = json.dumps(told).encode()
+            content |= {"moment": scene.moment, **scene.state()}
+        text = json.dumps(content).encode()
         picture = scene.picture if scene is not None and image else b""
         return "application/octet-stream", len(text).to_bytes(4, "big") + text + picture
 

@@ -81,8 +81,8 @@ class Scene:
         self._reset()
 
     def _reset(self) -> None:
-        self._seen, told = self.env.reset(seed=self._episodes, options=self._options)
-        self.start: dict[str, int] = told
+        self._seen, info = self.env.reset(seed=self._episodes, options=self._options)
+        self.start: dict[str, int] = info
         self._last = neutral_action(self.env.layout.action)
         self._plan.clear()
         self._steps = []

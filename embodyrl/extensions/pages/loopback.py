@@ -9,13 +9,14 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import Future, wait
+from http.server import BaseHTTPRequestHandler
 from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from embodyrl.errors import ConfigError, EmbodyError
+from embodyrl.extensions.pages.limited import LimitedServer
 
 Answer = tuple[str, bytes]
 """Content type and body."""
@@ -30,7 +31,7 @@ _SIGNALS_S = 0.5
 """Maximum wait in one system call: a signal just before the call does not interrupt the call."""
 
 
-class Loopback(ThreadingHTTPServer):
+class Loopback(LimitedServer):
     """HTTP server: threads read the requests; the thread that calls `answer_forever` answers them in order.
 
     OpenGL windows belong to one thread, and environments allow one call at a time.
@@ -51,9 +52,8 @@ class Loopback(ThreadingHTTPServer):
         self.gets, self.posts, self.token = gets, posts, secrets.token_urlsafe(16)
         self._stopped = False
         self._calls: SimpleQueue[tuple[Future[Answer], Callable[[], Answer]]] = SimpleQueue()
-        self._places = threading.BoundedSemaphore(_MOST_CLIENTS)
         try:
-            super().__init__(("127.0.0.1", port), _Handler)
+            super().__init__(("127.0.0.1", port), _Handler, _MOST_CLIENTS)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"--port {port}: {error}. Fix: use another --port, or 0 for any free port.") from error
 
@@ -86,6 +86,7 @@ class Loopback(ThreadingHTTPServer):
                 except Exception as error:
                     future.set_exception(error)
         finally:
+            self._stopped = True
             self.shutdown()
 
     def stop(self) -> None:
@@ -93,24 +94,17 @@ class Loopback(ThreadingHTTPServer):
         self._stopped = True
 
     def call(self, act: Callable[[], Answer]) -> Answer:
-        """Run a function in the answering thread; raise its exceptions."""
+        """Run a function in the answering thread; raise its exceptions.
+
+        Raises:
+            EmbodyError: the server has stopped before the function ran.
+        """
         future: Future[Answer] = Future()
         self._calls.put((future, act))
+        while not wait([future], _SIGNALS_S).done:
+            if self._stopped:
+                raise EmbodyError("The server of the page has stopped. Run the same command again.")
         return future.result()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for a connection, unless the limit is reached."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Handle one connection."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore browsers that disconnect before the response."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 import embodyrl
+from embodyrl.errors import EmbodyError
 from embodyrl.extensions.pages import loopback
 from embodyrl.extensions.pages.loopback import Answer, Loopback
 
@@ -37,6 +38,10 @@ def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
 
     server = Loopback(0, gets, posts)
 
+    def stop() -> None:
+        with suppress(EmbodyError):
+            server.call(end)
+
     def answer() -> None:
         with suppress(KeyboardInterrupt):
             server.answer_forever()
@@ -46,8 +51,7 @@ def answering(gets: dict, posts: dict) -> Iterator[Loopback]:
     try:
         yield server
     finally:
-        with suppress(http.client.HTTPException, OSError):
-            threading.Thread(target=server.call, args=(end,), daemon=True).start()
+        threading.Thread(target=stop, daemon=True).start()
         thread.join()
         server.server_close()
 
@@ -139,6 +143,13 @@ def test_slow_request_is_aborted(monkeypatch) -> None:
                 client.recv(1)  # an answer, or the end
                 return
         raise AssertionError("still connected")
+
+
+def test_call_of_a_stopped_server_is_an_error() -> None:
+    with answering({}, {}) as server:
+        assert server.call(lambda: ("text/plain", b"done")) == ("text/plain", b"done")
+    with pytest.raises(EmbodyError, match="has stopped"):
+        server.call(lambda: ("text/plain", b"done"))
 
 
 def test_clients_beyond_the_limit_are_disconnected(monkeypatch) -> None:
