@@ -20,6 +20,8 @@ _PLAIN = (
 """Keys whose text is never a path or an address."""
 _PROGRAMS = ("env.id",)
 """Keys whose repositories of the hub (owner/name@revision) are programs."""
+_STARTED = ("model.python",)
+"""Keys whose value is the path of a program that a run starts."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
 """Moved modules: the name in stored runs of version 0.1, and the current name."""
 
@@ -43,8 +45,7 @@ def distrusted(saved: Mapping[str, Any], typed: Mapping[str, Any], file: Path) -
         for key, value in saved.items()
         if key not in typed and not any(key == name or key.startswith(f"{name}.") for name in _PLAIN)
         for text in (key, *_texts(value))
-        if (_may_execute_code_or_connect(text) or (key in _PROGRAMS and HUB_NAME.fullmatch(text) and "@" in text))
-        and not _is_known(text)
+        if _names_program(key, value, text) or (_may_execute_code_or_connect(text) and not _is_known(text))
     ]
 
 
@@ -59,6 +60,11 @@ def trust_words(cfg: Settings, beside: Mapping[str, Any] | None = None) -> list[
     `trust=true` is needed if its config, or the values in `beside`, name code.
     """
     return [TRUST] if distrusted({**dict(leaves(cfg)), **(beside or {})}, {}, Path()) else []
+
+
+def _names_program(key: str, value: Any, text: str) -> bool:
+    is_program = key in _PROGRAMS and HUB_NAME.fullmatch(text) is not None and "@" in text
+    return is_program or (key in _STARTED and text == value)
 
 
 def _may_execute_code_or_connect(text: str) -> bool:

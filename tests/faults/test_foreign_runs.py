@@ -33,6 +33,7 @@ DOORS = {
     "model.model_type": "payload:PART",
     "algorithm.adv_type": "payload:PART",
     "algorithm.loss_type": "payload:PART",
+    "model.python": "./theirs/python",
     "launcher.name": "payload:PART",
     "runner.logger.backends": ["console", "payload:PART"],
     "env.id": "payload:Thing-v0",

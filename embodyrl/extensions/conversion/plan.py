@@ -29,6 +29,8 @@ class Plan:
     """Without tasks, which are known at the end."""
     episodes: int
     kind: str
+    assumes_fps: bool
+    """Neither the settings nor the source contain the frame rate."""
 
     def columns_of(self, target: str) -> list[str]:
         """Return the columns of a target, in order."""
@@ -39,12 +41,13 @@ class Plan:
         env = self.card.env
         (height, width), images = env.cameras.size, "mp4" if self.card.video else "png"
         cameras = ", ".join(f"{name} ({self.columns_of(CAMERA + name)[0]})" for name in env.cameras.names)
+        rate = " (assumed; set data.fps)" if self.assumes_fps else ""
         named = {target: " + ".join(self.columns_of(target)) or "none" for target in Target}
         return [
             ("source", f"{source}: {self.kind}, {self.episodes} episodes of {env.name}"),
             ("cameras", f"{cameras} {height}x{width} {images}" if env.cameras.names else "none"),
             ("state", f"{named[Target.state]}: {env.state_dim} numbers"),
-            ("action", f"{named[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz"),
+            ("action", f"{named[Target.action]}: {env.action.dim} numbers at {self.card.fps:g} Hz{rate}"),
             ("as stored", f"{gripper_text(env.action.gripper)} · image_rotation_deg {env.cameras.rotation_deg}"),
             ("output", str(out)),
         ]
@@ -76,7 +79,13 @@ def plan_conversion(described: Description, data: ConversionSettings, origin: st
         video=data.images is FrameFormat.mp4 and bool(env.cameras.names),
         collected=collected | {"skip_nonfinite": data.skip_nonfinite},
     )
-    return Plan(keys=keys, card=card, episodes=described.episodes, kind=described.kind)
+    return Plan(
+        keys=keys,
+        card=card,
+        episodes=described.episodes,
+        kind=described.kind,
+        assumes_fps=not (data.fps or described.fps),
+    )
 
 
 def _columns(described: Description, data: ConversionSettings) -> dict[str, str]:

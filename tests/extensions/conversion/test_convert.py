@@ -94,9 +94,12 @@ def test_libero_demonstrations_become_a_dataset(tmp_path: Path, images: str, cap
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_rlds_of_tensorflow_datasets_becomes_a_dataset(tmp_path: Path) -> None:
+def test_rlds_of_tensorflow_datasets_becomes_a_dataset(tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "out"
+    assert convert(RLDS, tmp_path / "assumed", KEYS) == 0
+    assert "at 20 Hz (assumed; set data.fps)" in " ".join(capsys.readouterr().out.split())
     assert convert(RLDS, out, KEYS, "data.fps=5") == 0
+    assert "assumed" not in capsys.readouterr().out.replace(str(tmp_path), "")
     assert check_layout(out) == []
     card, demos = read_card(out), load_demonstrations(out)
     assert (card.env.name, card.env.tasks, card.fps) == ("tiny_arm", TEXTS, 5)
