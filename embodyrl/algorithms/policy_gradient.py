@@ -296,8 +296,8 @@ class Algorithm:
         if wrong := [name for name, shape in shapes.items() if shape != tuple(units.logprob.shape)]:
             raise ConfigError(
                 f"algorithm.loss_type={self.settings.loss_type}: LossTerms.{wrong[0]} has shape {shapes[wrong[0]]}, "
-                f"expected {tuple(units.logprob.shape)}, one number per unit. Return it without a mean or sum: "
-                "algorithm.loss_agg_func aggregates the units."
+                f"expected {tuple(units.logprob.shape)}, one number per unit. Return one value per unit, "
+                f"without a mean or sum: algorithm.loss_agg_func aggregates the units."
             )
         return terms
 

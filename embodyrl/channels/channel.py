@@ -67,7 +67,7 @@ class PipeChannel:
         ready = self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
         self._poll.modify(descriptor, select.POLLIN)
         if not ready:
-            raise ChannelTimeout(f"The other end of the channel read nothing for {timeout_s:g} s.")
+            raise ChannelTimeout(f"The receiver did not read from the channel for {timeout_s:g} s.")
         if ready[0][1] & reads:
             self._read()
 
@@ -80,7 +80,7 @@ class PipeChannel:
         """
         while not self.arrived:
             if not self._poll.poll(timeout_s * 1000):
-                raise ChannelTimeout(f"Nothing arrived on the channel within {timeout_s:g} s.")
+                raise ChannelTimeout(f"No message arrived on the channel within {timeout_s:g} s.")
             try:
                 self._read()
             except (EOFError, ConnectionResetError, BrokenPipeError) as error:

@@ -68,7 +68,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{folder}: no such checkpoint folder; `embodyrl ckpt ls RUN` lists checkpoints.")
     if path.is_symlink() or not path.is_file():
         raise CheckpointError(
-            f"{folder}: {MANIFEST_NAME} is missing: an incomplete or foreign checkpoint; use another checkpoint."
+            f"{folder}: {MANIFEST_NAME} is missing: the folder is incomplete or not an embodyrl checkpoint; use "
+            f"another checkpoint."
         )
     try:
         body = read_json(path)

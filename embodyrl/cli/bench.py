@@ -16,7 +16,9 @@ def bench(args: argparse.Namespace) -> NoReturn:
     folder = Path(embodyrl.__file__).parents[1] / "benchmarks"
     found = {file.stem: file for file in sorted(folder.glob("[a-z]*.py"))}
     if not found:
-        raise ConfigError(f"no benchmarks in {folder}. The installed package contains none; use a source checkout.")
+        raise ConfigError(
+            f"{folder} contains no benchmarks. The installed package has no benchmarks; use a source checkout."
+        )
     if not args.words or args.words[0] not in found:
         hint = closest(args.words[0], found) if args.words else ""
         raise ConfigError(

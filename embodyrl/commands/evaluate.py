@@ -62,7 +62,9 @@ def evaluate(cfg: Config, *, overrides: Sequence[str] = (), resume: Path | None 
     weights = first_weights(cfg, run_plan.env)
     step = step_of(weights)
     if resume is not None and not (resume / "eval" / f"step_{step:06d}").is_dir():
-        raise ConfigError(f"{resume}: no evaluation of step {step} started there; ckpt={cfg.ckpt} has another step.")
+        raise ConfigError(
+            f"{resume}: this run has no evaluation of step {step} to resume, which is the step of ckpt={cfg.ckpt}."
+        )
     with closing(open_run(cfg, "eval", overrides, resume)) as folder, closing(screen_only(cfg)) as monitor:
         lines = [
             *facts(run_plan),

@@ -52,7 +52,7 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
     if cfg.chunk_overlap:
         raise ConfigError(
             "runner.keep_episodes stores one observation per env step, but with env.control.latency_steps or "
-            "rollout.chunk_overlap actions follow older observations. Remove one of the keys."
+            "rollout.chunk_overlap actions are computed from older observations. Remove one of the keys."
         )
     if cfg.trains and cfg.model.num_action_chunks > 1:
         raise ConfigError(

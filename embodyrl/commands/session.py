@@ -250,7 +250,7 @@ class Session:
         while not futures.wait([saving], 1.0).done:
             if clock.now() > limit:
                 raise CheckpointError(
-                    f"{self._store.root}: a checkpoint was not written to disk after {limit:g} s "
+                    f"{self._store.root}: a checkpoint was not written to disk within {limit:g} s "
                     "(faults.update_timeout_s). Check the file system."
                 )
         saving.result()

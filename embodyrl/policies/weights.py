@@ -14,7 +14,7 @@ _SURPLUS = (
     "config.json and the weights do not belong together, or adapters are not merged; take both from one repository."
 )
 _MISSING = (
-    "The checkpoint is incomplete, or of another model; fetch all its shards. Missing weights are never randomized."
+    "The checkpoint is incomplete, or of another model; download all its shards. Missing weights are never randomized."
 )
 _MISFIT = "config.json does not belong to these weights; take both from one repository."
 

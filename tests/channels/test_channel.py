@@ -38,7 +38,7 @@ def test_timeout_and_closed_channel_raise_their_own_errors(ends):
 def test_sending_to_a_full_pipe_times_out(ends):
     a, b = ends
     a.put(b"x" * 2**13, timeout_s=0.01)
-    with pytest.raises(ChannelTimeout, match=r"read nothing for 0.01 s"):
+    with pytest.raises(ChannelTimeout, match=r"did not read from the channel for 0.01 s"):
         a.put(b"x" * 2**22, timeout_s=0.01)
     assert b.get(1.0) == b"x" * 2**13
 

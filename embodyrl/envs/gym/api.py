@@ -86,7 +86,7 @@ def reset_env(env_id: str, env: Any, **options: Any) -> tuple[Any, dict[str, Any
         # Raised deep inside, it is a bug of the environment and not of our call.
         if "unexpected keyword argument 'seed'" not in str(error) or len(traceback.extract_tb(error.__traceback__)) > 8:
             raise
-        raise EnvError(f"env '{env_id}': reset takes no seed. {_OLD}") from error
+        raise EnvError(f"env '{env_id}': reset does not accept a seed. {_OLD}") from error
     if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], dict):
         pair = isinstance(result, tuple) and len(result) == 2
         cure = "Fix: return info={} if there is no information." if pair else _OLD
@@ -157,8 +157,8 @@ def flags(env_id: str, name: str, values: Any, count: int) -> BoolArray:
         return np.broadcast_to(found, count).astype(np.bool_)
     shown = found.reshape(-1).tolist()[0] if found.size == 1 else values
     raise EnvError(
-        f"env '{env_id}': step returned {shown!r:.80} for {name}, expected True or False. Fix: return one bool, for "
-        "example share > 0.95."
+        f"env '{env_id}': step returned {shown!r:.80} for {name}, expected True or False. Fix: return one bool, "
+        f"for example bool(distance < 0.05)."
     )
 
 

@@ -80,7 +80,7 @@ def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tup
     if isinstance(env, VectorEnv) and env.num_envs != num_envs:
         raise ConfigError(
             f"env.id={env_id} is a vector environment of {env.num_envs} environments instead of {num_envs} "
-            "(num_envs). Fix: build num_envs environments of one kind; every slot must support every episode."
+            "(num_envs). Fix: build num_envs identical environments; every slot must be able to run every episode."
         )
     return env, suites
 
@@ -106,7 +106,9 @@ def _choose_suite(cfg: GymSettings, made: Any) -> tuple[Any, tuple[str, ...]]:
     names = tuple(found)
     matching = [name for name in names if cfg.suite in (None, name, name.partition("/")[0])]
     if not matching:
-        raise ConfigError(f"env.suite={cfg.suite} is not in env.id={cfg.id}: {', '.join(names) or 'empty'}.")
+        raise ConfigError(
+            f"env.id={cfg.id} has no suite '{cfg.suite}' (env.suite). Suites: {', '.join(names) or 'empty'}."
+        )
     chosen = found.pop(matching[0])
     for other in found.values():
         if other is not chosen and hasattr(other, "close"):

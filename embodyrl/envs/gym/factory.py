@@ -80,7 +80,8 @@ class GymFactory(SimFactory[GymSettings]):
             return call_isolated(f"{__name__}:describe_alone", cfg, context.pictures, kind=EnvSpec, timeout_s=_BUILD_S)
         except NoAnswerError as error:
             raise EnvError(
-                f"env.id={cfg.id}: a process that builds, resets and steps it once failed: {error}. Fix the "
+                f"env.id={cfg.id}: the test process, which builds, resets and steps the environment once, "
+                f"failed: {error}. Fix the "
                 "environment; --traceback shows the log of the process."
             ) from error
 

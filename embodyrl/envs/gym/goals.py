@@ -54,7 +54,7 @@ class GymGoals:
             ends = None if self._terminated is None else self._terminated(*goals).astype(np.bool_)
         except Exception as error:
             raise EnvError(
-                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} of other goals raised {line(error)}. "
+                f"env '{self._env_id}': {_REWARD} or {_TERMINATED} for a relabelled goal raised {line(error)}. "
                 "Both receive an empty info. Fix: compute the reward without info, or set algorithm.hindsight_goals=0."
             ) from error
         if not np.isfinite(reward).all():

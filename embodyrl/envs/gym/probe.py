@@ -198,8 +198,9 @@ def _try_out_vector(cfg: GymSettings, env: Any) -> dict[str, Any]:
     if problem:
         raise ConfigError(
             f"env.id={env_id} is a vector environment that resets all environments together, "
-            f"so slots cannot restart alone: {problem}. Fix: let reset accept a list of seeds and a reset mask, like "
-            "SyncVectorEnv does, or name the single environment (env.id=CartPole-v1): each slot gets one."
+            f"so slots cannot be reset individually: {problem}. Fix: let reset accept a list of seeds and a "
+            f"reset mask, as SyncVectorEnv does, or set env.id to the single environment (env.id=CartPole-v1), "
+            f"which is built once per slot."
         )
     keys, info = success_key(cfg), result[4]
     space = env.single_observation_space

@@ -84,8 +84,8 @@ def instruction_of(
         there = ", ".join([*(name for name, _ in texts), *map(str, info)]) or "none"
         what = f"is {found[0]!r:.60}, which is not a string" if found else "does not exist"
         raise EnvError(
-            f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Texts of the observation and keys of "
-            f"info after reset: {there}. Use one of them, or set env.instruction."
+            f"env '{cfg.id}': env.instruction_key={cfg.instruction_key} {what}. Text observations and info keys "
+            f"after reset: {there}. Set one of these keys, or env.instruction."
         )
     if texts:
         ranks = {name: rank for rank, name in enumerate(_INSTRUCTION)}

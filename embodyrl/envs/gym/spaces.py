@@ -114,7 +114,7 @@ class ObservationWriter:
             return self._fitting(path, value, leaf).astype(leaf.dtype, copy=False).ravel()
         if not leaf.contains(value):
             raise EnvError(
-                f"env '{self._env_id}' observed category {value} in '{spell(path)}', expected one of {leaf}."
+                f"env '{self._env_id}' returned category {value} in '{spell(path)}', expected one of {leaf}."
             )
         return np.asarray(spaces.flatten(leaf, value), np.float32)
 
@@ -123,14 +123,14 @@ class ObservationWriter:
         whole = leaf.dtype is not None and leaf.dtype.kind in "biu"
         if array.shape != shape:
             raise EnvError(
-                f"env '{self._env_id}' observed shape {array.shape} in '{spell(path)}', but its observation space "
+                f"env '{self._env_id}' returned shape {array.shape} in '{spell(path)}', but its observation space "
                 f"declares {shape}."
             )
         if array.dtype.kind not in "biuf":
-            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected real numbers.")
+            raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected real numbers.")
         if whole and array.dtype.kind == "f" and not np.isfinite(array).all():
             # An integer conversion would hide NaN and infinity.
-            raise EnvError(f"env '{self._env_id}' observed {value!r:.80} in '{spell(path)}', expected finite numbers.")
+            raise EnvError(f"env '{self._env_id}' returned {value!r:.80} in '{spell(path)}', expected finite numbers.")
         return array
 
 
@@ -188,7 +188,9 @@ def native_actions(env_id: str, space: Space[Any]) -> Callable[[FloatArray], Any
     sizes, starts = categories
 
     def refuse(ids: list[int]) -> NoReturn:
-        raise EnvError(f"env '{env_id}' received action {ids}, expected ids from 0 below {sizes.tolist()}.")
+        raise EnvError(
+            f"env '{env_id}' received action {ids}, but ids start at 0 and the numbers of actions are {sizes.tolist()}."
+        )
 
     # Actions are stored as float32, categories too.
     def several(action: FloatArray) -> Any:

@@ -82,8 +82,8 @@ def fetch_physx() -> None:
     done = run_isolated(FETCH_PHYSX, timeout_s=_FETCH_S)
     if done.code != 0:
         raise MissingDependencyError(
-            f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {done.reason}. Fix: without a network copy "
-            f"{file} from a host that has it, or use env.sim_backend=cpu."
+            f"env.sim_backend=gpu: SAPIEN cannot load PhysX for GPUs: {done.reason}. Fix: on a host without "
+            f"internet access, copy {file} from another host, or use env.sim_backend=cpu."
         )
 
 

@@ -125,7 +125,7 @@ class Chat:
     def row(self, body: dict[str, Any]) -> Answer:
         """Return messages and reference of a random row, of the held-out rows if there are any."""
         if self.rows is None or self.rows.pictures:
-            raise ValueError("this run has no rows of text")
+            raise ValueError("this run has no data set of text without images")
         total, held = len(self.rows), self.rows.held_out
         row = self.rows[random.randrange(total - held if held else 0, total)]
         messages = [{"role": m.role, "content": m.content} for m in row.messages]

@@ -135,7 +135,7 @@ class ChatRequest(_Part):
         try:
             json.dumps(self.model_dump(), ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise ApiError(400, "A text is not valid Unicode: it has half of a surrogate pair.") from error
+            raise ApiError(400, "A string is not valid Unicode: it contains an unpaired surrogate.") from error
 
     @property
     def limit(self) -> int | None:

@@ -132,7 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._late.cancel()
             if not self.server.places.acquire(blocking=False):
                 limit = self.server.cfg.max_clients
-                raise ApiError(503, f"The server generates {limit} replies already (serve.max_clients). Retry later.")
+                raise ApiError(
+                    503, f"The server is already generating {limit} replies (serve.max_clients). Retry later."
+                )
             try:
                 self._complete(ChatRequest.read(body))
             finally:

@@ -91,7 +91,7 @@ def _deadline(seconds: float) -> Iterator[None]:
         return
 
     def give_up(signum: int, frame: object) -> None:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no response within {seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.setitimer(signal.ITIMER_REAL, seconds)

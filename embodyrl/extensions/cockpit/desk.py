@@ -91,9 +91,9 @@ class Desk:
         if do not in self._acts:
             raise ValueError(f"'do' must be one of {', '.join(self._acts)}")
         if self.scene is None:
-            raise ValueError("there is no episode at the moment")
+            raise ValueError("no episode is running")
         if name != self._driver and self._driver and do != "take":
-            raise ValueError("another window drives; press `take the controls` first")
+            raise ValueError("another window has the controls; press `take the controls` first")
         self._acts[do](self.scene, body)
         self._driver = name
         client.seq, client.request, client.answer = seq, request, self._answer(name, {}, image=True)
@@ -132,7 +132,7 @@ def _text(body: dict[str, Any], name: str) -> str:
 def _integer(body: dict[str, Any], name: str, least: int, default: int | None = None) -> int:
     found = body.get(name, default)
     if type(found) is not int or not least <= found < 2**53:
-        raise ValueError(f"'{name}' must be an integer from {least}")
+        raise ValueError(f"'{name}' must be an integer of at least {least}")
     return found
 
 
@@ -144,11 +144,11 @@ def _amounts(body: dict[str, Any], count: int) -> dict[int, float] | None:
     if not count:
         raise ValueError("a person cannot act in this environment: it declares no inputs")
     if not isinstance(found, dict) or len(found) > count:
-        raise ValueError("'inputs' must be an object of amounts by position, or null")
+        raise ValueError("'inputs' must be an object from input indices to values, or null")
     amounts: dict[int, float] = {}
     for name, amount in found.items():
         if not (name.isascii() and name.isdecimal() and len(name) < 5 and int(name) < count):
-            raise ValueError(f"'inputs' has {name!r:.20}, expected positions from 0 below {count}")
+            raise ValueError(f"'inputs' has {name!r:.20}, expected indices of the {count} inputs, which start at 0")
         if type(amount) not in (int, float) or not math.isfinite(amount) or not 0 <= amount <= 1:
             raise ValueError("'inputs' must contain numbers from 0 to 1")
         amounts[int(name)] = float(amount)

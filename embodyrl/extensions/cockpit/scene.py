@@ -121,7 +121,9 @@ class Scene:
             ValueError: the episode is recorded, with the task's own instruction.
         """
         if self._recording is not None:
-            raise ValueError("recorded episodes have the instruction of their task; play without --record")
+            raise ValueError(
+                "recorded episodes keep the instruction of the task; to change the instruction, play without --record"
+            )
         self.said = " ".join(instruction.split())[:_LONGEST_TEXT]
         self._plan.clear()
         self.moment += 1

@@ -33,7 +33,7 @@ def convert(args: argparse.Namespace) -> int:
     data = read_settings([word for word in args.words if "=" in word])
     source, out = map(Path, paths)
     if out.exists():
-        raise ConfigError(f"{out} exists already and is unchanged; choose another folder or remove it.")
+        raise ConfigError(f"{out} already exists; choose another folder or remove it.")
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         result = _convert(source, out, data)
     show_result(args, dataclasses.asdict(result), ())

@@ -52,7 +52,7 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
         EmbodyError: the source is damaged.
     """
     if not path.exists():
-        raise ConfigError(f"{path} does not exist. Name a file or folder with demonstrations.")
+        raise ConfigError(f"{path} does not exist. Pass a file or folder with demonstrations.")
     if (path / INFO_PATH).is_file():
         return LerobotSource(path, data)
     if path.is_dir() and (folder := find_rlds(path)):
@@ -60,8 +60,8 @@ def open_source(path: Path, data: ConversionSettings) -> Source:
     if files := find_hdf5(path):
         return Hdf5Source(path, files)
     raise ConfigError(
-        f"{path} contains no demonstrations: expected meta/info.json (LeRobot v2), features.json (RLDS), or files "
-        ".hdf5 (LIBERO, robomimic)."
+        f"{path} contains no demonstrations: expected meta/info.json (LeRobot v2), features.json (RLDS), or "
+        f".hdf5 files (LIBERO, robomimic)."
     )
 
 
@@ -121,8 +121,8 @@ def _resumed_card(partial: Path, card: Card) -> Card:
         return card
     if bare.to_json() != card.to_json():
         raise ConfigError(
-            f"{partial} was begun with other settings or another source. Use the same settings to continue, or delete "
-            f"it: rm -r {shlex.quote(str(partial))}."
+            f"{partial} was started with different settings or another source. Use the same settings to "
+            f"continue, or delete the folder: rm -r {shlex.quote(str(partial))}."
         )
     return found
 
@@ -135,7 +135,9 @@ def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks:
     """
     steps = {name: len(values) for name, values in {**raw.columns, **raw.texts}.items()}
     if len(set(steps.values())) != 1 or not all(steps.values()):
-        raise EmbodyError(f"{raw.where}: its columns differ in length or are empty ({steps}). Fetch this file again.")
+        raise EmbodyError(
+            f"{raw.where}: its columns differ in length or are empty ({steps}). Download this file again."
+        )
     (length,) = set(steps.values())
     env = plan.card.env
     action, state = _joined(raw, plan, Target.action, length), _joined(raw, plan, Target.state, length)
@@ -202,7 +204,7 @@ def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
     for name in plan.columns_of(Target.success):
         stored = raw.columns[name].reshape(len(reward), -1)
         if stored.shape[1] != 1 or not np.isin(stored, (0, 1)).all():
-            raise EmbodyError(f"{raw.where}: {name} must be 0 or 1 at each step, to be {Target.success}.")
+            raise EmbodyError(f"{raw.where}: {name} must be 0 or 1 at each step to be used as {Target.success}.")
         return stored[:, 0].astype(np.bool_)
     sparse = bool(np.isin(reward, (0, 1)).all())
     return (reward == 1) & sparse
@@ -214,7 +216,7 @@ def _instruction(raw: RawEpisode, plan: Plan, data: ConversionSettings) -> str:
     if texts or not found:
         what = f"{len(texts) + 1} instructions" if texts else "no instruction"
         raise EmbodyError(
-            f"{raw.where} has {what}, expected one. Set data.instruction=TEXT, or name a column: "
+            f"{raw.where} has {what}, expected one. Set data.instruction=TEXT, or select a column: "
             "data.keys={COLUMN: task, ...}."
         )
     return found

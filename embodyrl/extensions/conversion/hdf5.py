@@ -90,9 +90,11 @@ class Hdf5Source:
                 demo, arrays = _group(_group(file, "data"), name), {}
                 for column in columns:
                     if column not in demo:
-                        raise EmbodyError(f"{where} has no {column}. Fetch this file again.")
+                        raise EmbodyError(f"{where} has no {column}. Download this file again.")
                     if not _is_array(_member(demo, column)):
-                        raise EmbodyError(f"{where}: {column} is no array of numbers by step. Fetch this file again.")
+                        raise EmbodyError(
+                            f"{where}: {column} is not a numeric array with one row per step. Download this file again."
+                        )
                     arrays[column] = demo[column][()]
             yield RawEpisode(number=number, where=where, columns=arrays, instruction=self._instructions[path])
 
@@ -108,7 +110,8 @@ def _opened(path: Path, name: str = "") -> Iterator[Any]:
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         place = f"{path}{f', data/{name}' if name else ''}"
         raise EmbodyError(
-            f"{place} cannot be read: {one_line(error)}. Fetch this file again; expected is the layout of robomimic: "
+            f"{place} cannot be read: {one_line(error)}. Download this file again; the expected layout is that "
+            f"of robomimic: "
             "data/demo_<i>/actions and obs."
         ) from error
 
@@ -117,7 +120,7 @@ def _group(parent: Any, name: str) -> Any:
     """Return a group of a group; raises ValueError."""
     found = _member(parent, name)
     if not hasattr(found, "keys"):
-        raise ValueError(f"{found.name} is no group")
+        raise ValueError(f"{found.name} is not a group")
     return found
 
 
@@ -144,7 +147,7 @@ def _columns(demo: Any) -> Iterator[tuple[str, Column]]:
     """Yield the arrays of an episode whose first dimension is the step."""
     actions, found = _member(demo, "actions"), {}
     if not _is_array(actions):
-        raise ValueError(f"{actions.name} is no array of numbers by step")
+        raise ValueError(f"{actions.name} is not a numeric array with one row per step")
     demo.visititems(lambda name, item: found.update({name: item}) if _is_array(item) else None)
     for name, item in found.items():
         if item.shape[0] == actions.shape[0]:

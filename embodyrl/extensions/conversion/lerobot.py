@@ -71,7 +71,7 @@ class LerobotSource:
             if len(instructions) > 1:
                 raise ConfigError(
                     f"{where} has {len(instructions)} instructions ({', '.join(instructions)}), but a converted "
-                    "episode has one. Train on the source directly: data.path=SOURCE."
+                    f"episode can have only one. Train on the source directly: data.path=SOURCE."
                 )
             arrays: dict[str, np.ndarray] = {name: found.images[:, place] for place, name in enumerate(cameras)}
             arrays |= {
@@ -94,7 +94,7 @@ def _settings(
             raise ConfigError(f"data.keys: {root / INFO_PATH} has no column {name}. Columns: {', '.join(columns)}.")
         if targets.count(target) > 1 or target in (Target.reward, Target.success, Target.task):
             raise ConfigError(
-                f"data.keys={{{name}: {target}}}: a LeRobot dataset gives one column each of {Target.action}, "
+                f"data.keys={{{name}: {target}}}: a LeRobot data set needs one column each for {Target.action}, "
                 f"{Target.state} and {CAMERA}<camera>."
             )
     named = {target: name for name, target in keys.items()}
@@ -102,7 +102,8 @@ def _settings(
     for target, known in ((Target.action, list(columns)), (Target.state, states)):
         if target not in named and target not in columns and known:
             raise ConfigError(
-                f"No column is {target}. Set data.keys={{COLUMN: {target}, ...}} to one of: {', '.join(known)}."
+                f"No column is assigned to {target}. Set data.keys={{COLUMN: {target}, ...}} to one of: "
+                f"{', '.join(known)}."
             )
     return DemonstrationSettings(
         action_key=named.get(Target.action, "action"),

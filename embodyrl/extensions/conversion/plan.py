@@ -100,10 +100,12 @@ def _columns(described: Description, data: ConversionSettings) -> dict[str, str]
             raise ConfigError(f"data.keys={{{name}: {target}}}: {name} {what}. Columns: {_listed(described)}.")
     targets = Counter(keys.values())
     if repeated := [t for t, n in targets.items() if n > 1 and t not in (Target.action, Target.state)]:
-        raise ConfigError(f"data.keys names several columns {repeated[0]}; only actions and states are concatenated.")
+        raise ConfigError(
+            f"data.keys assigns several columns to {repeated[0]}; only actions and states are concatenated."
+        )
     if Target.action not in targets:
         raise ConfigError(
-            f"No column of the source is the action. Set data.keys={{COLUMN: action, ...}}; columns: "
+            f"No column of the source is assigned to the action. Set data.keys={{COLUMN: action, ...}}; columns: "
             f"{_listed(described)}."
         )
     return dict(keys)

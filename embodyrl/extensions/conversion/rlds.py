@@ -47,7 +47,7 @@ def find_rlds(source: Path) -> Path | None:
     folders = [path.parent for path in (source / FEATURES, *sorted(source.glob(f"*/{FEATURES}"))) if path.is_file()]
     if len(folders) > 1 and folders[0] != source:
         names = ", ".join(folder.name for folder in folders)
-        raise ConfigError(f"{source} has several versions ({names}); name one of these folders.")
+        raise ConfigError(f"{source} has several versions ({names}); pass one of these folders.")
     return folders[0] if folders else None
 
 
@@ -70,11 +70,11 @@ class RldsSource:
             name = str(info["name"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EmbodyError(
-                f"{folder}: {INFO} or {FEATURES} is no description of an RLDS data set ({reason_of(error)}). "
-                "Fetch both again."
+                f"{folder}: {INFO} or {FEATURES} does not describe an RLDS data set ({reason_of(error)}). "
+                "Download both again."
             ) from error
         if missing := [path for path in self._shards if not path.is_file()]:
-            raise EmbodyError(f"{missing[0]} is missing. Fetch the data set again.")
+            raise EmbodyError(f"{missing[0]} is missing. Download the data set again.")
         is_libero = _LIBERO_NAME.match(name) is not None and _LIBERO.keys() <= self._columns.keys()
         self._description = Description(
             kind="RLDS",
@@ -102,33 +102,35 @@ class RldsSource:
                 yield self._episode(number + count, f"{path}, record {count}", content, columns)
                 count += 1
             if count != length:
-                raise EmbodyError(f"{path} has {count} records, but {INFO} declares {length}. Fetch this file again.")
+                raise EmbodyError(
+                    f"{path} has {count} records, but {INFO} declares {length}. Download this file again."
+                )
             number += length
 
     def _episode(self, number: int, where: str, content: bytes, columns: Sequence[str]) -> RawEpisode:
         try:
             features = parse_example(content)
         except ValueError as error:
-            raise EmbodyError(f"{where} is no tf.train.Example ({error}). Fetch this file again.") from error
+            raise EmbodyError(f"{where} is not a tf.train.Example ({error}). Download this file again.") from error
         arrays: dict[str, np.ndarray] = {}
         texts: dict[str, list[str]] = {}
         for name in columns:
             stored, column = features.get(f"{_STEPS}/{name}"), self._columns[name]
             try:
                 if stored is None:
-                    raise ValueError("it is missing")
+                    raise ValueError("the feature is missing")
                 if column.kind is Kind.text:
                     texts[name] = [value.decode("utf-8") for value in _as_bytes(stored)]
                 else:
                     arrays[name] = _images(stored, column) if column.kind is Kind.image else _numbers(stored, column)
             except (ValueError, EmbodyError) as error:
-                raise EmbodyError(f"{where}: {_STEPS}/{name}: {error}. Fetch this file again.") from error
+                raise EmbodyError(f"{where}: {_STEPS}/{name}: {error}. Download this file again.") from error
         return RawEpisode(number=number, where=where, columns=arrays, texts=texts)
 
 
 def _as_bytes(stored: Feature) -> list[bytes]:
     if not isinstance(stored, list):
-        raise ValueError("it has numbers, expected bytes")
+        raise ValueError("the feature has numbers, expected bytes")
     return stored
 
 
@@ -142,10 +144,10 @@ def _images(stored: Feature, column: Column) -> np.ndarray:
 
 def _numbers(stored: Feature, column: Column) -> np.ndarray:
     if isinstance(stored, list):
-        raise ValueError("it has bytes, expected numbers")
+        raise ValueError("the feature has bytes, expected numbers")
     size = math.prod(column.shape)
     if len(stored) % size:
-        raise ValueError(f"it has {len(stored)} numbers, expected a multiple of {size}")
+        raise ValueError(f"the feature has {len(stored)} numbers, expected a multiple of {size}")
     # A tensor of integers may be an image that was stored without compression.
     return stored.reshape(-1, *column.shape)
 
@@ -170,7 +172,7 @@ def _columns(feature: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Col
 def _find_split(folder: Path, info: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = {split["name"]: split for split in info["splits"]}
     if name not in found:
-        raise ConfigError(f"data.split={name} is not in {folder}: {', '.join(found)}.")
+        raise ConfigError(f"{folder} has no split '{name}' (data.split). Splits: {', '.join(found)}.")
     kind = info.get("fileFormat", "tfrecord")
     if kind != "tfrecord":
         raise ConfigError(
@@ -196,6 +198,6 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise EmbodyError(f"{path} is missing. Fetch the data set again.") from None
+        raise EmbodyError(f"{path} is missing. Download the data set again.") from None
     except (OSError, ValueError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Fetch the data set again.") from error
+        raise EmbodyError(f"{path} cannot be read: {error}. Download the data set again.") from error

@@ -98,7 +98,7 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
             while file.tell() < size:
                 length = _length(path, file, number)
                 if file.tell() + length + 4 > size:
-                    raise _damaged(path, number, "ends early")
+                    raise _damaged(path, number, "is truncated")
                 if number < first:
                     file.seek(length + 4, 1)
                 else:
@@ -108,20 +108,20 @@ def read_records(path: Path, first: int = 0) -> Iterator[bytes]:
                     yield content
                 number += 1
     except OSError as error:
-        raise EmbodyError(f"{path} cannot be read: {error.strerror}. Fetch the data set again.") from error
+        raise EmbodyError(f"{path} cannot be read: {error.strerror}. Download the data set again.") from error
 
 
 def _length(path: Path, file: BinaryIO, number: int) -> int:
     head, stored = file.read(8), file.read(4)
     if len(stored) < 4:
-        raise _damaged(path, number, "ends early")
+        raise _damaged(path, number, "is truncated")
     if struct.pack("<I", masked_crc(head)) != stored:
-        raise _damaged(path, number, "has a wrong checksum of its length (compressed, or no TFRecord file?)")
+        raise _damaged(path, number, "has a wrong length checksum (is the file compressed, or not a TFRecord file?)")
     return struct.unpack("<Q", head)[0]
 
 
 def _damaged(path: Path, number: int, what: str) -> EmbodyError:
-    return EmbodyError(f"{path}: record {number} {what}. Fetch this file again.")
+    return EmbodyError(f"{path}: record {number} {what}. Download this file again.")
 
 
 def parse_example(content: bytes) -> dict[str, Feature]:
@@ -183,7 +183,7 @@ def _fields(message: memoryview) -> Iterator[tuple[int, memoryview]]:
         else:
             raise ValueError(f"unknown wire type {kind}")
         if place > len(message):
-            raise ValueError("the message ends early")
+            raise ValueError("the message is truncated")
         yield tag >> 3, message[start:place]
 
 

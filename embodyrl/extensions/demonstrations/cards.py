@@ -74,10 +74,11 @@ def stored_card(root: Path, data: DemonstrationSettings = PLAIN) -> Card:
             f"data.path={root} is {kind}. Collect one: embodyrl collect env=... {shlex.quote(f'collect.out={root}')}."
         ) from None
     except KeyError as error:
-        raise EmbodyError(f"{path} has no field {error}. Fetch or collect the data set again.") from error
+        raise EmbodyError(f"{path} has no field {error}. Download or collect the data set again.") from error
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise EmbodyError(
-            f"{path} is not usable ({reason_of(error)}). Fetch or collect the data set again, or choose another folder."
+            f"{path} is not usable ({reason_of(error)}). Download or collect the data set again, or choose another "
+            "folder."
         ) from error
     if given := [f"data.{key}" for key in _FOREIGN if getattr(data, key) != getattr(PLAIN, key)]:
         raise ConfigError(
@@ -95,7 +96,7 @@ def _foreign_card(root: Path, info: dict[str, Any], data: DemonstrationSettings)
     if len(set(kinds.values())) > 1:
         found = ", ".join(f"{key}: {kind} {h}x{w}" for key, (kind, h, w) in kinds.items())
         raise ConfigError(
-            f"data.path={root}: its images differ in size or kind ({found}). Select images of one kind with "
+            f"data.path={root}: its images differ in size or kind ({found}). Select images of one size and type with "
             "data.cameras={name: column, ...}."
         )
     kind, height, width = next(iter(kinds.values()), ("image", 0, 0))
@@ -141,7 +142,7 @@ def _camera_columns(
         example = ", ".join(f"{key.rpartition('.')[2]}: {key}" for key in pictures)
         raise ConfigError(
             f"data.path={root}: its images {', '.join(strangers)} are not named {image_key('<camera>')}. "
-            f"Name the cameras to read: 'data.cameras={{{example}}}'."
+            f"Select the cameras: 'data.cameras={{{example}}}'."
         )
     return {key.removeprefix(prefix): key for key in pictures}
 

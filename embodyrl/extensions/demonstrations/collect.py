@@ -99,8 +99,8 @@ def draw_collection(cfg: Config) -> RunPlan:
         )
     if labelled and not base.policy.scripted and not base.env.expert.reacts:
         raise ConfigError(
-            f"env '{base.env.name}': its expert follows a plan, so it cannot label the actions of another "
-            "policy. Collect its own episodes: embodyrl collect model=scripted (model.expert_noise "
+            f"env '{base.env.name}': its expert follows a plan, so it cannot label states that another policy "
+            f"visits. Collect episodes of the expert instead: embodyrl collect model=scripted (model.expert_noise "
             "adds recoveries), and use data.more with embodyrl sft."
         )
     if cfg.command == "dagger":
@@ -246,7 +246,8 @@ class _Collecting:
             if first >= _HOPELESS * quota > 0 and self.kept[task] < quota:
                 raise EmbodyError(
                     f"task {task} ('{self.run_plan.env.tasks[task]}'): only {self.kept[task]} of {first} episodes "
-                    "succeeded, so the collection would take too long. Use another policy, less model.expert_noise, a "
+                    "succeeded, so the collection would take too long. Use another policy, a lower "
+                    "model.expert_noise, a "
                     "longer env.train.max_episode_steps, or collect.filter=all."
                 )
             trials += [(task, first + i) for i in range(max(0, quota - self.kept[task]))]

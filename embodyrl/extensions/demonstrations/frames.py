@@ -41,10 +41,10 @@ def decode_png(content: bytes, out: ByteArray) -> None:
             pixels = np.asarray(image.convert("RGB"))
     except UnidentifiedImageError:
         raise EmbodyError(
-            f"The frame is not a {', '.join(_FORMATS)} image. Fetch or collect the data set again."
+            f"The frame is not a {', '.join(_FORMATS)} image. Download or collect the data set again."
         ) from None
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise EmbodyError(f"The frame cannot be decoded: {error}. Fetch or collect the data set again.") from error
+        raise EmbodyError(f"The frame cannot be decoded: {error}. Download or collect the data set again.") from error
     out[...] = pixels
 
 
@@ -83,7 +83,7 @@ def frame_rate(path: Path, expected: float, size: tuple[int, int]) -> float:
         frames.close()
         found, (width, height) = float(meta["fps"]), meta["size"]
     except (OSError, RuntimeError, KeyError) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+        raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     if (height, width) != size:
         raise EmbodyError(f"{path} has frames of {height}x{width}, but the data set declares {size[0]}x{size[1]}.")
     return expected if abs(found - expected) < 0.01 else found
@@ -115,10 +115,10 @@ def decode_mp4(path: Path, numbers: IntArray, outs: Sequence[ByteArray], *, exac
             if done == len(outs) and (not exact or count > numbers[-1] + 1):
                 break
     except (OSError, RuntimeError) as error:
-        raise EmbodyError(f"{path} cannot be decoded: {error}. Fetch or collect the data set again.") from error
+        raise EmbodyError(f"{path} cannot be decoded: {error}. Download or collect the data set again.") from error
     if done < len(outs) or (exact and count != numbers[-1] + 1):
         many = f"more than {count - 1}" if done == len(outs) else str(count)
         raise EmbodyError(
-            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Fetch or collect it "
+            f"{path} contains {many} frames, but the data set declares {int(numbers[-1]) + 1}. Download or collect it "
             "again."
         )

@@ -48,7 +48,9 @@ class ImitationLearner(Learner):
             rule = Conditioning(suffix=POSITIVE, guidance=self._objective.guidance)
             self._policy.conditioning = rule if labels else None
         elif labels:
-            raise ConfigError(f"objective.labels: model '{self._policy.spec.name}' cannot act with a suffix.")
+            raise ConfigError(
+                f"objective.labels: model '{self._policy.spec.name}' cannot be conditioned on an instruction suffix."
+            )
         if self._objective.name is Objective.dpo and not isinstance(self._policy, TextPolicy | TokenPolicy):
             raise ConfigError(
                 f"objective.name=dpo: model '{self._policy.spec.name}' has no tokens for recorded actions; use an "

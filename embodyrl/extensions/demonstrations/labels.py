@@ -67,7 +67,8 @@ def read_positive(path: Path, demos: Demonstrations) -> IntArray:
         ) from error
     if any(not np.array_equal(one, other) for one, other in zip(found, places(demos), strict=False)):
         raise ConfigError(
-            f"objective.labels={path} has {len(found[0])} frames of other episodes than data.path and data.more, which "
-            f"have {len(demos.action)}. Use the data sets in the order in which they were labelled."
+            f"objective.labels={path} has {len(found[0])} labelled frames, which do not match the "
+            f"{len(demos.action)} frames of data.path and data.more. Use the data sets in the order in which "
+            f"they were labelled."
         )
     return found[2].astype(np.int64)

@@ -128,7 +128,7 @@ class EpisodeReader:
         ours = layout.is_ours(root)
         if problems := check_layout(root, data):
             more = f" ({len(problems) - 1} more problems)" if len(problems) > 1 else ""
-            cure = "Collect the data set again, or resume its collection." if ours else "Fetch the data set again."
+            cure = "Collect the data set again, or resume its collection." if ours else "Download the data set again."
             raise EmbodyError(f"{root} is damaged: {problems[0]}{more} {cure}")
         episodes = read_episodes(root)
         if not episodes:
@@ -220,7 +220,7 @@ def check_gripper(where: str, gripper: GripperConvention | None, action: FloatAr
     if len(found) and (between or found[0] < low - slack or found[-1] > high + slack):
         raise ConfigError(
             f"data.gripper=[{gripper.open:g},{gripper.closed:g}]: action {gripper.index} in {where} is "
-            f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values that open and close, or set "
+            f"in {found[0]:g}..{found[-1]:g}. Set data.gripper to the values of an open and a closed gripper, or set "
             "data.gripper_index."
         )
 
@@ -328,7 +328,7 @@ def _contents(root: Path, column: Any, places: IntArray, name: str) -> Iterator[
                 )
             content = file.read_bytes()
         if not isinstance(content, bytes):
-            raise EmbodyError(f"{root}: '{name}' has a row without an image. Fetch the data set again.")
+            raise EmbodyError(f"{root}: '{name}' has a row without an image. Download the data set again.")
         yield content
 
 

@@ -51,7 +51,7 @@ def find_rows(root: Path, episodes: Sequence[dict[str, Any]]) -> Rows:
     paths = tuple(root / name for name in dict.fromkeys(named))
     files = paths or tuple(sorted((root / "data").rglob("*.parquet"), key=by_number))
     if not files:
-        raise EmbodyError(f"{root / 'data'} contains no .parquet file. Fetch or collect the data set again.")
+        raise EmbodyError(f"{root / 'data'} contains no .parquet file. Download or collect the data set again.")
     tables = [read_columns(path, COUNTERS) for path in files]
     lengths = [len(table) for table in tables]
     for row, length in zip(episodes, lengths, strict=True) if apart else ():
@@ -86,7 +86,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
             )
         return pq.read_table(path, columns=list(columns))
     except (OSError, pa.ArrowException) as error:
-        raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+        raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
 
 
 def read_vectors(rows: Rows, key: str, width: int) -> FloatArray:
@@ -135,8 +135,8 @@ def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) ->
     values: list[Any] = [episode.get(f"videos/{column}/{name}") for name in names]
     if None in values:
         raise EmbodyError(
-            f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Fetch the "
-            "data set again, or leave this camera out with data.cameras."
+            f"meta/episodes: episode {episode['episode_index']} has no videos/{column}/{', '.join(names)}. Download "
+            "the data set again, or leave this camera out with data.cameras."
         )
     begin, end = map(float, values[2:])
     times = begin + rows.counters["timestamp"][part].astype(np.float64)
@@ -144,7 +144,7 @@ def frame_times(rows: Rows, episode: dict[str, Any], column: str, fps: float) ->
     if len(outside):
         raise EmbodyError(
             f"episode {episode['episode_index']}, step {outside[0]}: time {times[outside[0]]:.3f} s of '{column}' is "
-            f"outside the episode's segment {begin:.3f}..{end:.3f} s of its video. Fetch the data set again."
+            f"outside the episode's segment {begin:.3f}..{end:.3f} s of its video. Download the data set again."
         )
     return video_file(episode, column), times
 

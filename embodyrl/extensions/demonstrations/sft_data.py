@@ -62,7 +62,9 @@ def _checked(cfg: Config, training: Samples) -> Samples:
         ConfigError: no chunk is by the authors of `data.actors`.
     """
     if cfg.data.actors and not len(training):
-        raise ConfigError(f"data.actors={list(cfg.data.actors)}: no chunk of data.path is by these authors only.")
+        raise ConfigError(
+            f"data.actors={list(cfg.data.actors)}: no action chunk of data.path comes only from these actors."
+        )
     return training
 
 
@@ -72,7 +74,8 @@ def _labelled(
     """Return samples of training and validation with the suffixes of `objective.labels`."""
     if not policy.inputs.instructions:
         raise ConfigError(
-            f"objective.labels: model '{policy.name}' reads no instruction, so its advantage cannot be a suffix. Use a "
+            f"objective.labels: model '{policy.name}' has no instruction input, so the advantage cannot be "
+            f"added as a suffix. Use a "
             "model with instructions, for example model=flow_small."
         )
     if cfg.data.val_path is not None or cfg.data.history > 1:

@@ -91,18 +91,19 @@ def load_material(cfg: Config, folder: Path) -> Material:
     material = _text(cfg) if isinstance(cfg.data, RowSettings) else _demonstrations(cfg, folder)
     if cfg.objective.rates and not material.policy.rates:
         raise ConfigError(
-            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot become a reward model. Use "
+            f"objective.name={cfg.objective.name}: model '{material.policy.name}' cannot be trained as a reward "
+            f"model. Use "
             "model=causal_lm with all weights (model.is_lora=false) for text, model=cnn or mlp for robots."
         )
     if material.policy.steering:
         key = material.policy.steering.key
-        raise ConfigError(f"{key} leaves no weights that SFT could train; remove it.")
+        raise ConfigError(f"{key} leaves no trainable weights for SFT; remove the key.")
     seen = material.train.shown
     if cfg.objective.name is Objective.success and (seen.all() or not seen.any()):
         raise ConfigError(
             f"data.path={cfg.data.path}: {int(seen.sum())} of {len(seen)} frames show success; a "
             "classifier needs both. Collect with collect.filter=all and env.train.ignore_terminations=true, which "
-            "continues episodes after success; data of other programs do not record success."
+            "continues episodes after success; data sets of other programs do not record success."
         )
     return material
 
@@ -124,8 +125,8 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     spec = POLICIES.get(model.model_type).spec(model, env, int(cfg.objective.rates))
     if model.weights is None and spec.untrainable:
         raise ConfigError(
-            f"model_type '{model.model_type}' has no checkpoint folder (model.path) that could be trained; use for "
-            "example model=openvla_oft_tiny."
+            f"model_type '{model.model_type}' has no trainable checkpoint folder (model.path); use, for "
+            f"example, model=openvla_oft_tiny."
         )
     if problems := mismatches(env, spec):
         if spec.gripper is not None and env.action.gripper is None:
@@ -134,7 +135,8 @@ def _demonstrations(cfg: Config, folder: Path) -> Material:
     train, validation = load_samples(cfg, env, spec)
     if ranked and not len(train):
         raise ConfigError(
-            f"objective.name=dpo: data.path={cfg.data.path} has no better and worse episode of the same initial state. "
+            f"objective.name=dpo: data.path={cfg.data.path} has no pair of a better and a worse episode from "
+            f"the same initial state. "
             "Collect several episodes per state: `embodyrl collect ckpt=... env.train.state_ids=[0,49] "
             "collect.episodes=200 collect.filter=all`."
         )

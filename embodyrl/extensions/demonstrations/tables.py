@@ -35,7 +35,7 @@ DATA_FILE = "data/path"
 _EPISODES_LINES, _TASKS_LINES = "meta/episodes.jsonl", "meta/tasks.jsonl"
 _LEROBOT_TASK = ("task", "__index_level_0__")
 """Column of the instructions: lerobot stores the index of a data frame, with or without a name."""
-_FETCH = "Fetch the data set again."
+_FETCH = "Download the data set again."
 _NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
 
 
@@ -103,7 +103,7 @@ def _stored_episodes(root: Path) -> list[dict[str, Any]]:
         try:
             rows += pq.read_table(path).to_pylist()
         except (OSError, pa.ArrowException) as error:
-            raise EmbodyError(f"{path} cannot be read: {error}. Fetch or collect the data set again.") from error
+            raise EmbodyError(f"{path} cannot be read: {error}. Download or collect the data set again.") from error
     return sorted(rows, key=lambda row: row["episode_index"])
 
 
@@ -173,10 +173,10 @@ def _read_lines(root: Path, name: str, **fields: type) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise EmbodyError(f"{path}, line {number}: no JSON ({error}). {_FETCH}") from None
+            raise EmbodyError(f"{path}, line {number}: not JSON ({error}). {_FETCH}") from None
         for field, kind in fields.items():
             if not isinstance(row, dict) or not isinstance(row.get(field), kind):
-                raise EmbodyError(f"{path}, line {number}: {field} is missing or no {kind.__name__}. {_FETCH}")
+                raise EmbodyError(f"{path}, line {number}: {field} is missing or not of type {kind.__name__}. {_FETCH}")
         found.append(row)
     return found
 
@@ -188,7 +188,7 @@ def fill_template(root: Path, template: str | None, **values: Any) -> str:
         EmbodyError: the template has other fields, or leaves the data set.
     """
     if not template:
-        raise EmbodyError(f"{root / INFO_PATH} has no path template of its data or videos. {_FETCH}")
+        raise EmbodyError(f"{root / INFO_PATH} has no path template for data or videos. {_FETCH}")
     try:
         fields = [(name, spec, how) for _, name, spec, how in string.Formatter().parse(template) if name is not None]
         wrong = [n for n, spec, how in fields if n not in values or how or not _NUMBER_FORMAT.fullmatch(spec or "")]

@@ -32,10 +32,10 @@ def doctor(args: argparse.Namespace) -> int:
     """Run `embodyrl doctor`; the exit code is 3 if a check fails."""
     if args.gpu:
         if args.report:
-            raise ConfigError("--gpu writes its own page for a bug report; leave out --report.")
+            raise ConfigError("--gpu writes its own Markdown report; remove --report.")
         return check_gpus(args)
     if args.out:
-        raise ConfigError("--out names the report of --gpu; add --gpu, or leave out --out.")
+        raise ConfigError("--out sets the file of the --gpu report; add --gpu, or remove --out.")
     if args.json and args.report:
         raise ConfigError("--report prints Markdown and cannot be combined with --json; remove one of the two.")
     cfg = load_config("train", args.words, config_dirs=args.config_dir)

@@ -40,7 +40,7 @@ def check_gpus(args: argparse.Namespace) -> int:
     path = Path(args.out or "gpu_report.json").absolute()
     page = path.with_suffix(".md")
     if page == path:
-        raise ConfigError(f"--out is {args.out}: the page has that name; use a name that ends in .json")
+        raise ConfigError(f"--out={args.out} is also the name of the Markdown report; use a name that ends in .json")
     report = _header()
     for name, check in chosen:
         print(f"  ...   {name}: {check.title}", file=sys.stderr, flush=True)

@@ -92,7 +92,8 @@ class LoadedPolicy:
             given = f"only {', '.join(one)}" if found is None else f"{name} {found.shape} {found.dtype}"
             raise ConfigError(
                 f"{self!r} received {given}, expected {name} {shape}{' uint8' * (name == 'images')}. Fix: env = "
-                "policy.make_env(), which has the cameras and sizes of the policy; or convert yours to this form."
+                "policy.make_env(), which has the cameras and sizes of the policy; or convert your observations "
+                "to this form."
             )
         return found
 

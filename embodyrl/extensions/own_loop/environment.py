@@ -43,8 +43,9 @@ class SingleEnv(gymnasium.Env[dict[str, Any], Any]):
         context = env_context(cfg)
         if context.overlap:
             raise ConfigError(
-                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes one "
-                "action at once. Add env.control.latency_steps=0 rollout.chunk_overlap=0, as in `load_policy`; "
+                "env.control.latency_steps and rollout.chunk_overlap delay chunks, but here each step executes "
+                "one action without delay. Add env.control.latency_steps=0 rollout.chunk_overlap=0, as in "
+                "`load_policy`; "
                 "`embodyrl play` needs a run without delay."
             )
         self.env = ENVS.get(cfg.env.env_type).make(settings, context)

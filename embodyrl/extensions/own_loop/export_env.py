@@ -25,7 +25,7 @@ def export_env(args: argparse.Namespace) -> int:
         )
     env, out = paths[0], Path(paths[1])
     if out.exists():
-        raise ConfigError(f"{out} exists already and is unchanged; choose another folder or remove it.")
+        raise ConfigError(f"{out} already exists; choose another folder or remove it.")
     cfg = load_config("eval", [f"env={env}", "model=random", *overrides], config_dirs=args.config_dir)
     if cfg.reads_rows:
         raise ConfigError(f"env={env} is a text task without steps; only simulators can be exported.")

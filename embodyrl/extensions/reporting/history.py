@@ -126,7 +126,7 @@ def read_history(folder: Path) -> History:
     file = folder / "config.yaml"
     if not _is_within(file, folder):
         raise ConfigError(
-            f"{folder}: there is no config.yaml, so this is not a run; `embodyrl list runs` shows the runs."
+            f"{folder}: config.yaml is missing, so the folder is not a run; `embodyrl list runs` shows the runs."
         )
     evaluations, unfinished = [], None
     for path in sorted(folder.glob(f"eval/step_*/{EPISODES_FILE}"), key=by_number):

@@ -80,7 +80,9 @@ def _check(args: argparse.Namespace, table: Table, names: list[str]) -> int:
         found += compared
         lines += [*map(str, compared), *differences(stored, new)]
     if not lines:
-        raise ConfigError(f"{args.out}: no new card of these recipes. Run them: embodyrl results run NAME.")
+        raise ConfigError(
+            f"{args.out}: no new result card for these recipes. Run the recipes: embodyrl results run NAME."
+        )
     drifted = list(dict.fromkeys(one.name for one in found if one.drifted))
     lines.append(f"drift: {', '.join(drifted)}" if drifted else "no drift")
     show_result(args, [asdict(one) | {"drift": one.drifted} for one in found], lines)
@@ -109,7 +111,7 @@ def _import(args: argparse.Namespace, table: Table, names: list[str]) -> int:
     path = Path(names[0])
     name = args.name or path.stem
     if not name.replace("-", "_").isidentifier() or name in table.recipes:
-        raise ConfigError(f"--name {name}: use letters, digits, - and _, and no name of a recipe.")
+        raise ConfigError(f"--name {name}: use letters, digits, - and _, but not the name of a recipe.")
     target = table.folder / CARDS / f"{name}.json"
     target.parent.mkdir(exist_ok=True)
     write_atomically(target, json_text(read_foreign(path, args.protocol)))

@@ -38,7 +38,7 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
             source, dropped = "lerobot-eval", 0
             outcomes = _lerobot(raw)
         else:
-            raise ValueError("no results of vla-eval or lerobot-eval")
+            raise ValueError("not a result file of vla-eval or lerobot-eval")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -46,7 +46,9 @@ def read_foreign(path: Path, protocol: str | None) -> Card:
     if not any(outcomes.values()):
         raise ConfigError(f"{path}: contains no episode with an outcome.")
     if not protocol:
-        raise ConfigError(f"{path}: {source} files name no protocol. Add --protocol 'benchmark, version, episodes'.")
+        raise ConfigError(
+            f"{path}: {source} files contain no evaluation protocol. Add --protocol 'benchmark, version, episodes'."
+        )
     rates = {task: Rate(sum(found), len(found)) for task, found in outcomes.items() if found}
     every = Rate(sum(rate.successes for rate in rates.values()), sum(rate.episodes for rate in rates.values()))
     rows = [_row("all tasks", every), *(_row(task, rate) for task, rate in rates.items() if len(rates) > 1)]

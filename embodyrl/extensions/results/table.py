@@ -96,7 +96,9 @@ def open_table(folder: Path | None) -> Table:
     folder = folder or Path(embodyrl.__file__).parents[1] / "docs" / "results"
     path = folder / RECIPES
     if not path.is_file():
-        raise ConfigError(f"no {path}. Use a source checkout, or pass a folder with {RECIPES}: --table DIR.")
+        raise ConfigError(
+            f"{path} does not exist. Use a source checkout, or pass a folder with {RECIPES}: --table DIR."
+        )
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
         recipes = {name: _recipe(name, entry) for name, entry in raw.items()}

@@ -90,7 +90,8 @@ def describe(cfg: Config) -> tuple[EnvSpec, PolicySpec]:
     """
     if cfg.reads_rows:
         raise ConfigError(
-            f"env.env_type={cfg.env.env_type} verifies text, and model '{cfg.model.model_type}' writes none: choose "
+            f"env.env_type={cfg.env.env_type} verifies text, but model '{cfg.model.model_type}' generates no "
+            f"text: choose "
             "another env, or the model of a run with text."
         )
     chunk, observed = cfg.model.num_action_chunks, cfg.model.reads_committed

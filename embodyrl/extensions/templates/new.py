@@ -47,11 +47,11 @@ def new(args: argparse.Namespace) -> int:
     chosen, files = KINDS[kind], render(kind, name)
     taken = [str(path) for path in ([Path(name)] if chosen.entries else files) if path.exists()]
     if taken:
-        raise ConfigError(f"{', '.join(taken)} already exists and is unchanged; choose another name or remove it.")
+        raise ConfigError(f"{', '.join(taken)} already exists; choose another name or remove it.")
     if chosen.group and name in tree.options(chosen.group):
         raise ConfigError(f"{chosen.group}={name} is already part of embodyrl; choose another name.")
     if chosen.entries and importlib.util.find_spec(name) is not None:
-        raise ConfigError(f"a Python module '{name}' is installed already and would be hidden; choose another name.")
+        raise ConfigError(f"a Python module '{name}' is already installed and would be shadowed; choose another name.")
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

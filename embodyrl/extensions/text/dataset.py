@@ -124,7 +124,8 @@ def open_rows(cfg: RowSettings, *, tokenizer: Path | None, chat: bool = True) ->
     held_out = _undivided(all_rows, keep, round(cfg.val_share * len(keep))) if single else int((keep >= own).sum())
     if len(keep) - held_out < 1:
         raise ConfigError(
-            f"data.path={cfg.path}: no row is left for training out of {rows.total}; raise data.max_prompt_length or "
+            f"data.path={cfg.path}: none of the {rows.total} rows remains for training; raise "
+            f"data.max_prompt_length or "
             "lower data.val_share."
         )
     border = len(keep) - held_out
@@ -286,7 +287,7 @@ def _row(raw: Any, cfg: RowSettings, where: str, folder: Path | None) -> TextRow
         found = match and match[1 if match.re.groups else 0]
         if found is None:
             raise ConfigError(
-                f"{where}: column '{cfg.answer_key}' does not fit data.answer_pattern={cfg.answer_pattern!r}: "
+                f"{where}: column '{cfg.answer_key}' does not match data.answer_pattern={cfg.answer_pattern!r}: "
                 f"{reference[-60:]!r}. Correct the row or the pattern."
             )
         reference = found.strip()

@@ -62,8 +62,8 @@ class _Server:
             said = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
             hint = f" {_ADAPTERS}" if "lora" in path else ""
             raise EmbodyError(
-                f"The server at {self.key}={self._url} did not answer {path}: {error} {said}. Is it running, and does "
-                f"its address end in /v1?{hint}"
+                f"The server at {self.key}={self._url} did not answer {path}: {error} {said}. Check that the "
+                f"server is running and that its address ends in /v1.{hint}"
             ) from error
         try:
             return json.loads(text)

@@ -205,7 +205,7 @@ def to_ours(stored: Mapping[str, Tensor], where: Path) -> tuple[dict[str, Tensor
         own = weights.setdefault(EMBEDDING, tied)
         if (own.shape, own.dtype) != (tied.shape, tied.dtype) or not torch.equal(own, tied):
             raise CheckpointError(
-                f"{where}: '{layout.tied}' and '{names[0]}' are one matrix in this model, but differ in this "
+                f"{where}: '{layout.tied}' and '{names[0]}' are tied weights in this model, but differ in this "
                 f"checkpoint. It was trained with untied weights or merged from two checkpoints; use the original."
             )
     return weights, Source(layout=layout, embedding_names=tuple(names), aside=aside)

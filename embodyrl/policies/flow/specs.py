@@ -151,7 +151,7 @@ def read_spec(folder: Path, *, adaptive: bool = False) -> FlowSpec:
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{where} is missing or malformed ({reason_of(error)}). Use the config.json of a pi0, pi0.5 or SmolVLA "
-            f"checkpoint (openpi, lerobot or transformers); fetch it again."
+            f"checkpoint (openpi, lerobot or transformers); download it again."
         ) from error
 
 

@@ -190,7 +190,7 @@ def read_config(folder: Path, kind: str, config: type[C]) -> tuple[C, dict[str, 
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(
-            f"{path}: {where} is {first['input']!r}: {first['msg']}. Fetch the file again."
+            f"{path}: {where} is {first['input']!r}: {first['msg']}. Download the file again."
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(

@@ -67,7 +67,7 @@ class LeRobotFactory(ABC):
             if config.input_features and (problem := self._executing(cfg, config).wrong()):
                 problems.append(f"model.num_action_chunks={cfg.num_action_chunks}: {problem}; lower it.")
             if not starts_random(folder) and not (folder / WEIGHTS_FILE).is_file():
-                problems.append(f"model.path: {folder} contains no {WEIGHTS_FILE}; fetch the weights too.")
+                problems.append(f"model.path: {folder} contains no {WEIGHTS_FILE}; download the weights too.")
         except (CheckpointError, ConfigError) as error:
             problems.append(str(error))
         return problems
@@ -155,7 +155,8 @@ class LeRobotFactory(ABC):
         wrong = [f"{key} is {saved[key]} (this run needs {mine[key]})" for key in differing]
         if wrong:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model.path of its "
+                f"{folder / CONFIG_FILE} does not match this run: {', '.join(wrong)}. Use the environment and "
+                f"model.path of its "
                 "training."
             )
         if (shape := self.steering(cfg, config)) is not None:

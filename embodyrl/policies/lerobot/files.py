@@ -120,7 +120,7 @@ def read_tensors(path: Path, named: re.Pattern[str] | None = None) -> tuple[dict
             names = [key for key in file.keys() if named is None or named.fullmatch(key)]  # noqa: SIM118
             return {key: file.get_tensor(key) for key in names}, file.metadata()
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Download the file again.") from error
 
 
 def read_files(folder: Path, config: LeRobotConfig, kind: str, prefix: str, robot: str | None) -> LeRobotFiles:
@@ -182,7 +182,7 @@ def _processor_statistics(folder: Path, small: Mapping[str, bytes]) -> tuple[Sta
         eps = float(step["config"].get("eps", 1e-8))
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(
-            f"{folder}/{name} or the file of its normalizer is damaged ({reason_of(error)}). Fetch both again."
+            f"{folder}/{name} or the file of its normalizer is damaged ({reason_of(error)}). Download both again."
         ) from error
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():

@@ -67,13 +67,13 @@ class Units(nn.Module):
             if missing := [key for key in PAIRS[mode] if key not in found]:
                 raise CheckpointError(
                     f"{where}: {name} has no {' and no '.join(missing)}, which {mode} normalization needs. Train the "
-                    "policy on a data set with these statistics, or fetch its processor files again."
+                    "policy on a data set with these statistics, or download its processor files again."
                 )
             pair = [found[key].float() for key in PAIRS[mode]]
             for mine, theirs in zip(self._pair(name), pair, strict=True):
                 if theirs.numel() != mine.numel() or not theirs.isfinite().all():
                     raise CheckpointError(
-                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Fetch "
+                        f"{where}: the statistics of {name} are not {mine.numel()} finite numbers. Download "
                         "the file again."
                     )
                 mine.copy_(theirs.view_as(mine))

@@ -91,7 +91,7 @@ def _check_steps(file: Path) -> None:
         named = [step["class"] if "registry_name" not in step else None for step in steps]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"{file} is no processor of a LeRobot policy ({reason_of(error)}). Fetch the policy again."
+            f"{file} is not a processor of a LeRobot policy ({reason_of(error)}). Download the policy again."
         ) from error
     if imported := [name for name in named if name is not None]:
         raise CheckpointError(

@@ -99,8 +99,8 @@ class LeRobotPolicy(OnlyActs):
             ) from error
         if "missing" in reply:
             raise MissingDependencyError(
-                f"{self._python}: {reply['missing']}. Fix: pip install lerobot in an environment of its own, and "
-                "model.python=<its bin/python>."
+                f"{self._python}: {reply['missing']}. Fix: pip install lerobot in a separate virtual "
+                f"environment, and set model.python=<its bin/python>."
             )
         if "error" in reply:
             raise EmbodyError(f"LeRobot in {self._python} reports: {reply['error']}")

@@ -70,8 +70,8 @@ def find_component(folder: Path, name: str) -> Path | None:
     found = sorted(folder.glob(f"*{name}*checkpoint*.pt"))
     if len(found) > 1:
         raise CheckpointError(
-            f"{folder} contains {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep the file of "
-            f"the weights' training step."
+            f"{folder} contains {len(found)} files of '{name}': {', '.join(p.name for p in found)}. Keep only "
+            f"the file of the same training step as the weights."
         )
     return found[0] if found else None
 
@@ -126,7 +126,9 @@ def weight_files(folder: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} cannot be read: {reason_of(error)}. Download the file again.") from error
     if outside:
-        raise CheckpointError(f"{index} names {outside[0]!r}, which is not a file of the folder. Do not use it.")
+        raise CheckpointError(
+            f"{index} names {outside[0]!r}, which is not a file of the folder. Do not use this checkpoint."
+        )
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
         raise CheckpointError(

@@ -54,7 +54,8 @@ class Statistics:
             return next(iter(self.sets))
         raise CheckpointError(
             f"model.unnorm_key is not set and the environment has no data set name. Statistics in "
-            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the data set of its training."
+            f"{self.folder}: {', '.join(sorted(self.sets))}. Set model.unnorm_key to the key of the "
+            f"checkpoint's training data set."
         )
 
     def bounds(self, data_set: str, part: str, normalisation: str) -> Bounds:
@@ -367,7 +368,7 @@ def _read_pixel_norms(folder: Path) -> tuple[PixelNorm, PixelNorm]:
     stds = [p["std"] for p in params] if params else _field(data, "stds", where)
     if [len(x) for x in (*means, *stds)] != [3] * 4:
         raise CheckpointError(
-            f"{where} must contain mean and std of three channels for two towers. Fetch the file again."
+            f"{where} must contain mean and std of three channels for two towers. Download the file again."
         )
     first, second = (PixelNorm(mean=tuple(m), std=tuple(s)) for m, s in zip(means, stds, strict=True))
     return first, second

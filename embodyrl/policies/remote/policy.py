@@ -101,7 +101,7 @@ class RemotePolicy(OnlyActs):
         # A server that returns one action at a time may omit the chunk's axis.
         actions = actions[None] if actions.ndim == 1 and actions.size else actions
         if actions.ndim != 2 or actions.shape[1] != wanted[1]:
-            raise self._error(f"the reply has actions of shape {list(actions.shape)}, not [any, {wanted[1]}].")
+            raise self._error(f"the reply has actions of shape {list(actions.shape)}, expected [n, {wanted[1]}].")
         if len(actions) < wanted[0]:
             raise self._error(
                 f"the server returns {len(actions)} action{'s' * (len(actions) > 1)} per reply, but "

@@ -107,7 +107,7 @@ def test_valid_environments_pass(cfg):
 def test_hanging_simulator_is_reported_and_later_checks_skipped():
     cfg = env_of(env_type="toy_env:FACTORY", kwargs={"fault": "hang", "where": "step"})
     found = {f.check: f for f in check_env(cfg, timeout_s=3.0)}
-    assert "TimeoutError: no answer within 3 s" in str(found["step"].violations[0])
+    assert "TimeoutError: no response within 3 s" in str(found["step"].violations[0])
     assert (found["flags"].level, found["flags"].note) == ("skip", "needs step")
     assert found["close"].level == "ok"
 

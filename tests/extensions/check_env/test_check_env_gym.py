@@ -113,15 +113,15 @@ def test_goal_interface_must_match_step_rewards(name, level, said):
 
 ILLEGAL = {
     "OldReset": ("spec", "reset returned one ndarray.*before Gymnasium 0.26. Fix: "),
-    "OldSeed": ("spec", "reset takes no seed. This is the API before.*Fix: "),
+    "OldSeed": ("spec", "reset does not accept a seed. This is the API before.*Fix: "),
     "OldStep": ("spec", "step returned 4 things.*before Gymnasium 0.26. Fix: "),
     "NothingStepped": ("spec", "step returned nothing, expected \\(observation, reward, terminated"),
     "NoReward": ("spec", "the reward None, expected a number"),
     "NanAtSomeStarts": ("reset_ids_differ", "state\\[0\\]: expected a finite number, found nan"),
     "NanLater": ("flags", "state\\[0\\]: expected a finite number, found nan"),
     "RaisesLater": ("lasts", "RuntimeError: the arm fell off \\(odd_envs.py:"),
-    "SleepsLater": ("lasts", "no answer within 8 s"),
-    "WrongShape": ("observe", "observed shape \\(3,\\).*its observation space declares \\(2,\\)"),
+    "SleepsLater": ("lasts", "no response within 8 s"),
+    "WrongShape": ("observe", "returned shape \\(3,\\).*its observation space declares \\(2,\\)"),
     "NoSpaces": ("spec", "observation_space is None.*Fix: set self.observation_space"),
     "NotSeeded": ("reset_repeats", "fix: use only generators that the reset seeds"),
     "FailsToBuild": ("spec", "AttributeError: no licence"),

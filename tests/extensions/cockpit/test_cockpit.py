@@ -153,7 +153,7 @@ def test_one_client_drives_and_others_watch(scene: Scene) -> None:
     one, two = Client(desk, "one"), Client(desk, "two")
     assert one.hello()["free"]
     one.act("tick", inputs=None)
-    with pytest.raises(ValueError, match="another window drives"):
+    with pytest.raises(ValueError, match="another window has the controls"):
         two.act("tick", inputs=None)
     told, image = parts(desk.view({"client": "two"}))
     assert (told["steps"], told["drives"], image == scene.picture) == (1, False, True)
@@ -161,7 +161,7 @@ def test_one_client_drives_and_others_watch(scene: Scene) -> None:
     two.seq = 0
     assert two.act("take")["drives"]
     assert two.act("tick", inputs=None)["steps"] == 2
-    with pytest.raises(ValueError, match="another window drives"):
+    with pytest.raises(ValueError, match="another window has the controls"):
         one.act("tick", inputs=None)
     assert scene.state()["steps"] == 2
 

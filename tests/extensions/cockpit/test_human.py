@@ -125,7 +125,7 @@ def samples_of(demos: Path, *words: str):
 
 def test_training_selects_chunks_by_author(demos: Path) -> None:
     np.testing.assert_array_equal(samples_of(demos, "data.actors=[expert]").steps, samples_of(demos).steps)
-    with pytest.raises(ConfigError, match=r"data.actors=\['person'\]: no chunk"):
+    with pytest.raises(ConfigError, match=r"data.actors=\['person'\]: no action chunk"):
         samples_of(demos, "data.actors=[person]")
 
 

@@ -132,8 +132,9 @@ def test_columns_of_lerobot_v2_are_renamed(tmp_path: Path, capsys: Any) -> None:
     source = write_v2_set(tmp_path / "old", cameras=("image", "wrist_image"), columns=columns)
     keys = "data.keys={wrist_image: observation.images.wrist, actions: action"
     assert convert(source, tmp_path / "out", keys + "}") == 2
-    assert "No column is observation.state. Set data.keys={COLUMN: observation.state, ...} to one of: state." in (
-        capsys.readouterr().err
+    assert (
+        "No column is assigned to observation.state. Set data.keys={COLUMN: observation.state, ...} to one of: state."
+        in (capsys.readouterr().err)
     )
     assert convert(source, tmp_path / "out", keys + ", state: observation.state}") == 0
     demos = load_demonstrations(tmp_path / "out")
@@ -170,7 +171,7 @@ def test_incomplete_result_of_other_settings_is_refused(tmp_path: Path, capsys: 
     assert convert(source, tmp_path / "out") == 1
     assert "demo_20: action of step 0 is [nan" in capsys.readouterr().err
     assert convert(source, tmp_path / "out", "data.fps=10") == 2
-    assert "was begun with other settings" in capsys.readouterr().err
+    assert "was started with different settings" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "out.partial")
     assert convert(source, tmp_path / "out", "data.skip_nonfinite=true") == 0
     assert "40 episodes, 198 frames, 2 tasks, 2 left out" in capsys.readouterr().out
@@ -221,12 +222,20 @@ def replace(name: str, values: Any) -> Callable[[Any], None]:
         ("demo_1", lambda demo: demo["obs/ee_states"].__setitem__((2, 3), np.inf), "observation.state of step 2"),
         ("demo_1", link_outside, "data/demo_1/rewards is missing, or a link"),
         ("demo_1", store_outside, "the data of /data/demo_1/obs/ee_states are in another file"),
-        ("demo_1", replace("rewards", 1.0), "data/demo_1: rewards is no array of numbers by step"),
-        ("demo_1", replace("rewards", [b"one"] * 5), "data/demo_1: rewards is no array of numbers by step"),
-        ("demo_0", replace("actions", 1.0), "/data/demo_0/actions is no array of numbers by step"),
-        ("demo_0", lambda demo: (delete("actions")(demo), demo.create_group("actions")), "actions is no array"),
-        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "/data/demo_0 is no group"),
-        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "/data is no group"),
+        ("demo_1", replace("rewards", 1.0), "data/demo_1: rewards is not a numeric array with one row per step"),
+        (
+            "demo_1",
+            replace("rewards", [b"one"] * 5),
+            "data/demo_1: rewards is not a numeric array with one row per step",
+        ),
+        ("demo_0", replace("actions", 1.0), "/data/demo_0/actions is not a numeric array with one row per step"),
+        (
+            "demo_0",
+            lambda demo: (delete("actions")(demo), demo.create_group("actions")),
+            "actions is not a numeric array",
+        ),
+        ("demo_0", lambda demo: replace("demo_0", [1.0])(demo.parent), "/data/demo_0 is not a group"),
+        ("demo_0", lambda demo: replace("data", [1.0])(demo.file), "/data is not a group"),
     ],
 )
 def test_damaged_hdf5_episode_is_named(tmp_path: Path, capsys: Any, demo: str, change: Any, error: str) -> None:
@@ -293,16 +302,16 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
         (lambda r: (r / SHARD).unlink(), [KEYS], "00001-of-00002 is missing"),
         (lambda r: (r / INFO).unlink(), [KEYS], "dataset_info.json is missing"),
         (lambda r: (r / INFO).write_text("{"), [KEYS], "dataset_info.json cannot be read"),
-        (lambda r: (r / FEATURES).write_text("{}"), [KEYS], "is no description of an RLDS data set"),
+        (lambda r: (r / FEATURES).write_text("{}"), [KEYS], "does not describe an RLDS data set"),
         (
             lambda r: edit(r / FEATURES, lambda f: f.update(featuresDict=[])),
             [KEYS],
-            "is no description of an RLDS data",
+            "does not describe an RLDS data",
         ),
         (
             lambda r: edit(r / FEATURES, lambda f: step_features(f).update(action={"tensor": 3})),
             [KEYS],
-            "is no description of an RLDS data set",
+            "does not describe an RLDS data set",
         ),
         (
             lambda r: edit(r / INFO, lambda i: i["splits"][0].update(shardLengths=["2", "2"])),
@@ -315,10 +324,14 @@ SHARD, INFO, FEATURES = "tiny_arm-train.tfrecord-00001-of-00002", "dataset_info.
             "refers to files outside the data set",
         ),
         (lambda r: edit(r / INFO, lambda i: i.update(fileFormat="array_record")), [KEYS], "the format array_record"),
-        (lambda r: None, [KEYS, "data.split=test"], "data.split=test is not in .*: train"),
+        (lambda r: None, [KEYS, "data.split=test"], "has no split .test. .*: train"),
         (lambda r: None, ["data.keys={nothing: action}"], "nothing is not in the source. Columns: action"),
         (lambda r: None, ["data.keys={observation/image: action}"], "contains image, expected numbers"),
-        (lambda r: None, ["data.keys={observation/state: observation.state}"], "No column of the source is the action"),
+        (
+            lambda r: None,
+            ["data.keys={observation/state: observation.state}"],
+            "No column of the source is assigned to the action",
+        ),
         (lambda r: None, ["data.keys={action: actions}"], "must be names of action, observation.state"),
         (lambda r: None, ["data.keys={action: action}"], "has no instruction, expected one. Set data.instruction"),
         (lambda r: None, [KEYS, "data.gripper_index=5", "data.gripper=[1,0]"], "the actions have 3 numbers"),
@@ -350,7 +363,7 @@ def test_other_sources_and_existing_results_are_refused(tmp_path: Path, capsys: 
         ("none", "out", "does not exist"),
         ("empty", "out", "contains no demonstrations: expected meta/info.json"),
         ("new", "out", "already has the layout v3.0; use it directly: embodyrl sft data.path="),
-        ("new", "empty", "exists already and is unchanged"),
+        ("new", "empty", "already exists"),
     ):
         assert convert(tmp_path / source, tmp_path / out) == 2
         assert error in capsys.readouterr().err

@@ -100,11 +100,11 @@ def test_every_truncated_or_changed_message_is_an_error_or_another_message() -> 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda raw: raw[:-3], "record 1 ends early"),
-        (lambda raw: raw[:5], "record 0 ends early"),
+        (lambda raw: raw[:-3], "record 1 is truncated"),
+        (lambda raw: raw[:5], "record 0 is truncated"),
         (lambda raw: raw[:100] + bytes([raw[100] ^ 1]) + raw[101:], "record 0 has a wrong checksum"),
-        (lambda raw: bytes([raw[0] ^ 1]) + raw[1:], "record 0 has a wrong checksum of its length"),
-        (lambda raw: raw + struct.pack("<QI", 2**60, masked_crc(struct.pack("<Q", 2**60))), "record 2 ends early"),
+        (lambda raw: bytes([raw[0] ^ 1]) + raw[1:], "record 0 has a wrong length checksum"),
+        (lambda raw: raw + struct.pack("<QI", 2**60, masked_crc(struct.pack("<Q", 2**60))), "record 2 is truncated"),
     ],
 )
 def test_damaged_file_is_refused(tmp_path: Path, change, error: str) -> None:

@@ -334,5 +334,5 @@ def test_unsuitable_data_for_an_objective_is_refused(words: list[str], reason: s
 
 def test_unsuitable_reward_model_is_refused(tmp_path: Path) -> None:
     words = ("data.path=test_objectives:pairs", "model=causal_lm_tiny", "objective.name=preference")
-    with pytest.raises(ConfigError, match="cannot become a reward model"):
+    with pytest.raises(ConfigError, match="cannot be trained as a reward model"):
         load_material(load_config("sft", [*words, "model.is_lora=true"]), tmp_path)

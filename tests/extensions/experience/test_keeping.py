@@ -91,6 +91,6 @@ def test_training_in_chunks_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["env.control.latency_steps=2", "rollout.chunk_overlap=1"])
 def test_overlapping_chunks_are_refused(tmp_path: Path, word: str) -> None:
-    with pytest.raises(ConfigError, match="actions follow older observations"):
+    with pytest.raises(ConfigError, match="actions are computed from older observations"):
         evaluated(tmp_path, "late", "runner.keep_episodes=all", word)
     assert not (tmp_path / "late").exists()

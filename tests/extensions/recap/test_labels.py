@@ -72,7 +72,7 @@ def test_labels_of_other_data_are_refused(tmp_path: Path):
         episode=episode, frame=frame, returns=nothing, value=nothing, advantage=nothing, positive=positive
     ).save(path)  # fmt: skip
     assert read_positive(path, found).tolist() == positive.astype(int).tolist()
-    with pytest.raises(ConfigError, match=r"15 frames of other episodes .* have 10"):
+    with pytest.raises(ConfigError, match=r"15 labelled frames, which do not match the 10 frames"):
         read_positive(path, demos((5, 5), (True, False)))
     with pytest.raises(ConfigError, match="cannot be read"):
         read_positive(tmp_path / "missing.parquet", found)

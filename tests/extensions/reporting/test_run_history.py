@@ -100,5 +100,5 @@ def test_evaluations_are_sorted_by_step_beyond_a_million(tmp_path: Path) -> None
 
 
 def test_missing_run_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="this is not a run"):
+    with pytest.raises(ConfigError, match="the folder is not a run"):
         read_history(tmp_path)

@@ -168,7 +168,7 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
     changed = next(iter(before))
     changed.write_text("my own work")
     assert main(["new", kind, "mine"]) == 2
-    assert "already exists and is unchanged" in capsys.readouterr().err
+    assert "already exists; choose another name" in capsys.readouterr().err
     assert {path for path in tmp_path.rglob("*") if path.is_file()} == before.keys()
     assert changed.read_text() == "my own work"
 
@@ -184,7 +184,7 @@ def test_new_command_overwrites_no_files(kind, tmp_path, monkeypatch, capsys):
         (["policy", "class"], "use lower-case letters"),
         (["env", "tabletop"], "env=tabletop is already part of embodyrl"),
         (["experiment", "libero_laptop"], "experiment=libero_laptop is already part of embodyrl"),
-        (["env", "numpy"], "a Python module 'numpy' is installed already"),
+        (["env", "numpy"], "a Python module 'numpy' is already installed"),
     ],
 )
 def test_wrong_arguments_write_no_files(words, said, tmp_path, monkeypatch, capsys):

@@ -61,7 +61,7 @@ def test_empty_lines_and_byte_order_mark_are_skipped(tmp_path: Path):
     found = open_rows(RowSettings(path=str(path), val_share=0.0), tokenizer=None)
     assert [found[i].messages[0].content for i in range(len(found))] == ["a", "b", "c"]
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="no row is left for training out of 0"):
+    with pytest.raises(ConfigError, match="none of the 0 rows remains for training"):
         open_rows(RowSettings(path=str(path)), tokenizer=None)
 
 
@@ -125,8 +125,8 @@ def test_overlong_prompts_are_skipped(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": "no mark"}, "row 4: column 'answer' does not fit data.answer_pattern"),
-        ({"answer": "####"}, "row 4: column 'answer' does not fit data.answer_pattern"),
+        ({"answer": "no mark"}, "row 4: column 'answer' does not match data.answer_pattern"),
+        ({"answer": "####"}, "row 4: column 'answer' does not match data.answer_pattern"),
         ({"answer": None}, "row 4: column 'answer' is empty"),
         ({"question": 5}, "row 4: column 'question' is neither text nor a list"),
     ],

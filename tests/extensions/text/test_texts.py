@@ -226,7 +226,7 @@ def test_train_command_names_a_malformed_row(tmp_path: Path):
     file.write_text("\n".join(json.dumps(r) for r in [good, good, {"question": "2+2?", "answer": "4"}]))
     cfg = load_config("train", ["env=text/gsm8k", "model=causal_lm_tiny", f"data.path={file}"])
     check_components(cfg)
-    with pytest.raises(ConfigError, match=r"sums\.jsonl, row 3: column 'answer' does not fit"):
+    with pytest.raises(ConfigError, match=r"sums\.jsonl, row 3: column 'answer' does not match"):
         build_run_plan(cfg, training=True)
 
 

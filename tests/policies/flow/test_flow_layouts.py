@@ -93,7 +93,7 @@ def test_untied_output_matrix_is_refused(tmp_path):
     original = stored("pi0")
     untied = original[OWN_EMBEDDING].clone()
     untied[3, 4] += 1e-3
-    with pytest.raises(CheckpointError, match=rf"'{OUTPUT}' and '{OWN_EMBEDDING}' are one matrix"):
+    with pytest.raises(CheckpointError, match=rf"'{OUTPUT}' and '{OWN_EMBEDDING}' are tied weights"):
         load_weights(build(spec_of("pi0")).state_dict(), write(tmp_path / "in", original | {OUTPUT: untied}))
 
 

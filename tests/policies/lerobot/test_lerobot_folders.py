@@ -164,7 +164,7 @@ def test_contradictory_lerobot_settings_are_reported(kind, tmp_path):
     found = factory.validate(model_of(kind, path=str(folder), num_action_chunks=99))
     assert "model.num_action_chunks=99" in found[0]
     (folder / "model.safetensors").unlink()
-    assert "fetch the weights" in factory.validate(model_of(kind, path=str(folder), num_action_chunks=1))[0]
+    assert "download the weights" in factory.validate(model_of(kind, path=str(folder), num_action_chunks=1))[0]
     assert "is not a folder" in factory.validate(model_of(kind, path=str(tmp_path / "none")))[0]
 
 

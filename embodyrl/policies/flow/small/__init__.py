@@ -91,7 +91,8 @@ class SmallFlowFactory:
         wrong = [f"{k} is {saved[k]} (this run needs {v})" for k, v in asdict(plan.config).items() if saved[k] != v]
         if wrong:
             raise CheckpointError(
-                f"{folder / CONFIG_FILE} does not fit: {', '.join(wrong)}. Use the environment and model of that run."
+                f"{folder / CONFIG_FILE} does not match this run: {', '.join(wrong)}. Use the environment and "
+                f"model of that run."
             )
         check_steering(cfg, plan.shape, plan.config.width, folder)
 

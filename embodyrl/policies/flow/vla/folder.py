@@ -92,7 +92,8 @@ def read_folder(folder: Path, cfg: VlaSettings) -> FlowSpec:
     spec = read_spec(folder, adaptive=isinstance(cfg, Pi05Settings))
     if kind_of(spec) != cfg.model_type:
         raise CheckpointError(
-            f"{folder / CONFIG_FILE} is of {kind_of(spec)}, not of {cfg.model_type}; set model={kind_of(spec)}."
+            f"{folder / CONFIG_FILE} describes a {kind_of(spec)} model, not {cfg.model_type}; set "
+            f"model={kind_of(spec)}."
         )
     return spec if cfg.horizon is None else replace(spec, horizon=cfg.horizon)
 

@@ -74,7 +74,8 @@ class FlowStatistics:
         found = [self.numbers.get(name, ()) for name in (first, second)]
         if not found[0] or len(found[0]) != len(found[1]):
             raise CheckpointError(
-                f"{self.where} has no usable {first} and {second}; only: {', '.join(sorted(self.numbers)) or 'none'}. "
+                f"{self.where} has no usable {first} and {second}; found only: "
+                f"{', '.join(sorted(self.numbers)) or 'none'}. "
                 f"Download the file again, or use the normalisation of the checkpoint's training."
             )
         return found[0], found[1]
@@ -127,8 +128,8 @@ def read_lerobot(tensors: Mapping[str, Any], where: Path, robot: str | None = No
         chosen = found[find_data_set(robot, found, where)]
     elif any(numbers != chosen for numbers in found.values()):
         raise CheckpointError(
-            f"{where} contains statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key to that "
-            f"of the policy's robot."
+            f"{where} contains statistics of several robots: {', '.join(sorted(found))}. Set model.unnorm_key "
+            f"to the key of the policy's robot."
         )
     if empty := [part for part in PARTS if not chosen.get(part)]:
         raise CheckpointError(
