@@ -100,6 +100,23 @@ def _all_suites() -> list[str]:
     return sorted([*SUITE_TASKS, *changed])
 
 
+def _task_ids() -> dict[str, tuple[str, str]]:
+    """Return Gymnasium ids of single tasks, with overrides: `LIBERO-object-0-v0`, `LIBERO-PRO-object-swap-0-v0`."""
+    titles = {f"libero_{title.lower()}": (title, axes) for title, axes in (("PRO", AXES), ("Plus", PLUS_AXES))}
+    options = {suite: f"LIBERO-{suite.removeprefix('libero_')}" for suite in SUITE_TASKS}
+    for option, (title, axes) in titles.items():
+        names = (suite.removeprefix("libero_") for suite in SUITE_TASKS if suite != "libero_90")
+        options |= {f"{option}_{name}_{axis}": f"LIBERO-{title}-{name}-{axis}" for name in names for axis in axes}
+    return {
+        f"{name}-{task}-v0": (option, f"env.eval.task_ids=[{task}]")
+        for option, name in options.items()
+        for task in range(SUITE_TASKS.get(option, 10))
+    }
+
+
+TASK_IDS = _task_ids()
+
+
 def _varied(tasks: list[tuple[str, int]], told: list[str], count: int) -> tuple[str, ...]:
     """Return the instructions of `count` states of each task, if a suite has several per task."""
     if not any(name.endswith("_language") for name, _ in tasks):

@@ -45,6 +45,12 @@ _TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text(encoding=
 BRIDGE_EPISODES: dict[str, int] = _TOLD["bridge_episodes"]
 """Number of initial states of tasks whose initial states are numbered placements instead of seeds."""
 
+TASK_IDS = {
+    f"ManiSkill-{name}": ("maniskill_bridge" if name in BRIDGE_EPISODES else "maniskill", f"env.id={name}")
+    for name in _TOLD["instructions"]
+}
+"""Gymnasium ids of the tasks with an instruction in `tasks.toml`."""
+
 HAND_CAMERA = "hand_camera"
 
 EE_DELTA_POSE = "pd_ee_delta_pose"

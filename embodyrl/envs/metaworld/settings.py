@@ -21,6 +21,8 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     **{name: tuple(group) for name, group in _GROUPS.items()},
 }
 """Tasks of each benchmark; the last five of ML45 are its test tasks."""
+TASK_IDS = {f"MetaWorld-{name}": ("metaworld", f"env.id={name}") for name in TASKS}
+"""Gymnasium ids of single tasks."""
 HIDDEN_GOALS = ("ML45",)
 """Benchmarks with a hidden goal."""
 

@@ -22,6 +22,10 @@ SMALLEST_IMAGE = 32
 """Minimum image size in pixels; in smaller images a block has less than three pixels."""
 
 
+TASK_IDS = {f"Tabletop-{task}-v0": ("tabletop", f"env.eval.task_ids=[{task}]") for task in range(len(TASKS))}
+"""Gymnasium ids of single tasks."""
+
+
 class TabletopSettings(EnvSettings, RewardSettings, CameraSettings):
     """Config keys for the tabletop."""
 

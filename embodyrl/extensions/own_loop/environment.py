@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodyrl.config import tree
 from embodyrl.envs import ENVS
 from embodyrl.envs.protocol import SavesState
 from embodyrl.envs.settings import EnvSettings, EnvSplit
@@ -192,23 +190,3 @@ def _observations(spec: EnvSpec) -> spaces.Dict:
     if spec.state_dim:
         parts["state"] = spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32)
     return spaces.Dict(parts)
-
-
-def _made(
-    env: str, *, task: int | None = None, words: Sequence[str] = (), render_mode: str | None = "rgb_array"
-) -> SingleEnv:
-    """Create the environment of a Gymnasium id; `task`: only this task."""
-    if render_mode not in (None, "rgb_array"):
-        raise ConfigError(f"render_mode={render_mode}: environments of embodyrl render rgb_array only.")
-    return make_env(env, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
-
-
-def _register() -> None:
-    """Register `embodyrl/LiberoObject-v0` for `env=libero_object`, and ids of all other options without a subfolder."""
-    for option in tree.options("env"):
-        name = f"embodyrl/{option.title().replace('_', '')}-v0"
-        if "/" not in option and name not in gymnasium.registry:
-            gymnasium.register(name, entry_point=f"{__name__}:_made", kwargs={"env": option}, disable_env_checker=True)
-
-
-_register()

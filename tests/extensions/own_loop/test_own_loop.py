@@ -16,6 +16,7 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 import embodyrl
+import embodyrl.gymnasium
 from embodyrl.errors import ConfigError
 from embodyrl.plan.episodes import eval_episodes
 from embodyrl.plan.run_plan import build_run_plan

@@ -1,0 +1,66 @@
+"""Gymnasium ids of the simulators, which an import of this module registers.
+
+`embodyrl/LIBERO-object-0-v0` is task 0 of a suite, `embodyrl/LiberoObject-v0` all tasks of `env=libero_object`.
+`gymnasium.make("embodyrl.gymnasium:embodyrl/LIBERO-object-0-v0")` imports this module first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import gymnasium
+
+from embodyrl.config import tree
+from embodyrl.errors import ConfigError
+from embodyrl.extensions.own_loop.environment import SingleEnv, make_env
+from embodyrl.registry import Registry
+
+Overrides = tuple[str, ...]
+
+TASK_IDS: Registry[Mapping[str, Overrides]] = Registry(
+    "Gymnasium ids",
+    group="embodyrl.gymnasium_ids",
+    wants="a mapping of names to overrides",
+    fits=lambda found: isinstance(found, Mapping),
+)
+"""Names such as `LIBERO-object-0-v0` of single tasks, with the option of `env=` first and further overrides."""
+
+
+def make(
+    overrides: Overrides, *, task: int | None = None, words: Sequence[str] = (), render_mode: str | None = "rgb_array"
+) -> SingleEnv:
+    """Create the environment of a Gymnasium id; the entry point of all ids.
+
+    Args:
+        overrides: option of `env=`, and overrides of the id.
+        task: number of a task; only for ids of several tasks.
+        words: further overrides, as for `embodyrl eval`.
+        render_mode: `rgb_array` or None; both render images.
+
+    Raises:
+        ConfigError: unknown override or render mode, or a task for an id of one task.
+        MissingDependencyError: the simulator is not installed.
+    """
+    env, *fixed = overrides
+    if render_mode not in (None, "rgb_array"):
+        raise ConfigError(f"render_mode={render_mode}: environments of embodyrl render rgb_array only.")
+    if task is not None and fixed:
+        raise ConfigError(f"task={task}: this id has one task ({' '.join(fixed)}). Remove task=, or use another id.")
+    return make_env(env, *fixed, *([] if task is None else [f"env.eval.task_ids=[{task}]"]), *words)
+
+
+def register() -> None:
+    """Register an id for each task of the simulators, and for each option of `env=` without a subfolder."""
+    names: dict[str, Overrides] = {
+        f"{option.title().replace('_', '')}-v0": (option,) for option in tree.options("env") if "/" not in option
+    }
+    for tasks in TASK_IDS.every():
+        names |= tasks
+    for name, overrides in names.items():
+        if (full := f"embodyrl/{name}") not in gymnasium.registry:
+            gymnasium.register(
+                full, entry_point=f"{__name__}:make", kwargs={"overrides": overrides}, disable_env_checker=True
+            )
+
+
+register()
