@@ -271,6 +271,16 @@ class TwoCameras(Plain):
         return np.stack([np.full((8, 10, 3), grey, np.uint8) for grey in (10, 200)])
 
 
+class RendersAtOnce(Plain):
+    """Environment whose constructor builds a renderer, without a render mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import mujoco
+
+        mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/>"), 8, 8).close()
+
+
 def make_env(n_envs=1, use_async_envs=False, cfg=None):
     """Create environments with LeRobot's EnvHub contract."""
     return gymnasium.vector.SyncVectorEnv([Missions] * n_envs)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import foreign_envs
@@ -143,3 +147,27 @@ def test_lerobot_style_id_imports_its_package(tmp_path, monkeypatch):
     (tmp_path / "gym_little.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert described_id("gym_little/Plain-v0").max_episode_steps == 7
+
+
+@pytest.mark.needs("mujoco_rendering")
+def test_constructor_that_renders_finds_a_backend():
+    """A new process without a display; MuJoCo chooses its backend when it is imported."""
+    pytest.importorskip("mujoco")
+    chosen = {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY", "PYOPENGL_PLATFORM"}
+    environ = {name: value for name, value in os.environ.items() if name not in chosen}
+    program = (
+        "from embodyrl.envs import ENVS\n"
+        "from embodyrl.envs.protocol import EnvContext\n"
+        "from test_gym import config\n"
+        "print(ENVS.get('gym').spec(config('foreign_envs:RendersAtOnce'), EnvContext(pictures=False)).state_dim)\n"
+    )
+    paths = os.pathsep.join([str(Path(foreign_envs.__file__).parent), str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.stdout == "2\n", done.stderr

@@ -52,14 +52,13 @@ def create(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int = 1) -> Any:
         MissingDependencyError: a required package is not installed.
         ConfigError: the constructor or a wrapper rejects its arguments, or does not return an environment.
     """
+    prepare_rendering()
     return create_named(cfg, kwargs, num_envs)[0]
 
 
 def create_named(cfg: GymSettings, kwargs: dict[str, Any], num_envs: int) -> tuple[Any, tuple[str, ...]]:
     """Build an environment as in `create`; also return the names of all environments if a function returns several."""
     env_id = str(cfg.id)
-    if kwargs.get("render_mode") is not None:
-        prepare_rendering()
     made, suites = _choose_suite(cfg, _construct(cfg, kwargs, num_envs))
     env = require_env(env_id, made)
     for name, arguments in cfg.wrapped:
@@ -154,7 +153,11 @@ def is_vector(cfg: GymSettings) -> bool:
 
 
 def prepare_rendering() -> None:
-    """Prepare rendering libraries for a machine without a display."""
+    """Prepare rendering libraries for a machine without a display.
+
+    Call this before the environment's package is imported, also without a render mode: MuJoCo chooses its backend at
+    import, and some constructors build a renderer.
+    """
     for prepare in RENDERING.every():
         prepare()
 

@@ -88,6 +88,7 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         EmbodyError: see `create`; or its first steps violate Gymnasium's interface.
     """
     kwargs = dict(cfg.kwargs)
+    prepare_rendering()
     # Two environments are the minimum to check whether they can be reset separately.
     env, suites = create_named(cfg, kwargs, 2 if is_vector(cfg) else 1)
     try:
@@ -96,8 +97,6 @@ def probe(cfg: GymSettings, *, pictures: bool = True, described: EnvSpec | None 
         asked = pictures and not vector and env.render_mode is None and "render_mode" not in kwargs
         if asked and "rgb_array" in modes and takes_render_mode(cfg):
             kwargs["render_mode"] = "rgb_array"
-        if kwargs.get("render_mode") is not None:
-            prepare_rendering()
         try:
             if described is not None:
                 said = _shown(described)
