@@ -7,13 +7,25 @@ from functools import partial
 
 from embodyrl.channels.arena import Arena, Ticket
 from embodyrl.channels.layout import BUCKET, WeightInfo, WeightPart, fill_buckets
-from embodyrl.channels.messages import ContinueRequest, Done, LoadWeightsRequest, PublishRequest, Request, WorkerReady
+from embodyrl.channels.messages import (
+    ContinueRequest,
+    Done,
+    ImitateRequest,
+    InferRequest,
+    LoadRequest,
+    LoadWeightsRequest,
+    PublishRequest,
+    Request,
+    UpdateRequest,
+    WorkerReady,
+)
 from embodyrl.cluster.protocol import Message, WorkerDied
 from embodyrl.cluster.supervisor import Supervisor
 from embodyrl.errors import CheckpointError
 from embodyrl.workers.lifecycle import WorkerSpec
 
 OnDone = Callable[[Done], None]
+_CHANGES_WEIGHTS = (UpdateRequest, ContinueRequest, ImitateRequest, LoadRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,8 @@ class PolicyClient:
     """Client of the policy processes: tracks requests and replies, and never blocks (`EventLoop.run_until` does).
 
     A process answers requests in order; a reply that does not match its oldest open request is a bug. A rollout process
-    that died gets all weights and its unanswered requests again once it has restarted; the others act meanwhile.
+    that died gets all weights and its unanswered requests again once it has restarted; the others act meanwhile. All
+    weights that it gets have one version, so none are sent between the begin of an update and its publication.
     """
 
     def __init__(
@@ -69,6 +82,10 @@ class PolicyClient:
         self._weights: dict[str, tuple[WeightInfo, ...]] = {}
         self._publishing = False
         self._published = False
+        self._version = 0
+        """Version of the published weights."""
+        self._is_current = True
+        """False while the actor ranks have, or compute, later weights than the published ones."""
 
     @property
     def num_acting(self) -> int:
@@ -93,12 +110,20 @@ class PolicyClient:
         """Send a request to all acting processes."""
         return self._ask(self._acting, request)
 
+    @property
+    def recovering(self) -> bool:
+        """True while a restarted process receives weights."""
+        return self._awaited is not None
+
     def ask_training(self, request: Request) -> Replies:
-        """Send a request to all actor ranks."""
+        """Send a request to all actor ranks; one that changes the weights must wait until none is `recovering`."""
+        if isinstance(request, _CHANGES_WEIGHTS):
+            assert not self.recovering, "the rest of the weights would have another version"
+            self._is_current = False
         return self._ask(self._training, request)
 
-    def publish(self) -> Iterator[Replies]:
-        """Transfer new weights from the actor ranks to the acting processes.
+    def publish(self, version: int) -> Iterator[Replies]:
+        """Transfer new weights, of this version, from the actor ranks to the acting processes.
 
         Yields the replies that must be complete before the iterator continues. The first transfer contains all weights,
         later ones the trained weights. No process acts before the transfer is complete.
@@ -112,13 +137,14 @@ class PolicyClient:
             yield from self._recovery
             self._awaited = None
         yield from self._transfer(arena, self._buckets(arena), self._present)
+        self._version, self._is_current = version, True
         self._publishing, self._published = False, True
 
     def advance(self) -> None:
         """Continue to send the weights to restarted processes, without waiting."""
         while not self._publishing and (self._awaited is None or self._awaited.complete()):
             if self._awaited is None:
-                if not self._restarted:
+                if not self._restarted or not self._is_current:
                     return
                 self._recovery = self._recover(self._restarted.pop(0))
             self._awaited = next(self._recovery, None)
@@ -131,6 +157,8 @@ class PolicyClient:
         yield from self._transfer(self._bucket_arena, buckets, lambda: [worker] if self._receiving == worker else [])
         if self._receiving == worker:  # it has not died again
             for request, on_done in self._lost.pop(worker):
+                if isinstance(request, InferRequest):
+                    request = replace(request, version=self._version)
                 self._send(worker, request, on_done)
 
     def _transfer(
@@ -260,6 +288,7 @@ class EventLoop:
             CheckpointError: a checkpoint could not be written or read.
         """
         seconds = 0.0
+        self.run_until(lambda: not self._policy.recovering)
         while True:
             replies = self._policy.ask_training(request)
             self.run_until(replies.complete)
