@@ -155,8 +155,8 @@ class Episode:
     success: BoolArray
     value: FloatArray
     bootstrap_value: FloatArray
-    """[V] value of the observation after the last chunk, 0 if terminated; `value` [T, V]: estimates during the
-    rollout."""
+    """[1] value after the last executed action, 0 if terminated; empty without a value head. `value` [T, V]: estimates
+    during the rollout."""
     terminated: bool
     truncated: bool
     """True if the time limit ended the episode, or the step's quota cut it: the return bootstraps."""

@@ -158,7 +158,7 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     credited, reward = _credited(valid, cfg), _rewards(valid, reward, cfg)
     assert value.shape == reward.shape, f"value {value.shape} against rewards {reward.shape}"
     ends = np.cumsum([len(episode.valid) for episode in episodes])
-    bootstrap = [0.0 if episode.terminated else _bootstrap(episode) for episode in episodes]
+    bootstrap = [0.0 if episode.terminated else float(episode.bootstrap_value[0]) for episode in episodes]
     advantage, returns = (
         found.reshape(reward.shape)
         for found in gae(
@@ -181,13 +181,6 @@ def gae_credits(episodes: Sequence[Episode], _: Scores, cfg: GaeSettings) -> lis
     advantage, returns = np.where(valid, advantage, 0.0).astype(np.float32), returns.astype(np.float32)
     starts = [0, *ends.tolist()]
     return [Credit(advantage=advantage[a:b], returns=returns[a:b]) for a, b in pairwise(starts)]
-
-
-def _bootstrap(episode: Episode) -> float:
-    """Return the value after the last chunk; with one value per action (V = K), that of the first executed action."""
-    values = episode.bootstrap_value
-    first = int(episode.valid[-1].argmax()) if len(values) > 1 else 0
-    return float(values[first])
 
 
 def reinforce_pp_credits(episodes: Sequence[Episode], _: Scores, cfg: ReturnSettings) -> list[Credit]:

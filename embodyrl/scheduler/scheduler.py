@@ -28,7 +28,7 @@ from embodyrl.envs.video import remove_videos
 from embodyrl.plan.run_plan import RunPlan
 from embodyrl.scheduler.event_loop import EventLoop, PolicyClient
 from embodyrl.scheduler.rollout import Rollout, RolloutResult, Tally
-from embodyrl.scheduler.slot import Open, Phase, Slots, Stages
+from embodyrl.scheduler.slot import Open, Phase, Slots, Stages, following_action
 from embodyrl.types import BoolArray, Episode, EpisodeSpec, IntArray
 
 _SHORT_WAIT_S = 0.005  # a batch below its target size waits this long for more observations
@@ -51,11 +51,11 @@ class RolloutScheduler(EventLoop):
         self._needs_values = algorithm is not None and algorithm.estimator.needs_values
         self._needs_finals = algorithm is not None and algorithm.needs_finals
         self._needs_all_ends = algorithm is not None and algorithm.settings.needs_all_ends
-        self._value_dim = run_plan.policy.value_dim
+        self._chunk_steps = cfg.chunk_steps
         self._lockstep = run_plan.env.simulator.lockstep
         # Matrix products may round differently for other batch shapes, so a deterministic run uses one shape.
         self._padded_size = run_plan.num_slots if cfg.runner.deterministic else 0
-        self._slots = Slots(run_plan.num_slots, arena)
+        self._slots = Slots(run_plan.num_slots, arena, has_values=run_plan.policy.value_dim > 0)
         self._stages = Stages(run_plan.env_workers, self._num_stages)
         self._task_limits: dict[str, int | None] = {}
         self._sequence = 0
@@ -69,7 +69,7 @@ class RolloutScheduler(EventLoop):
 
     def publish(self, version: int) -> None:
         """Use these weights from the next chunk on, also in running episodes."""
-        for replies in self._policy.publish():
+        for replies in self._policy.publish(version):
             self.run_until(replies.complete)
         # Slots whose episodes wait for this version may act from here on.
         self._version = version
@@ -334,7 +334,7 @@ class RolloutScheduler(EventLoop):
         # The observation after a time limit or a cut has no action; it is kept for its value.
         spare = (terminated & (not self._needs_all_ends)) | ~self._slots.keeps[rows] | (not self._needs_finals)
         final_records = np.where(spare, -1, records_of(finals))
-        found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos, self._value_dim)
+        found = self._slots.finish(rows, terminated, truncated, final_records, instructions, videos)
         for i, (row, rollout, (episode, tickets)) in enumerate(zip(rows.tolist(), rollouts, found, strict=True)):
             assert rollout is not None
             if not spare[i]:
@@ -394,5 +394,6 @@ class RolloutScheduler(EventLoop):
         tickets = np.array([out.tickets[e.spec.episode_id][-1] for e in pending])
         request = ValueRequest(tickets=tickets, padded_size=self._padded_size)
         self.run_until(self._policy.ask_acting(request).complete)
-        for episode, value in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
-            episode.bootstrap_value[:] = value
+        for episode, values in zip(pending, self._arena[Record.value][records_of(tickets)], strict=True):
+            place = following_action(episode.valid[-1], self._chunk_steps)
+            episode.bootstrap_value[:] = values[place] if len(values) > 1 else values

@@ -42,6 +42,15 @@ KEPT: tuple[str, ...] = (
 """Fields of each chunk that `Episode` keeps, under the same names."""
 
 
+def following_action(valid: BoolArray, chunk_steps: int) -> int:
+    """Return the number of the action after those that this chunk [K] executed, in the chunk of the next observation.
+
+    A chunk observes after `chunk_steps` actions or at the end of its episode; with a delay it executes some more.
+    """
+    executed = np.flatnonzero(valid)
+    return max(0, int(executed[-1]) + 1 - chunk_steps) if len(executed) else 0
+
+
 @dataclass(frozen=True)
 class Open:
     """A cut episode that may continue: its earlier part and its current observation."""
@@ -77,7 +86,8 @@ class Slot:
 class Slots:
     """All slots [N]. Methods take slot indices, each at most once."""
 
-    def __init__(self, count: int, arena: Arena) -> None:
+    def __init__(self, count: int, arena: Arena, *, has_values: bool = False) -> None:
+        self._num_bootstraps = int(has_values)
         self.each = [Slot(index) for index in range(count)]
         self._arena = arena
         self.phase = np.zeros(count, np.int8)
@@ -196,7 +206,6 @@ class Slots:
         final_records: IntArray,
         instructions: Sequence[str],
         videos: Sequence[str | None],
-        value_dim: int,
     ) -> list[tuple[Episode, IntArray]]:
         """Close the episodes of slots; return them and the tickets of their records.
 
@@ -230,7 +239,7 @@ class Slots:
                 spec=spec,
                 records=records[own],
                 **fields,
-                bootstrap_value=np.zeros(value_dim, dtype=np.float32),
+                bootstrap_value=np.zeros(self._num_bootstraps, dtype=np.float32),
                 terminated=bool(terminated[i]),
                 truncated=bool(truncated[i]) or cut,
                 cut=cut,

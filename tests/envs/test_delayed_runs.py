@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from toy_runs import rows, running_crew, toy_config, train_toy
 
+from embodyrl.channels.layout import Record
 from embodyrl.commands.evaluate import evaluate
 from embodyrl.envs import ENVS
 from embodyrl.envs.chunked import ChunkedEnv
@@ -50,6 +51,29 @@ def test_each_env_step_belongs_to_the_chunk_that_executed_it(tmp_path: Path):
             assert np.allclose(episode.reward[episode.valid], done, atol=1e-5)
             assert (episode.reward[~episode.valid] == 0).all()
             assert episode.valid[0, 0], "the first chunk has no delay"
+
+
+LEVEL = ("algorithm=ppo", "algorithm.reward_type=action_level")
+CUT = ("env.train.max_episode_steps=9", "env.train.max_steps_per_rollout_epoch=2", "env.kwargs.goal=99")
+
+
+@pytest.mark.parametrize("words", [DELAYED, DELAYED[:2], ("env.control.latency_steps=1",), ()], ids=" ".join)
+@pytest.mark.parametrize("length", [(), CUT], ids=["limit", "cut"])
+def test_bootstrap_is_the_value_of_the_next_action(words, length, tmp_path: Path):
+    """With one value per action; an episode of n chunks of p steps ends L - n p steps after its last observation."""
+    limit = length or ("env.train.max_episode_steps=7", "env.kwargs.goal=99")
+    with running_crew(tmp_path, *LEVEL, *words, *limit, "env.train.total_num_envs=8") as crew:
+        cfg, plan = crew.run_plan.cfg, crew.run_plan
+        crew.workers.scheduler.publish(0)
+        found = crew.workers.scheduler.collect(Rollout(train_episodes(cfg, plan.env, 0, counts_chunk_steps=True)))
+        values = crew.workers.arena[Record.value]
+        assert np.ptp(values[found.episodes[0].records[0]]) > 0, "values of a chunk differ"
+        places = []
+        for episode in found.episodes:
+            assert episode.final_record >= 0
+            places.append(max(0, episode.length - len(episode.valid) * cfg.chunk_steps))
+            assert episode.bootstrap_value == values[episode.final_record][places[-1]]
+        assert any(places) == bool(words)
 
 
 def test_without_keys_the_environment_is_not_wrapped(tmp_path: Path):
