@@ -45,7 +45,7 @@ def split_pictures(content: str) -> list[str | tuple[int, int]]:
 
 
 def spoken(content: str) -> str:
-    """Return a message with `<image>` for each image."""
+    """Return a message with the text `<image>` for each image."""
     return "".join(part if isinstance(part, str) else PICTURE for part in split_pictures(content))
 
 

@@ -36,7 +36,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return True if this host supports bfloat16: a GPU, or a processor with AVX-512, AMX or Arm's extension.
+    """Return True if this host computes in bfloat16: a GPU, or a CPU with AVX-512, AMX or Arm's extension.
 
     A processor with unknown features counts as supported.
     """
@@ -135,7 +135,7 @@ def _memory(gpus: Sequence[Gpu]) -> list[tuple[int, int]]:
 
 
 def _seen_by_torch() -> list[tuple[int, int]]:
-    """Return the memory that CUDA reports, queried in a separate process."""
+    """Return the memory that CUDA reports to torch in a separate process."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _FREE], capture_output=True, text=True, timeout=_TORCH_S, check=False

@@ -74,7 +74,7 @@ def read_json(path: Path) -> Any:
 
 
 def json_text(data: Any) -> str:
-    """Return indented JSON. Non-finite numbers become null, other objects their text."""
+    """Return indented JSON; non-finite numbers become null, other objects become their text."""
     plain = json.loads(json.dumps(data, default=str), parse_constant=lambda name: None)
     return json.dumps(plain, indent=2) + "\n"
 

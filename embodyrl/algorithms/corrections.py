@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def importance_weights(
     log_weight: torch.Tensor, valid: torch.Tensor, *, cap: float, mode: WeightMode, level: WeightLevel
 ) -> torch.Tensor:
-    """Return w where w <= cap; above it 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
+    """Return w where w <= cap, else 0 (mask; decoupled PPO, arXiv 2505.24298) or the cap (truncate; TIS).
 
     Args:
         log_weight: [B, ...] log w of each unit.
@@ -59,7 +59,7 @@ def second_moment_mask(log_weight: torch.Tensor, valid: torch.Tensor, *, thresho
 
 
 def off_policy_mask(log_ratio_mean: torch.Tensor, advantage: torch.Tensor, *, delta: float) -> torch.Tensor:
-    """Return a mask without off-policy samples of negative advantage.
+    """Return a mask that excludes off-policy samples with a negative advantage.
 
     A unit is dropped where A < 0 and the mean of log pi_behaviour - log pi over its sequence exceeds delta.
 

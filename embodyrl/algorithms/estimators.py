@@ -86,7 +86,7 @@ def gae(
 
 
 def step_groups(states: Sequence[npt.NDArray[np.int64]], groups: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return a number for each chunk step, equal for equal states within one group (GiGPO).
+    """Return a group number for each chunk step; equal states within one group have the same number (GiGPO).
 
     Args:
         states: [T_i] state hash of each chunk step of each episode.
@@ -108,7 +108,7 @@ class GigpoSettings(StdSettings, DiscountSettings):
 
 
 def _gigpo(episodes: Sequence[Episode], scores: Scores, cfg: GigpoSettings) -> list[Credit]:
-    """Add the episode's group advantage to the advantage of each chunk step among visits of the same state (GiGPO)."""
+    """Add the episode's group advantage to the step advantage, which compares visits of the same state (GiGPO)."""
     groups = [episode.spec.group_id for episode in episodes]
     normalize, unbiased = cfg.normalize_advantages, cfg.std_unbiased
     episode_level = grpo(

@@ -1,4 +1,4 @@
-"""Metrics of a batch before its update, and of the micro-batches of an optimizer step."""
+"""Metrics of a batch before its update, and metrics of the micro-batches of an optimizer step."""
 
 from __future__ import annotations
 

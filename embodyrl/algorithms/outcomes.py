@@ -69,7 +69,7 @@ def rloo(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def opo(reward: npt.ArrayLike, group: npt.ArrayLike, length: npt.ArrayLike) -> DoubleArray:
-    """Subtract the baseline of least variance, sum(len R) / sum(len) over the group, arXiv 2505.23585."""
+    """Subtract the minimum-variance baseline sum(len R) / sum(len) of the group, arXiv 2505.23585."""
 
     def above_baseline(rewards: DoubleArray, lengths: DoubleArray) -> DoubleArray:
         return rewards - np.average(rewards, weights=lengths)
@@ -84,7 +84,7 @@ def gpg(reward: npt.ArrayLike, group: npt.ArrayLike) -> DoubleArray:
 
 
 def pass_at_k(reward: npt.ArrayLike, group: npt.ArrayLike, *, normalize: bool = True, eps: float = 1e-6) -> DoubleArray:
-    """Credit only the best episode of a group, with the difference to the second: R1 - R2, arXiv 2503.19595.
+    """Credit only the best episode of a group, with its lead over the second best: R1 - R2, arXiv 2503.19595.
 
     `normalize` divides by the group's standard deviation (ddof 1) + eps.
     """
@@ -192,7 +192,7 @@ def spread(episode: Episode, advantage: float | DoubleArray) -> Credit:
 
 
 def _by_parts(outcomes: Outcomes, _: GdpoSettings) -> DoubleArray:
-    """Compute `gdpo` from the parts of the reward; without parts, the return is the only part."""
+    """Compute `gdpo` from the reward components; without components, the return is the only component."""
     weights = outcomes.scores.part_weights
     if not weights:
         return gdpo(np.asarray(outcomes.returns)[:, None], outcomes.groups, [1.0])

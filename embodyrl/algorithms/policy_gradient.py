@@ -196,7 +196,7 @@ class Algorithm:
         return LossWeights(policy=weight, value=equal_shares(counted), positive=equal_shares(positive))
 
     def weighs_evenly(self, batch: PreparedBatch) -> bool:
-        """Return True if the weights depend only on the number of samples of an optimizer step."""
+        """Return True if the weights depend only on the number of samples in an optimizer step."""
         even = self.settings.loss_agg_func in ("token-mean", "token-sum") and not self.settings.positive_nll_coef
         return even and bool(batch.valid.all())
 
@@ -335,7 +335,7 @@ class Algorithm:
         return self.settings.truncated_episodes == TruncatedEpisodes.mask and episode.truncated and not episode.cut
 
     def inert(self, batch: PreparedBatch) -> BoolArray:
-        """Return the mask [B] of samples without gradient; the actor skips their forward and backward pass."""
+        """Return the mask [B] of samples without a gradient; the actor skips their forward and backward pass."""
         # A value loss or KL has a gradient where the advantage is 0, too.
         if self._has_other_terms or self._loss.needs_all_samples:
             return np.zeros(len(batch.records), dtype=np.bool_)
@@ -361,7 +361,7 @@ def _value_loss(cfg: ValueSettings, scores: PolicyScores, inputs: LossInputs) ->
 
 
 def _require_finite(episodes: Sequence[Episode], what: str, values: Sequence[FloatArray]) -> None:
-    """Raise for the first episode with a NaN or infinite value; entries of unexecuted actions are ignored."""
+    """Raise an error for the first episode with a NaN or infinite value; entries of unexecuted actions are ignored."""
     if not values or np.isfinite(np.concatenate(values, axis=None)).all():
         return
     for episode, own in zip(episodes, values, strict=True):

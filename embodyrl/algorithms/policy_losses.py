@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 SUM_MODES = frozenset({"token-sum", "seq-mean-token-sum"})
-"""Modes of `loss_agg_func` that sum over the tokens of an action; the others average."""
+"""Modes of `loss_agg_func` that sum over the tokens of an action; the other modes average."""
 
 
 def scored_columns(values: Any, actions: int, scored: int) -> Any:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Inputs of an estimator in addition to the episodes, in the same order; empty unless the algorithm needs them."""
+    """Inputs of an estimator in addition to the episodes, in the same order; empty if the algorithm needs none."""
 
     logprob: tuple[FloatArray, ...] = ()
     """[T, L] log-probabilities of the behaviour policy."""
@@ -26,9 +26,9 @@ class Scores:
     states: tuple[IntArray, ...] = ()
     """[T] hash of the observation before each chunk."""
     greedy: tuple[Episode | None, ...] = ()
-    """Greedy episode of each episode's group; None: lost in a worker crash."""
+    """Greedy episode of each episode's group; None: the episode was lost in a worker crash."""
     part_weights: tuple[float, ...] = ()
-    """[C] weight of each part of the reward, `EnvSpec.component_weights`."""
+    """[C] weight of each reward component, `EnvSpec.component_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class LossWeights:
     """[n, K] weight of each action with a positive advantage; sums to 1, or all 0."""
 
     def rows(self, index: IntArray | BoolArray | slice) -> LossWeights:
-        """Return the weights of some of the samples."""
+        """Return the weights of the selected samples."""
         return LossWeights(policy=self.policy[index], value=self.value[index], positive=self.positive[index])
 
 
@@ -59,13 +59,13 @@ class LossInputs:
     ref_logprob: torch.Tensor | None
     """[B, L] log-probabilities of the reference; None without a KL term."""
     advantage: torch.Tensor
-    """[B, K]"""
+    """[B, K] advantage of each action."""
     returns: torch.Tensor
-    """[B, V]"""
+    """[B, V] value targets."""
     old_value: torch.Tensor
-    """[B, V]"""
+    """[B, V] values predicted during the rollout."""
     valid: torch.Tensor
-    """[B, K] bool"""
+    """[B, K] bool; the action was executed."""
     weight: torch.Tensor
     """[B, K] `LossWeights.policy`."""
     value_weight: torch.Tensor
@@ -83,7 +83,7 @@ class LossInputs:
         return {name: value for name, value in found if value is not None}
 
     def split(self, sizes: Sequence[int]) -> Iterator[LossInputs]:
-        """Yield consecutive parts of these sizes."""
+        """Yield consecutive parts with the given sizes."""
         parts = {name: value.split(list(sizes)) for name, value in self.tensors().items()}
         for own in zip(*parts.values(), strict=True):
             yield replace(self, **dict(zip(parts, own, strict=True)))
@@ -94,7 +94,7 @@ class Measured:
     """Detached values from which the metrics of a micro-batch of B samples are computed."""
 
     rows: Mapping[str, torch.Tensor]
-    """[B, ...]"""
+    """[B, ...] values of each sample."""
     sums: Mapping[str, torch.Tensor]
     """Scalars that add up over micro-batches."""
 
@@ -116,7 +116,7 @@ class AdvantageEstimator:
     compute: Callable[[Sequence[Episode], Scores, Any], list[Credit]]
     """Function that returns the credits of the episodes of one training step, in the same order."""
     settings: type[AlgorithmSettings] = AlgorithmSettings
-    """Settings class of the estimator's keys below `algorithm`; `compute` gets an instance."""
+    """Settings class of the estimator's keys below `algorithm`; `compute` receives an instance."""
     counts_chunk_steps: bool = False
     """Collect a fixed number of chunk steps per slot (episodes are cut and bootstrapped) instead of whole episodes."""
     needs_states: bool = False
@@ -185,7 +185,7 @@ class PolicyLoss:
     settings: type[Settings] = Settings
     """Settings class of the loss's own keys, which are set below `algorithm`; `compute` receives an instance."""
     needs_all_samples: bool = False
-    """Keep samples with advantage 0: for losses with a term without advantage, or with batch statistics."""
+    """Keep samples with advantage 0, for losses with a term without an advantage or with batch statistics."""
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry(

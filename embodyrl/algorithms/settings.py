@@ -53,7 +53,7 @@ class AlgorithmSettings(ActingAlgorithm):
     imitates: ClassVar[bool] = False
     """True if the loss is the SFT loss."""
     transitions: ClassVar[bool] = False
-    """True if updates sample transitions from a replay buffer in one process; final observations are stored as well."""
+    """True if updates sample transitions from a replay buffer in one process; final observations are stored too."""
     adv_type: str = "grpo"
     """Advantage estimator."""
     loss_type: str = "ppo_clip"
@@ -87,7 +87,7 @@ class AlgorithmSettings(ActingAlgorithm):
     """Language models: URL (with /v1) of an OpenAI-style completions server for the reference, for example a
     teacher."""
     reference_model: str | None = None
-    """Model name on the server of reference_url; default: its first model."""
+    """Model name on the server of reference_url; default: the first model of the server."""
     kl_penalty_type: Literal["k1", "abs", "k2", "low_var_kl", "k3", "k3+", "k3_unbiased"] = "low_var_kl"
     """KL estimator: k1, abs, k2, low_var_kl (= k3), k3+ (value of k3, gradient of k2), k3_unbiased."""
     kl_in_reward: bool = False
@@ -124,13 +124,13 @@ class AlgorithmSettings(ActingAlgorithm):
     behave_weight_level: WeightLevel = WeightLevel.token
     """One weight per token, or per sample: product (sequence) or geometric mean of its tokens."""
     m2_threshold: Positive | None = None
-    """M2PO: drop the most off-policy tokens until the mean squared log-ratio is below this; null: off."""
+    """M2PO: drop the most off-policy tokens until the mean squared log-ratio is below this threshold; null: off."""
     off_policy_masking_delta: Positive | None = None
-    """Drop samples with a negative advantage whose mean log pi_rollout - log pi exceeds this; null: off."""
+    """Drop samples with a negative advantage whose mean log pi_rollout - log pi exceeds this threshold; null: off."""
     early_stop_imp_ratio: Bound | None = None
-    """Stop the update once the mean ratio of an optimizer step exceeds this; null: never."""
+    """Stop the update once the mean ratio of an optimizer step exceeds this value; null: never."""
     early_stop_kl: Positive | None = None
-    """Stop the update once KL(old || new) of an optimizer step exceeds this; null: never."""
+    """Stop the update once KL(old || new) of an optimizer step exceeds this value; null: never."""
 
     @property
     def method(self) -> str:
@@ -139,7 +139,7 @@ class AlgorithmSettings(ActingAlgorithm):
 
     @property
     def needs_all_ends(self) -> bool:
-        """True if the final observation of terminated episodes is needed: for another goal the episode may continue."""
+        """Return True if terminated episodes need a final observation, as a relabelled goal may not end the episode."""
         return False
 
     def problems(self) -> Iterator[str]:

@@ -89,7 +89,7 @@ class ReturnScale:
         self._gamma = gamma
         self._count, self._mean, self._spread = 0.0, 0.0, 0.0
         self._cut: dict[EpisodeSpec, float] = {}
-        """Forward sums of episodes that continue in the next step, by the spec of their start."""
+        """Partial sums of episodes that continue in the next step, by the spec of their start."""
 
     def apply(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Update the statistics with these episodes and return the episodes with divided rewards."""
@@ -137,7 +137,7 @@ class ReturnScale:
 def within_bounds(
     episodes: Sequence[Episode], *, success: Sequence[float] | None, returns: Sequence[float] | None
 ) -> list[int]:
-    """Return the indices of episodes whose groups have a mean success and mean return within [low, high]."""
+    """Return the indices of episodes whose group has a mean success and a mean return within [low, high]."""
     groups: dict[int, list[Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.spec.group_id].append(episode)
@@ -155,7 +155,7 @@ def _within(bounds: Sequence[float] | None, values: Sequence[float]) -> bool:
 
 
 Outcomes = dict[str, list[float]]
-"""Successes and episodes by name of a task or reset id, with exponential decay."""
+"""Discounted numbers of successes and of episodes, by name of a task or reset id."""
 _MEMORY = 0.5
 """Decay of a task's outcomes each time the task is sampled again."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 MAX_KL = 10.0
-"""Bound of a sampled KL, so that one improbable token cannot outweigh its batch."""
+"""Bound of a sampled KL, which limits the effect of one improbable token on its batch."""
 
 
 def value_loss(
@@ -25,7 +25,7 @@ def value_loss(
     clip: float | None,
     huber_delta: float | None,
 ) -> torch.Tensor:
-    """Return half the squared (or Huber) error: the larger of the value's and the clipped value's.
+    """Return half the squared (or Huber) error of the value or of the clipped value, whichever is larger.
 
     1/2 e^2 where |e| <= delta, else delta (|e| - delta / 2); shapes are equal. The value is clipped around the old
     value.

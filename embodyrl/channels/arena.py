@@ -47,7 +47,7 @@ class Ticket(int):
 
     @property
     def sequence(self) -> int:
-        """Number of the ticket."""
+        """Sequence number of the ticket."""
         return self >> _RECORD_BITS
 
 

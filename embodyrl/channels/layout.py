@@ -27,7 +27,7 @@ class Field:
 
 
 SEQUENCE, STATE = "sequence", "state"
-"""The arena's own fields: sequence number of the valid ticket, and state of the record."""
+"""Fields of the arena itself: sequence number of the valid ticket, and state of the record."""
 _HEADER = (Field(name=SEQUENCE, dtype="int64"), Field(name=STATE, dtype="uint8"))
 
 
@@ -93,7 +93,7 @@ class Record:
     action = Column("action", "float32", "K", "A")
     """Action executed by the environment."""
     version = Column("version", "int64")
-    """Version of the weights that acted: their number of updates."""
+    """Version of the acting weights: the number of their updates."""
     reward = Column("reward", "float32", "K")
     terminated = Column("terminated", "bool", "K")
     truncated = Column("truncated", "bool", "K")
@@ -113,7 +113,7 @@ class Record:
     cost = Column("cost", "int64")
     """Number of tokens of the sample including the prompt, for micro-batches of even size."""
     components = Column("components", "float32", "components")
-    """Parts of the reward (`EnvSpec.components`), summed over the chunk."""
+    """Reward components (`EnvSpec.components`), summed over the chunk."""
     ref_logprob = Column("ref_logprob", "float32", "L")
     """Log-probability of each token under the reference policy, if the algorithm needs it."""
 

@@ -46,7 +46,7 @@ class ResetRequest:
     video_stem: str | None = None
     """Record every env step to <stem>_<outcome>_<steps>steps.mp4."""
     keep_video: str = "all"
-    """all | failures: outcomes of which the recording is kept."""
+    """Outcomes of which the recording is kept: all or failures."""
 
 
 class Use(NamedTuple):
@@ -58,7 +58,7 @@ class Use(NamedTuple):
     pool: int = 0
     """0: the arena; 1: the weight buckets."""
     length: int | None = None
-    """Number of bytes used of a bucket; None: all."""
+    """Number of used bytes of a bucket; None: all bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class EnvRequest(Request):
 
     stage: int
     slots: Sequence[int] = ()
-    """[n] slots that run a chunk, given in the record of `sources`; the next observations are written to `targets`."""
+    """[n] slots that execute the chunks in the records of `sources`; the next observations are written to `targets`."""
     sources: Tickets = ()
     targets: Tickets = ()
     resets: tuple[ResetRequest, ...] = ()
@@ -141,7 +141,7 @@ class EnvReport:
 
 @dataclass(frozen=True, kw_only=True)
 class InferRequest(Request):
-    """Compute actions for a batch; they are written into the records of the observations."""
+    """Compute actions for a batch and write the actions into the records of the observations."""
 
     tickets: Tickets
     """[n] records of the observations; the other arrays have the same length."""
@@ -193,7 +193,7 @@ class UpdateRequest(Request):
     finals: tuple[tuple[int, int], ...] = ()
     """Off-policy: record of the final observation by episode id; for terminated episodes only with hindsight."""
     earlier: tuple[tuple[int, int], ...] = ()
-    """Hindsight: episodes that continue an episode of an earlier request, with its number in `open` of that request."""
+    """Hindsight: continued episodes of an earlier request, with their numbers in `open` of that request."""
     open: tuple[tuple[int, int], ...] = ()
     """Hindsight: episodes that may continue in the next request, each with a unique number."""
     in_parts: bool = False

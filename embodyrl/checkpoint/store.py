@@ -22,7 +22,7 @@ from embodyrl.version import __version__
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 1
-"""Version of the manifest format; newer formats are rejected."""
+"""Version of the manifest format; newer versions are rejected."""
 LOOP_FILE = "loop.json"
 """State of the training loop."""
 HEADROOM = 1.2
@@ -54,7 +54,7 @@ class Manifest(BaseModel, frozen=True):
     files: dict[str, FileEntry]
     """Files by path relative to the checkpoint, with forward slashes."""
     meta: dict[str, Any]
-    """JSON values of the caller."""
+    """JSON values that the caller stores."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -180,7 +180,7 @@ class CheckpointStore:
         self.root = Path(root)
 
     def path(self, step: int) -> Path:
-        """Return the folder of a step, which may not exist."""
+        """Return the folder of a step; the folder may not exist."""
         return self.root / f"step_{step:06d}"
 
     def folders(self) -> list[int]:

@@ -26,7 +26,7 @@ class Command:
     """One command of the program."""
 
     target: str
-    """`module:function`; called with the parsed arguments, returns the exit code. Default: that of the entry point."""
+    """`module:function` that gets the parsed arguments and returns the exit code. Default: that of the entry point."""
     summary: str
     usage: str
     words: str = "override"
@@ -105,7 +105,7 @@ def _table(commands: Mapping[str, Command], width: int) -> str:
 
 
 def _columns() -> int:
-    """Return the text width for this terminal, as argparse chooses it, with a readable maximum."""
+    """Return the text width for this terminal: the width that argparse uses, with a maximum for readability."""
     return min(120, shutil.get_terminal_size().columns - 2)
 
 

@@ -16,7 +16,7 @@ from embodyrl.registry import closest
 
 
 def list_things(args: argparse.Namespace) -> int:
-    """Run `embodyrl list`."""
+    """Run `embodyrl list`, which prints names of components, runs or extensions."""
     groups = {f"{group}s": group for group in tree.default_options("train")}
     kinds = [*groups, "extensions", "runs"]
     what, overrides = (args.words[0], args.words[1:]) if args.words else ("", [])
@@ -79,7 +79,7 @@ def _rate(success: float | None) -> str:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Run `embodyrl show`."""
+    """Run `embodyrl show`, which prints a group, an option or a key."""
     from embodyrl.config.settings import json_schema, keys_of, leaves, plain, spell
     from embodyrl.plan.config import load_config
     from embodyrl.plan.keys import suggest
@@ -116,7 +116,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def completion(args: argparse.Namespace) -> int:
-    """Run `embodyrl completion bash|zsh`."""
+    """Run `embodyrl completion bash|zsh`, which prints a completion script."""
     from embodyrl.plan.keys import all_keys
 
     if args.words not in (["bash"], ["zsh"]):

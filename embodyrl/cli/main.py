@@ -25,7 +25,7 @@ from embodyrl.registry import closest
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that reports usage errors like configuration errors."""
+    """Argument parser that reports usage errors in the same format as configuration errors."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. `{self.prog} --help` shows the usage.")
@@ -160,9 +160,7 @@ def _tell(line: str) -> None:
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller closed: otherwise the next file gets their numbers and receives the
-    output.
-    """
+    """Open standard streams that the caller closed; otherwise the next opened file would receive the output."""
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         try:
             os.fstat(number)

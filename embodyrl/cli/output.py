@@ -15,13 +15,13 @@ def printable(text: str) -> str:
 
 
 def show_result(args: argparse.Namespace, data: Any, lines: Iterable[str]) -> None:
-    """Print `data` with `--json`, `lines` without."""
+    """Print `data` as JSON with `--json`, otherwise print `lines`."""
     print(json_text(data) if args.json else printable("\n".join(lines)) + "\n", end="")
 
 
 @contextmanager
 def no_collecting() -> Iterator[None]:
-    """Import and compose without Python's cycle collector, which would traverse permanent objects repeatedly."""
+    """Disable Python's cycle collector, which would traverse permanent objects repeatedly during imports."""
     was_on = gc.isenabled()
     gc.disable()
     try:

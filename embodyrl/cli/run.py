@@ -161,7 +161,7 @@ def _train_config(args: argparse.Namespace) -> tuple[Config, Path | None]:
 
 
 def only_look(args: argparse.Namespace, cfg: Config) -> bool:
-    """Check the config against its components and handle the flags that stop before the run."""
+    """Check the config against its components, and handle the flags that exit before the run starts."""
     from embodyrl.plan.checks import check_components
 
     check_components(cfg)

@@ -1,4 +1,4 @@
-"""Facts about the runs of an output folder, read from their files."""
+"""Descriptions of the runs of an output folder, read from their files."""
 
 import contextlib
 from datetime import datetime

@@ -28,7 +28,7 @@ class Abandoned(BaseException):
 
 
 class Deadline:
-    """Interrupts code in the main thread after a timeout; other threads get no signals, hence no deadline.
+    """Interrupts code in the main thread after a timeout; without a deadline in threads, which get no signals.
 
     The kernel's timer interrupts waits (sleeps, locks, sockets), and Python runs the handler between two instructions.
     C code that neither returns nor checks for signals cannot be interrupted: after a delay, a thread without the
@@ -81,7 +81,7 @@ class Deadline:
             raise Abandoned(f"did not respond for {self._limit_s:g} s")
 
     def _watch(self) -> None:
-        """Postpone the stack dump, at most every second, because each call starts a thread."""
+        """Postpone the stack dump at most once a second, because each call starts a thread."""
         if self._clock.now() - self._watched >= _TICK_S:
             self._watched = self._clock.now()
             faulthandler.dump_traceback_later(math.ceil(self._limit_s) + _LAST_RESORT_S, file=2)

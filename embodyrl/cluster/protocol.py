@@ -90,9 +90,9 @@ class WorkerDied:
     """A worker died; its handle is invalid."""
 
     reason: str
-    """Human-readable: "died with SIGKILL", "did not respond for 120 s", or the exception."""
+    """Human-readable reason: "died with SIGKILL", "did not respond for 120 s", or the exception."""
     log: str
-    """Path of its log, or an empty string."""
+    """Path of the worker's log, or an empty string."""
     traceback: str = ""
     exit_code: int = 1
     """Exit code of the worker's error."""
@@ -118,14 +118,14 @@ class Launcher(Protocol):
     host: str
     """Address of the driver for workers."""
     where: str
-    """Hosts of the workers, human-readable; empty: this host."""
+    """Hosts of the workers, human-readable; empty: the driver's host."""
     lost: str
     """Reason why workers cannot be started any more; empty: they can."""
 
     settings: ClassVar[type[LauncherSettings]]
-    """Settings of its keys below `launcher`."""
+    """Settings class of the launcher's keys below `launcher`."""
     sections: ClassVar[Mapping[str, type[Settings]]]
-    """Settings of its config sections by name."""
+    """Settings classes of the launcher's config sections, by name."""
     in_process: ClassVar[bool]
     """True: workers are objects in the driver's process."""
 
@@ -152,7 +152,7 @@ class Launcher(Protocol):
         ...
 
     def send(self, worker: str, request: Request, *, timeout_s: float) -> None:
-        """Send a request; the reply is due within `timeout_s` after that to the worker's previous request."""
+        """Send a request; its reply is due `timeout_s` seconds after the reply to the worker's previous request."""
         ...
 
     def wait(self, timeout_s: float) -> list[Event]:
@@ -232,7 +232,7 @@ class OpenRequests(Generic[H]):
         return ON_THIS_HOST
 
     def _ask(self, worker: str, timeout_s: float) -> H:
-        """Add an open request of a worker.
+        """Append an open request to the queue of a worker.
 
         Raises:
             WorkerError: the worker is not running.
@@ -252,7 +252,7 @@ class OpenRequests(Generic[H]):
             handle.limits.popleft()
 
     def _patience(self, timeout_s: float) -> float:
-        """Return the seconds to wait for events: 0 if there are some, at most one, at most until a deadline."""
+        """Return the seconds to wait: 0 if there are events, else the time until a deadline, at most one second."""
         due = min((handle.due for handle in self._handles.values()), default=float("inf"))
         return 0.0 if self._events else max(0.0, min(timeout_s, due - self._clock.now(), 1.0))
 

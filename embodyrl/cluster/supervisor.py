@@ -26,7 +26,7 @@ class StopRequest:
     def __init__(self) -> None:
         self._signum: int | None = None
         self._asked = False
-        """A first stop signal has arrived; the next one stops immediately."""
+        """True after the first stop signal; the next signal stops the process immediately."""
         self._looked = False
 
     def looked(self) -> bool:

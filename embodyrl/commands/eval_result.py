@@ -25,7 +25,7 @@ class TaskResult:
     """Success of one task (or of all) and mean return, with 95 % intervals over initial states."""
 
     task_id: int
-    """-1: all tasks together."""
+    """Task id; -1: all tasks together."""
     task: str
     episodes: int
     states: int
@@ -37,14 +37,14 @@ class TaskResult:
     effective_episodes: float
     """Effective number of independent episodes."""
     successes: int | None
-    """None, as for the next four fields: the environment does not report success."""
+    """Number of successful episodes. None, as for the next four fields: the environment does not report success."""
     success_once: float | None
     low: float | None
     high: float | None
     success_at_end: float | None
     mean_return: float
     return_low: float | None
-    """None, as for the next field: a single state has no interval."""
+    """Lower bound of the mean return. None, as for the next field: a single state has no interval."""
     return_high: float | None
     mean_steps: float
     suite: str = ""
@@ -78,13 +78,13 @@ class EvalResult:
     tasks: tuple[TaskResult, ...]
     folder: Path
     recordings: tuple[tuple[int, str], ...]
-    """(episode id, path) of each recording that was kept."""
+    """(episode id, path) of each kept recording."""
     wall_s: float
     env_steps: int
     lengths: tuple[int, int]
     """Minimum and maximum number of steps of an episode of the environment's own suite."""
     cut_off: float | None
-    """Fraction of replies that reached the token limit; None: no text, or a game with a limit of its own."""
+    """Fraction of replies that reached the token limit; None: no text, or a game, which has its own limit."""
     solved_at_reset: tuple[int, ...] = ()
     """Indices of episodes whose goal is reached before the first action; they count like other episodes."""
     suites: tuple[TaskResult, ...] = ()
@@ -116,7 +116,7 @@ class EvalResult:
 
     @property
     def losses(self) -> str:
-        """Warning about dropped episodes."""
+        """Return the warning about dropped episodes."""
         planned = self.dropped + sum(row.episodes for row in self.tasks)
         return (
             f"INCOMPLETE: {self.dropped} of {planned} episodes crashed their simulator repeatedly and are not "
@@ -307,7 +307,7 @@ def episode_row(episode: Episode, env: EnvSpec) -> EpisodeRow:
 
 
 def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score]]:
-    """Return the scores per task, overall and per suite, before and after; both validations ran the same episodes."""
+    """Return the scores per task, overall and per suite, before and after training on the same episodes."""
     own = first.suites[0].task if first.suites else ""
     before = {row.task_id: row for row in first.tasks if row.suite == own}
     found = [_alike(row.task, before[row.task_id], row) for row in last.tasks if row.task_id in before]
@@ -316,7 +316,7 @@ def changes(first: EvalResult, last: EvalResult) -> list[tuple[str, Score, Score
 
 
 def _alike(name: str, first: TaskResult, last: TaskResult) -> tuple[str, Score, Score]:
-    """Return both scores as rates if one is a rate: some environments report success only when it occurs."""
+    """Return both scores as rates if either score is a rate; some environments report success only if it occurs."""
     rated = first.successes is not None or last.successes is not None
     return (name, first.rate, last.rate) if rated else (name, first.score, last.score)
 

@@ -22,7 +22,7 @@ class EpisodeWriter(Protocol):
     """Writer of finished episodes, whose records are still in the arena."""
 
     def add(self, episodes: Sequence[Episode], step: int) -> None:
-        """Keep the selected ones of the episodes of a training step (or of an evaluation after it)."""
+        """Store the selected episodes of a training step (or of an evaluation after the step)."""
         ...
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ def keeps_episodes(run_plan: RunPlan) -> bool:
 
 
 def with_every_step(run_plan: RunPlan) -> RunPlan:
-    """Return the plan of an evaluation whose records are env steps, with records for one episode per slot."""
+    """Return the run plan of an evaluation with one record per env step and records for one episode per slot."""
     capacity = run_plan.num_slots * (run_plan.cfg.env.eval.max_episode_steps + 2)
     return replace(run_plan, single_step=True, capacity=capacity)
 
@@ -73,7 +73,7 @@ def with_every_step(run_plan: RunPlan) -> RunPlan:
 def open_writer(
     run_plan: RunPlan, arena: Arena, run: Path, say: Callable[[str], None]
 ) -> Iterator[EpisodeWriter | None]:
-    """Open the writer of a run's episodes; None if the run keeps none."""
+    """Open the writer of a run's episodes; return None if the run keeps no episodes."""
     if not keeps_episodes(run_plan):
         yield None
         return

@@ -12,7 +12,8 @@ from embodyrl.types import EnvSpec, Episode
 _CLOCK_DEPENDENT = CLOCK_METRICS | {
     *("env/steps_per_s", "rollout/infer_batch_size", "actor/tokens_per_s", "actor/memory_gib")
 }
-"""Metrics that depend on the machine; in deterministic mode they move below `time/`, which is not compared."""
+"""Metrics that depend on the machine.
+In deterministic mode their names begin with `time/`; `time/` metrics are not compared."""
 
 
 def rollout_metrics(collection: RolloutResult, env: EnvSpec, num_workers: int, restarts: int) -> dict[str, float]:

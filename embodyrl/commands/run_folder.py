@@ -53,9 +53,9 @@ class RunFolder:
     lock: int
     """File descriptor that holds the lock."""
     began: tuple[float, float]
-    """Start of this attempt: wall clock and CPU time of this process and its children, seconds."""
+    """Start of this attempt: wall clock, and CPU time of this process and its children, in seconds."""
     is_new: bool
-    """The run folder is new."""
+    """True if the run folder is new."""
 
     @property
     def run_id(self) -> str:

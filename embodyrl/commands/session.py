@@ -179,7 +179,7 @@ class Session:
 
     @contextmanager
     def keeping(self, save: Callable[[], Path]) -> Iterator[None]:
-        """Save a checkpoint if a signal, or an exception of a callback, ends the training in this block."""
+        """Save a checkpoint if a signal or an exception of a callback ends the training in this block."""
         try:
             yield
         except Interrupted as interruption:
@@ -204,7 +204,7 @@ class Session:
             raise
 
     def record_score(self, *score: float) -> None:
-        """Record the step with the best validation score; higher is better, and later numbers break ties.
+        """Record a validation score and its step if no earlier score is higher.
 
         Steps without a checkpoint, such as step 0, are left out.
         """
@@ -284,7 +284,7 @@ class Session:
         return f"resume with: {shlex.join(again)}"
 
     def conclude(self, checkpoint: Path, *uses: Sequence[str]) -> None:
-        """Print the folders of a run and the commands `uses` that read it, without those of missing extensions."""
+        """Print the folders of a run and the commands that read the run, without commands of missing extensions."""
         known = [shlex.join(["embodyrl", *use]) for use in uses if use[0] in COMMANDS.names()]
         said = [f"{'' if n else 'next':<10} {line}" for n, line in enumerate(known)]
         for line in (f"run        {self.folder.root}", f"checkpoint {checkpoint}", *said):

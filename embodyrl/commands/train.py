@@ -255,7 +255,7 @@ class _Training:
         return self.cfg.runner.val_check_interval != -1
 
     def _validates_after(self, step: int) -> bool:
-        """Return whether a validation follows this step; then no unfinished episode may occupy a slot."""
+        """Return whether a validation follows this step; no unfinished episode may then occupy a slot."""
         interval = self.cfg.runner.val_check_interval
         return step + 1 == self.session.total or (interval != -1 and (step + 1) % interval == 0)
 

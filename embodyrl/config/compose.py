@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 COMMAND_LINE = "command line"
-"""The source of an override."""
+"""Source of an override."""
 _LONGEST_WORD = 4000
 """Maximum number of characters of one override."""
 _REMOVED = ("rollout.dump",)
@@ -42,7 +42,7 @@ class Setting:
     source: str
     """`COMMAND_LINE`, or the file."""
     words: str = ""
-    """The override as written."""
+    """Override as written by the user."""
 
     @property
     def typed(self) -> bool:
@@ -51,13 +51,13 @@ class Setting:
 
     @property
     def text(self) -> str | None:
-        """Text of a number as written, for keys that are texts: the run name 2026_11_24 is not 20261124."""
+        """Text of a number as written, for keys with text values: the run name 2026_11_24 is not 20261124."""
         name, _, said = self.words.partition("=")
         return said.strip() if name == self.key else None
 
     @property
     def where(self) -> str:
-        """Prefix of a message."""
+        """Prefix of an error message: the source of the setting."""
         return f"{short(self.words)}: " if self.typed else f"{self.source}: "
 
 
@@ -84,7 +84,7 @@ def split_words(
 
 
 def parse_word(text: str) -> tuple[str, Any]:
-    """Split `name=value` as Hydra's grammar reads it.
+    """Split `name=value` with Hydra's grammar.
 
     >>> parse_word("actor.optim.lr=1e-4")
     ('actor.optim.lr', 0.0001)
@@ -111,7 +111,7 @@ def parse_word(text: str) -> tuple[str, Any]:
 
 
 def write_word(name: str, text: str) -> str:
-    """Return the argument that `parse_word` reads as this text, quoted where the grammar requires it.
+    """Return the argument that `parse_word` parses as this text, quoted where the grammar requires quotes.
 
     >>> write_word("ckpt", "runs/a"), write_word("ckpt", "runs/a (1)")
     ('ckpt=runs/a', 'ckpt="runs/a (1)"')
@@ -237,7 +237,7 @@ _compose_shipped = functools.cache(compose_files)
 
 @functools.cache
 def _store_variants() -> None:
-    """Register the options without files."""
+    """Register the options that have no files."""
     from hydra.core.config_store import ConfigStore
 
     for group in read_plain_yaml(conf_dir() / "variants.yaml"):
@@ -248,7 +248,7 @@ def _store_variants() -> None:
 
 @contextmanager
 def _own_hydra() -> Iterator[None]:
-    """Keep the state of a Hydra application that runs in this process."""
+    """Save and restore the state of another Hydra application in this process."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
 

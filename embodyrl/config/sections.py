@@ -19,7 +19,7 @@ class Chosen:
 
     command: str
     values: Mapping[str, Any]
-    """Leaves of the config by dotted name, untyped."""
+    """Config values by dotted name, untyped."""
     reads_rows: bool
     """The environment consists of rows of text (`EnvFactory.reads_rows`), and the command runs its episodes."""
 

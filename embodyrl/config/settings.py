@@ -165,12 +165,12 @@ class Key:
 
     @property
     def metadata(self) -> list[Any]:
-        """Bounds and wordings."""
+        """Bounds and error texts of the type."""
         return self._type[1]
 
     @property
     def free(self) -> bool:
-        """A mapping with keys chosen by the user."""
+        """True for a mapping whose keys are chosen by the user."""
         hint = self._type[0]
         return hint is dict or typing.get_origin(hint) is dict
 

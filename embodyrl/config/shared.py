@@ -36,7 +36,7 @@ class SamplingSettings(Settings):
     """Text generation only: tokens that end a reply, in addition to the model's own."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a lower limit of the reply length that exceeds the upper limit."""
+        """Yield an error if the minimum reply length exceeds the maximum."""
         yield from super().problems()
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             yield (

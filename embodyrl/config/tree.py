@@ -56,7 +56,7 @@ def search_path(config_dirs: Sequence[Path] = ()) -> list[Path]:
 
 
 def root_file(command: str) -> str:
-    """Return the name of the root file of a command: its own, or that of `train`."""
+    """Return the name of the root file of a command: the command's own file, or that of `train`."""
     return command if (conf_dir() / f"{command}.yaml").is_file() else "train"
 
 
@@ -69,7 +69,7 @@ def default_options(command: str) -> dict[str, str | None]:
 
 
 def follows(command: str, group: str) -> bool:
-    """Return whether the option of a group follows from other groups in a command."""
+    """Return whether the option of a group is derived from the options of other groups."""
     return f"optional {group}" in _defaults(command)
 
 
@@ -93,7 +93,7 @@ def options(group: str, config_dirs: Sequence[Path] = ()) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """An option without a file: values, on top of a base option if there is one."""
+    """Option without a file: values on top of a base option, if the variant has a base."""
 
     base: str | None
     about: str
@@ -102,7 +102,7 @@ class Variant:
 
 @functools.cache
 def variants(group: str) -> dict[str, Variant]:
-    """Return the options of a group that follow from others by their names (`conf/variants.yaml`).
+    """Return the variants of a group, which are derived from other options by name (`conf/variants.yaml`).
 
     For example libero_pro_10_swap is libero_10 with the suite libero_10_swap.
     """

@@ -17,11 +17,11 @@ _PLAIN = (
     *("video", "runner.experiment_name", "runner.logger.project_name", "algorithm.sampling_params.stop"),
     *("data.prompt_template", "data.system_prompt", "data.answer_pattern"),
 )
-"""Keys whose text is never a path or an address."""
+"""Keys whose values are never paths or addresses."""
 _PROGRAMS = ("env.id",)
-"""Keys whose repositories of the hub (owner/name@revision) are programs."""
+"""Keys for which a hub repository (owner/name@revision) contains a program."""
 _STARTED = ("model.python",)
-"""Keys whose value is the path of a program that a run starts."""
+"""Keys whose value is the path of an executable that a run starts."""
 _MOVED = {"embodyrl.datasets.tasks": "embodyrl.extensions.text.tasks"}
 """Moved modules: the name in stored runs of version 0.1, and the current name."""
 

@@ -13,7 +13,7 @@ from embodyrl.errors import EnvError
 from embodyrl.types import ByteArray, ChunkResult, DoubleArray, EpisodeStart, FloatArray, IntArray, ObservationOut
 
 Choice = Callable[[IntArray, int, IntArray], FloatArray]
-"""(rows of the chunk [n], step k, slots [n]) -> actions [n, A]"""
+"""Function (rows of the chunk [n], step k, slots [n]) -> actions [n, A]."""
 
 _EMPTY, _RUNNING, _OVER = 0, 1, 2
 """States of a slot: no episode, running episode, ended episode."""

@@ -9,11 +9,11 @@ import numpy as np
 from embodyrl.types import ActionKind, ActionSpec, Control, FloatArray, GripperConvention
 
 Direction = tuple[int, float]
-"""Dimension of the action, and its value for a pressed key."""
+"""Dimension of the action and the value of a pressed key."""
 
 _PAIRS = (("KeyA", "KeyD", "axis0"), ("KeyS", "KeyW", "axis1"), ("KeyQ", "KeyE", "axis3"), ("KeyJ", "KeyL", "axis2"))
 _PAIRS += (("KeyK", "KeyI", ""), ("KeyU", "KeyO", ""), ("KeyZ", "KeyX", ""), ("KeyC", "KeyV", ""))
-"""Keys that decrease and increase a dimension, and an axis of a gamepad."""
+"""Pairs of keys that decrease and increase a dimension, each with an axis of a gamepad."""
 _UPWARDS = ("axis1", "axis3")
 """Axes of a gamepad that are negative when the stick is pushed up."""
 

@@ -22,7 +22,7 @@ from embodyrl.errors import ConfigError, EnvError
 from embodyrl.types import ByteArray, ChunkResult, CommittedSpec, EnvSpec, EpisodeStart, FloatArray, IntArray
 
 WINDOW = 10
-"""Number of delays whose largest value is the delay that the policy observes."""
+"""Number of recent delays; the policy observes their maximum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,14 @@ class Timing:
 
     low: int
     high: int
-    """Delays are uniform in low..high."""
+    """Maximum delay; delays are uniform in low..high."""
     overlap: int
     """Number of actions of a chunk that overlap with the next one."""
     observed: bool
     """True if the state contains the committed actions."""
 
     def fits(self, chunk: int) -> bool:
-        """Return whether chunks of this number of actions are long enough."""
+        """Return whether chunks with this number of actions are long enough."""
         return self.overlap >= self.high and chunk - self.overlap >= max(1, self.high)
 
     def delays(self, seed: int, reset_id: int, chunk: int) -> tuple[int, int]:
@@ -142,7 +142,7 @@ class DelayedEnv:
     def step_chunk(
         self, slots: Sequence[int], actions: FloatArray, *, after_step: AfterStep | None = None
     ) -> ChunkResult:
-        """Execute the actions [n, K, A] of each chunk that are not replaced by those of another chunk.
+        """Execute the actions [n, K, A] of each chunk, except the actions that another chunk replaces.
 
         Raises:
             EnvError: the chunk is too short for the delay; see also `Env.step_chunk`.

@@ -92,7 +92,7 @@ def tasks_in_memory(task_bytes: int, workers: int) -> int:
 
 
 def task_problems(cfg: EnvSettings, count: int, meaning: str) -> Iterator[str]:
-    """Yield task ids outside 0..count-1; `meaning` describes the numbers."""
+    """Yield task ids outside 0..count-1; `meaning` describes the ids in the message."""
     for split, values in cfg.splits.items():
         wrong = [task for task in values.task_ids or () if not 0 <= task < count]
         if wrong:

@@ -1,1 +1,1 @@
-"""Parts that the core does not need: each folder is one extension, and nothing outside imports it."""
+"""Optional parts: each folder is one extension, which no module outside the folder imports."""

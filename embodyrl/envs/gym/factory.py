@@ -36,7 +36,7 @@ _BUILD_S = 600.0
 _CLOSE_S = 1.0
 """Time limit for threads and child processes to end after `close`."""
 SEEDS = 100_000
-"""Number of reset ids; each one is the seed of an episode."""
+"""Number of reset ids; each reset id is the seed of an episode."""
 
 
 class GymFactory(SimFactory[GymSettings]):

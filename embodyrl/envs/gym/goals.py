@@ -67,7 +67,7 @@ class GymGoals:
 
 
 def _in_batches(function: Callable[..., Any], achieved: np.ndarray, desired: np.ndarray) -> Callable[..., np.ndarray]:
-    """Return a batched `function`: itself if it supports batches (tested with two goals), else a loop over rows."""
+    """Return a batched function: `function` itself if it supports batches, tested with two goals, else a loop."""
 
     def one_by_one(achieved: np.ndarray, desired: np.ndarray) -> np.ndarray:
         return np.array([function(a, d, {}) for a, d in zip(achieved, desired, strict=True)])

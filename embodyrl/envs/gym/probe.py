@@ -33,7 +33,7 @@ from embodyrl.types import EnvSpec
 _LOOKS = 4
 """Number of observations compared."""
 _TRIED_STEPS, _TRIED_S = 256, 2.0
-"""Limits in steps and seconds of the probed episode, which is searched for a success."""
+"""Maximum steps and seconds of the probed episode, in which the probe looks for a success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Probe:
     max_episode_steps: int
     """The environment's own time limit, env steps; 0: unknown."""
     kwargs: dict[str, Any]
-    """Constructor arguments: `env.kwargs`, and a render mode if it has one."""
+    """Constructor arguments: `env.kwargs`, and the render mode if the constructor accepts a render mode."""
     reports_success: bool
     """True if the `info` of a step of the first episode contains success."""
     expert: bool
@@ -53,7 +53,7 @@ class Probe:
     vector: bool
     """True for a `gymnasium.vector.VectorEnv` with all slots; the spaces are those of one slot."""
     draws: bool
-    """True if the environment renders, possibly after a render mode is set."""
+    """True if the environment renders, possibly only after a render mode is set."""
     doubts: tuple[str, ...] = ()
     """Warnings about probably unintended behaviour in the first steps."""
     instruction: str | None = None

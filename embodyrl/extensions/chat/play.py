@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 SIDES = ("start", "trained")
 _SLICE_S = 0.15
-"""Time for tokens in one answer to the page, seconds."""
+"""Maximum time in seconds to generate tokens for one response to the page."""
 _OPEN = 8
-"""Number of replies in progress; a new one ends the oldest."""
+"""Maximum number of replies in progress; a further reply cancels the oldest."""
 _ROLES = ("system", "user", "assistant", "tool")
 _MOST_TOKENS, _MOST_TURNS, _MOST_TEMPERATURE = 4096, 200, 2.0
 
 
 def chat_page(run: Path, trust: Sequence[str]) -> PlayPage | None:
-    """Load both models of a run of a language model; None: the run has another policy.
+    """Load both models of a run of a language model; return None for a run with another policy.
 
     Raises:
         EmbodyError: weights, rows or rewards cannot be loaded.
@@ -82,7 +82,7 @@ def _policy(cfg: Config, weights: Path | None) -> CausalLMPolicy:
 
 
 def page() -> Answer:
-    """Return the page."""
+    """Return the HTML of the page."""
     return "text/html; charset=utf-8", files("embodyrl.extensions.chat").joinpath("play.html").read_bytes()
 
 
@@ -108,7 +108,7 @@ class Chat:
     rows: TextRows | None
     judge: RewardJudge | None
     limit: int
-    """Default of the maximum number of tokens."""
+    """Default maximum number of tokens of a reply."""
     _open: OrderedDict[str, tuple[dict[str, _Side], str | None]] = field(default_factory=OrderedDict)
     """Replies in progress and the reference, by the name that `ask` returned."""
 
@@ -118,12 +118,12 @@ class Chat:
         return {"/hello": self.hello, "/row": self.row, "/ask": self.ask, "/next": self.next}
 
     def hello(self, body: dict[str, Any]) -> Answer:
-        """Return the constants of the run."""
+        """Return the properties of the run that the page shows."""
         held = self.rows is not None and not self.rows.pictures
         return _json({"run": self.name, "sides": SIDES, "rows": held, "rewards": bool(self.judge), "limit": self.limit})
 
     def row(self, body: dict[str, Any]) -> Answer:
-        """Return messages and reference of a random row, of the held-out rows if there are any."""
+        """Return messages and reference answer of a random row; the row is held out from training if possible."""
         if self.rows is None or self.rows.pictures:
             raise ValueError("this run has no data set of text without images")
         total, held = len(self.rows), self.rows.held_out
@@ -132,7 +132,7 @@ class Chat:
         return _json({"messages": messages, "reference": row.reference})
 
     def ask(self, body: dict[str, Any]) -> Answer:
-        """Start the replies of both models to their conversations, which the page holds; return a name for `next`."""
+        """Start a reply of each model to the conversation that the page sends; return a name for `next`."""
         from embodyrl.config.shared import SamplingSettings
         from embodyrl.policies.causal_lm.stream import context_length, read_prompt, stream
 
@@ -159,7 +159,7 @@ class Chat:
         return _json({"name": name})
 
     def next(self, body: dict[str, Any]) -> Answer:
-        """Generate for a moment, in turn with both models; return the replies so far."""
+        """Generate tokens with both models in turn for a short time; return the replies so far."""
         name = body.get("name")
         if not isinstance(name, str) or name not in self._open:
             raise ValueError("this reply has ended; send the message again")

@@ -76,7 +76,7 @@ class Completion:
         return cls(served, request, prompt, limit)
 
     def pieces(self) -> Iterator[tuple[int, Piece]]:
-        """Generate all choices: index of the choice, and its next token."""
+        """Generate all choices; yield the index of a choice and its next token."""
         seed = secrets.randbits(62) if self.request.seed is None else self.request.seed
         for index in range(self.request.n or 1):
             yield from (

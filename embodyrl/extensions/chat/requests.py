@@ -13,7 +13,7 @@ from embodyrl.conversation import MARK, Message
 MOST_CHOICES, MOST_TOP, MOST_STOPS = 8, 20, 4
 """Limits of `n`, `top_logprobs` and `stop`."""
 _ROLES = {"developer": "system"}
-"""Roles with another name in chat templates."""
+"""Role names of the protocol and their names in chat templates."""
 
 
 class ApiError(Exception):
@@ -40,7 +40,7 @@ class _TextPart(_Part):
 
 
 _Nothing = Annotated[list[Any], Field(max_length=0)] | None
-"""A field without a value, as clients repeat it from a reply."""
+"""Field without a value, which clients copy from a reply into a request."""
 
 
 class _Message(_Part):

@@ -22,7 +22,7 @@ _OF_ROBOTS = ("protocol", "image_names", "state_name", "prompt_name")
 
 
 def chat_server(cfg: Config) -> Serving | None:
-    """Return the server of a language model; None: the policy is another one.
+    """Return the server of a language model; None if the policy is not a language model.
 
     Raises:
         ConfigError: keys for robot policies are set, or the weights do not fit.
@@ -65,7 +65,7 @@ def chat_server(cfg: Config) -> Serving | None:
 
 
 def served_name(cfg: Config) -> str:
-    """Return the name of the model in requests: that of the run, checkpoint or model folder."""
+    """Return the model name in requests: the name of the run, checkpoint or model folder."""
     if cfg.ckpt is None:
         return (cfg.model.weights or cfg.model.model_type).rstrip("/").replace(":", "/").rpartition("/")[2]
     path = Path(cfg.ckpt)

@@ -26,14 +26,14 @@ _REQUEST_S = 30.0
 _CONNECTIONS = 4
 """Maximum number of open connections, as a multiple of `serve.max_clients`; further connections are closed."""
 _DIGITS = 20
-"""Maximum number of digits of the size of a request; Python refuses to parse thousands."""
+"""Maximum number of digits of the request size; Python rejects integers with thousands of digits."""
 _POLL_S = 0.5
 """Maximum wait of the main thread before it checks for signals, seconds."""
 _CHAT = "/v1/chat/completions"
 
 
 class ChatServer(LimitedServer):
-    """Threads read requests; one thread generates, one token at a time in turn for each open request."""
+    """Server whose threads read requests; one thread generates a token for each open request in turn."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(error)
 
     def _refused(self) -> bool:
-        """Reject requests of browser pages, which name their origin: they would act for the user of this machine."""
+        """Reject requests with an Origin header: a web page could send requests on behalf of the user."""
         if self.headers.get("Origin") is None:
             return False
         self._fail(ApiError(403, "Requests of browser pages are rejected."))

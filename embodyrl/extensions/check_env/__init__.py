@@ -33,7 +33,7 @@ class Finding:
 
     check: str
     level: str
-    """ok, warn (allowed but unusual), FAIL or skip (a check that this one requires failed)."""
+    """ok, warn (allowed but unusual), FAIL or skip (a required check failed)."""
     note: str = ""
     violations: tuple[Violation, ...] = ()
 

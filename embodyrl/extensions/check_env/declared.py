@@ -23,7 +23,7 @@ print("imported:", *sorted({name.partition(".")[0] for name in sys.modules} & se
 
 @check()
 def factory(h: Harness) -> None:
-    """Check that `validate` returns lines."""
+    """Check that `validate` returns a list of error lines."""
     lines = h.factory.validate(h.cfg)
     texts = isinstance(lines, list) and all(isinstance(line, str) for line in lines)
     h.expect(texts, "validate", "a list of texts, empty without problems", repr(lines)[:80])

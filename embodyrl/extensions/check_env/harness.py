@@ -160,7 +160,7 @@ class Harness:
 
     @property
     def can_ignore(self) -> bool:
-        """True if episodes may continue after termination; some simulators reject that in `validate`."""
+        """True if episodes may continue after termination; some simulators reject this setting in `validate`."""
         train = plain(self.cfg.train) | {"ignore_terminations": True}
         return not self.factory.validate(type(self.cfg).model_validate(plain(self.cfg) | {"train": train}))
 
@@ -170,7 +170,7 @@ class Harness:
         return EpisodeStart(reset_id=reset_id, seed=self.seed, max_episode_steps=limit, ignore_terminations=ignore)
 
     def first_start(self, *, limit: int = LIMIT, ignore: bool = False) -> EpisodeStart:
-        """Start of the first state of the first task."""
+        """Return the start of an episode in the first initial state of the first task."""
         return self.start(self.reset_ids(self.tasks()[0])[0], limit=limit, ignore=ignore)
 
     def bounds(self) -> tuple[FloatArray, FloatArray]:
@@ -188,7 +188,7 @@ class Harness:
         return draw.uniform(low, high, (count, len(high))).astype(np.float32)
 
     def observe(self, slot: int, fill: int = 0) -> Seen:
-        """Observe into views prefilled with `fill` (images) and NaN (state)."""
+        """Write an observation into arrays prefilled with `fill` (images) and NaN (state)."""
         spec = self.spec
         images = np.full((len(spec.cameras.names), *spec.cameras.size, 3), fill, np.uint8)
         state = np.full(spec.state_dim, np.nan, np.float32)
@@ -211,7 +211,7 @@ class Harness:
         chunk: int = CHUNK,
         between: Callable[[], object] | None = None,
     ) -> Trace:
-        """Reset the slot and run `actions` [n, A] in chunks until the episode ends; `between` runs before each."""
+        """Reset the slot and run `actions` [n, A] in chunks to the end of the episode; call `between` before each."""
         trace = Trace(start=start, actions=actions)
         self.env.reset([slot], [start])
         trace.seen.append(self.observe(slot))

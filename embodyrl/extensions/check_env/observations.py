@@ -19,7 +19,7 @@ _PICTURE = 32
 
 
 def doubts(space: Space[Any], seen: Sequence[Any], env: Any) -> Iterator[str]:
-    """Yield one warning per problem of consecutive observations; the first is that of the reset."""
+    """Yield one warning per problem of consecutive observations; the first observation is that of the reset."""
     stacked = _has_frame_stack(env)
     for path, leaf in leaves(space, ()):
         name = spell(path)

@@ -22,7 +22,7 @@ SHORT = 5
 """Env steps of the episode that tests the time limit; not a multiple of its chunk."""
 SHORT_CHUNK = 3
 FOUND_STEPS = 64
-"""Env steps within which random actions may end an episode."""
+"""Maximum env steps of random actions in the search for an episode that terminates."""
 LONG_STEPS = 1000
 LONG_CHUNK = 25
 CLOSE_STEPS = 200
@@ -42,7 +42,7 @@ def make(h: Harness) -> None:
 
 @check("make")
 def reset(h: Harness) -> None:
-    """Check that the first and last states of the tasks can be reset to."""
+    """Check that `reset` accepts the first and last states of each task."""
     seconds = []
     for reset_id in (reset_id for task in h.tasks() for reset_id in h.reset_ids(task)):
         started = time.perf_counter()

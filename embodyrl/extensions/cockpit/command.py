@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _WATCHED = ("video=all",)
 """Environment keys that affect rendering, set at construction."""
 _LONG = ("env.eval.max_episode_steps=100000",)
-"""Disable the time limit: the user ends an episode."""
+"""Override that disables the time limit; the user ends an episode."""
 _FOR_EVER = ("env.eval.ignore_terminations=true",)
-"""Continue after success; recorded episodes end with it."""
+"""Override that continues episodes after success; recorded episodes end at success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class PlayPage:
 PAGES: Registry[Callable[[Path, Sequence[str]], PlayPage | None]] = Registry(
     "page", group="embodyrl.play_pages", wants="a function of a run and of trust arguments", fits=takes(2)
 )
-"""Pages for other runs than those of robots: return the page of a run, or None."""
+"""Functions that return the page of a run without a robot environment, or None."""
 
 
 def play(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def play(args: argparse.Namespace) -> int:
 
 
 def page() -> Answer:
-    """Return the page."""
+    """Return the HTML of the page."""
     text = files("embodyrl.extensions.cockpit").joinpath("page.html").read_bytes()
     return "text/html; charset=utf-8", text
 

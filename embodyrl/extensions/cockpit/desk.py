@@ -1,4 +1,4 @@
-"""Requests of the page: one client drives, all others watch; a repeated request has no further effect."""
+"""Requests of the page: one client has control, the others only show the episode; repeated requests have no effect."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Desk:
         return self._answer(_client(body), {}, image=_integer(body, "after", -1, -1) != moment)
 
     def act(self, body: dict[str, Any]) -> Answer:
-        """Execute a request of the driving client.
+        """Execute a request of the client that has control.
 
         Raises:
             ValueError: the request is malformed, out of order, or of a client that does not drive.

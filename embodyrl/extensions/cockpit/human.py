@@ -31,17 +31,17 @@ _NO_LIMIT = 100_000
 _SAMPLES = 4
 """Number of sampled chunks per observation whose spread is the uncertainty of the policy."""
 _POLL_S = 0.2
-"""Interval for signals while a person corrects, seconds."""
+"""Interval of checks for signals while a person corrects, seconds."""
 
 
 class HumanExpert:
-    """A person at a page of this process; the address is printed once and is valid for all rounds."""
+    """Person at a web page of this process; the address is printed once and is valid for all rounds."""
 
     scripted: ClassVar[bool] = False
     authors: ClassVar[tuple[str, ...]] = ("person", "expert", "unknown")
 
     def __init__(self, cfg: Config) -> None:
-        """Start the page."""
+        """Start the server of the page."""
         self._cfg = cfg.dagger
         self._steps = cfg.runner.max_steps
         self._round = 0
@@ -53,7 +53,7 @@ class HumanExpert:
         print(f"corrections: {self.server.url}", flush=True)
 
     def collect(self, cfg: Config) -> None:
-        """Run the policy alone, then collect corrections of failed episodes, the most uncertain first.
+        """Run the policy without help, then collect corrections of failed episodes, the most uncertain first.
 
         Raises:
             EmbodyError: the simulator or the policy failed.
@@ -77,7 +77,7 @@ class HumanExpert:
         self._note(f"training, step {step} of {self._steps}" + (f", loss {loss:.3g}" if loss is not None else ""))
 
     def close(self) -> None:
-        """Stop the page; idempotent."""
+        """Stop the server of the page; idempotent."""
         self.desk.note = "all rounds are done"
         self.server.stop()
         self._thread.join()

@@ -32,7 +32,7 @@ class Step:
     """[S]; None without a state or a recording."""
     instruction: str
     action: FloatArray
-    """[A]"""
+    """[A] executed action."""
     reward: float
     success: bool
     actor: Actor

@@ -33,7 +33,7 @@ class Scene:
         recording: Recording | None = None,
         reset_ids: Sequence[int] = (),
     ) -> None:
-        """Start the first episode: of `reset_ids` in this order, or of any task if there are none."""
+        """Start the first episode of `reset_ids`, or an episode of any task if `reset_ids` is empty."""
         self.policy, self.env = policy, env
         self.controls = controls_of(env.layout.action)
         self.rewinds = env.layout.simulator.saves_state
@@ -61,7 +61,7 @@ class Scene:
         return len(self._reset_ids) - self.assigned
 
     def begin(self, task: int = -1) -> None:
-        """Record the open episode, and start the next one: of `reset_ids`, or of a task; -1: any task.
+        """Record the open episode, and start the next of `reset_ids` or an episode of a task; -1: any task.
 
         Raises:
             ValueError: the environment has no such task.
@@ -129,7 +129,7 @@ class Scene:
         self.moment += 1
 
     def tick(self, amounts: Mapping[int, float] | None) -> None:
-        """Execute one action: of a person's inputs by position (see `action_of`), or with None of the policy.
+        """Execute the action of a person's inputs by index (see `action_of`), or the policy's action if None.
 
         The person's first action drops the rest of the policy's chunk; after the hand-back, the policy acts on the
         observation of that moment.

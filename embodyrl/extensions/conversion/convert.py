@@ -45,7 +45,7 @@ class ConvertResult:
 
 
 def open_source(path: Path, data: ConversionSettings) -> Source:
-    """Open a source by the files in it.
+    """Open a source; its files determine the format.
 
     Raises:
         ConfigError: the path contains none of the formats.
@@ -103,7 +103,7 @@ def convert(source: Source, plan: Plan, data: ConversionSettings, out: Path, pro
 
 
 def _resumed_card(partial: Path, card: Card) -> Card:
-    """Return the card of an incomplete result, or of a new one.
+    """Return the card of an incomplete result, or a new card.
 
     Raises:
         ConfigError: the incomplete result was begun with other settings.
@@ -128,7 +128,7 @@ def _resumed_card(partial: Path, card: Card) -> Card:
 
 
 def _demonstration(raw: RawEpisode, plan: Plan, data: ConversionSettings, tasks: list[str]) -> Demonstration | None:
-    """Assemble an episode; None: it has non-finite numbers and is left out.
+    """Assemble an episode; return None for an episode with non-finite numbers, which is left out.
 
     Raises:
         EmbodyError: its columns differ in length or shape, or a number is not finite.
@@ -196,7 +196,7 @@ def _joined(raw: RawEpisode, plan: Plan, target: Target, length: int) -> FloatAr
 
 
 def _success(raw: RawEpisode, plan: Plan, reward: FloatArray) -> np.ndarray:
-    """Return success by step: the column of that name, or reward 1 where all rewards are 0 or 1.
+    """Return the success flag of each step: the success column, or reward 1 where all rewards are 0 or 1.
 
     Raises:
         EmbodyError: the column contains other values than 0 and 1.

@@ -42,7 +42,7 @@ class Hdf5Source:
     """Episodes of one or several files."""
 
     def __init__(self, source: Path, files: Sequence[Path]) -> None:
-        """List the episodes; the first one determines the columns.
+        """Return a subgroup; raises ValueError.
 
         Raises:
             MissingDependencyError: h5py is not installed.

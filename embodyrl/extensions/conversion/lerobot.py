@@ -20,7 +20,7 @@ class LerobotSource:
     """Episodes of a data set with one file per episode."""
 
     def __init__(self, root: Path, data: ConversionSettings) -> None:
-        """Read the numbers of all episodes.
+        """Read the numeric columns of all episodes.
 
         Raises:
             EmbodyError: the data set is damaged.

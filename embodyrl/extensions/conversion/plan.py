@@ -26,11 +26,11 @@ class Plan:
 
     keys: Mapping[str, str]
     card: Card
-    """Without tasks, which are known at the end."""
+    """Card of the result without tasks, which are complete only at the end."""
     episodes: int
     kind: str
     assumes_fps: bool
-    """Neither the settings nor the source contain the frame rate."""
+    """True if neither the settings nor the source contain the frame rate."""
 
     def columns_of(self, target: str) -> list[str]:
         """Return the columns of a target, in order."""

@@ -62,9 +62,9 @@ class RawEpisode:
     where: str
     """File and position, for error messages."""
     columns: Mapping[str, np.ndarray]
-    """[T, ...] by name: numbers, and images as uint8 [T, H, W, 3]."""
+    """Arrays [T, ...] by column name: numbers, and images as uint8 [T, H, W, 3]."""
     texts: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """[T] by name."""
+    """Texts [T] by column name."""
     instruction: str | None = None
     """Instruction of the episode, if the source stores one outside its columns."""
 

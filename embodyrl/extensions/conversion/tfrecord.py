@@ -153,7 +153,7 @@ def _feature(message: memoryview) -> Feature:
 
 
 def _integers(content: bytes) -> npt.NDArray[np.int64]:
-    """Decode a sequence of varints: seven bits per byte, the lowest first; the last byte has no high bit."""
+    """Decode a sequence of varints: seven bits per byte, the lowest first; the high bit of the last byte is 0."""
     raw = np.frombuffer(content, np.uint8)
     ends = np.flatnonzero(raw < 128)
     if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):

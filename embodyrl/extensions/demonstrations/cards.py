@@ -1,4 +1,4 @@
-"""Description of a data set's environment: our card, or the metadata of another program."""
+"""Description of a data set's environment: the card of embodyrl, or the metadata of another program."""
 
 from __future__ import annotations
 

@@ -36,18 +36,18 @@ class ScriptedExpert:
     authors: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cfg: Config) -> None:
-        """Take no settings."""
+        """Create the expert, which has no settings."""
 
     def collect(self, cfg: Config) -> None:
         """Record episodes of the policy with labels of the expert."""
         collect(overridden(cfg, {"collect.labels": Labels.expert, "collect.filter": EpisodeFilter.all}))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Do nothing: the log of the training shows its progress."""
+        """Do nothing; the log of the training shows the progress."""
         return None
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing; the expert holds no resources."""
         return None
 
 

@@ -26,7 +26,7 @@ class Expert(Protocol):
         ...
 
     def close(self) -> None:
-        """Free its resources; idempotent."""
+        """Free the resources of the expert; idempotent."""
         ...
 
 

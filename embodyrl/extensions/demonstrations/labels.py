@@ -27,7 +27,7 @@ class Labels:
     returns: FloatArray
     """[N] normalised return."""
     value: FloatArray
-    """[N] value of a model that did not train on the episode, if there are folds."""
+    """[N] value predicted by a model that did not train on the episode, if there are several folds."""
     advantage: FloatArray
     positive: BoolArray
 
@@ -47,7 +47,7 @@ class Labels:
 
 
 def places(demos: Demonstrations) -> tuple[IntArray, IntArray]:
-    """Return episode and env step within it of all frames."""
+    """Return the episode of each frame, and the env step within the episode."""
     length = demos.stop - demos.start
     return np.repeat(np.arange(len(length)), length), np.arange(int(length.sum())) - np.repeat(demos.start, length)
 

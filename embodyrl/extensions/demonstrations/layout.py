@@ -81,9 +81,9 @@ class Card:
     env: EnvSpec
     fps: float
     video: bool
-    """Store frames in MP4 files instead of PNG bytes in the parquet files."""
+    """True if frames are stored in MP4 files instead of PNG bytes in the parquet files."""
     actors: bool = False
-    """The data files have the column `ACTOR`."""
+    """True if the data files have the column `ACTOR`."""
     collected: Mapping[str, Any] = field(default_factory=dict)
     """Settings that determine the episodes; a collection resumes only with equal settings."""
 
@@ -271,11 +271,11 @@ class Demonstration:
     images: ByteArray
     """[T, C, H, W, 3] uint8 in the simulator's orientation."""
     state: FloatArray
-    """[T, S]"""
+    """[T, S] proprioceptive state."""
     action: FloatArray
     """[T, A] in the environment's units and gripper convention."""
     reward: FloatArray
-    """[T]"""
+    """[T] reward of each step."""
     success: BoolArray
     """[T] True if the goal is reached after the action."""
     instruction: str

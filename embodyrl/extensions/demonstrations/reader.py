@@ -34,7 +34,7 @@ class Demonstrations:
     images: ByteArray
     """[N, C, H, W, 3] uint8 in the simulator's orientation."""
     state: FloatArray
-    """[N, S]"""
+    """[N, S] proprioceptive state."""
     action: FloatArray
     """[N, A] in the environment's units."""
     reward: FloatArray
@@ -76,7 +76,7 @@ class Demonstrations:
         return self.action[self.window(steps, length)[0]]
 
     def window(self, steps: IntArray, length: int, *, before: int = 0) -> tuple[IntArray, BoolArray]:
-        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K]: inside the episode.
+        """Return windows of steps [B, K] that begin `before` steps earlier, and a mask [B, K] of the episode's steps.
 
         Masked positions repeat the first or the last step of the episode.
         """

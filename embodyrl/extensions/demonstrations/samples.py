@@ -22,7 +22,7 @@ class Samples:
     shown: BoolArray
     """[N] True if the goal is reached in the observation."""
     valid: BoolArray
-    """[M, K] True for actions of the episode; the others repeat its first or last action."""
+    """[M, K] True for actions of the episode; other entries repeat its first or last action."""
     history: int = 1
     """Number of observed steps of a sample."""
     tags: Sequence[str] = ()

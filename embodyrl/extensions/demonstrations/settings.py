@@ -1,4 +1,4 @@
-"""Config keys for demonstrations and of SFT objectives."""
+"""Config keys for demonstrations and for SFT objectives."""
 
 from collections.abc import Iterator
 from enum import StrEnum
@@ -17,16 +17,17 @@ class DemonstrationSettings(DataSettings):
     more: list[Path] = []
     """Additional folders of demonstrations of the same environment, combined with data.path."""
     action_key: str = "action"
-    """Column of the actions. Only for data sets that embodyrl did not record, as state_key, cameras, gripper,
-    gripper_index and image_rotation_deg."""
+    """Column of the actions.
+    Like state_key, cameras, gripper, gripper_index and image_rotation_deg, this key applies only to data sets that
+    embodyrl did not record."""
     state_key: str = "observation.state"
     """Column of the state."""
     cameras: dict[str, str] = {}
     """Cameras to read and the column of each, for example {front: observation.image}; default: all columns named
     observation.images.<camera>. Use the camera names of the environment."""
     gripper: Annotated[list[float], only(lambda v: len(set(v)) == len(v) == 2), Must("[open,closed]")] | None = None
-    """Actions that open and close the gripper, for example [1,0]. Without it, the policy does not fit environments
-    that declare a gripper."""
+    """Actions that open and close the gripper, for example [1,0].
+    Without this key, the policy is rejected in environments that declare a gripper."""
     gripper_index: Annotated[int, Field(ge=-1000, lt=1000)] = -1
     """Index of the gripper in the action vector."""
     image_rotation_deg: Literal[0, 180] = 0
@@ -37,8 +38,8 @@ class DemonstrationSettings(DataSettings):
     skip_nonfinite: bool = False
     """Skip episodes with NaN or infinite numbers; false: report an error."""
     actors: list[Literal["policy", "expert", "person", "unknown"]] = []
-    """Train only on chunks whose actions are all by these authors; default: all actions. unknown: data of other
-    programs or without authors."""
+    """Train only on chunks whose actions are all by these actors; default: all actions.
+    unknown: data of other programs or without recorded actors."""
     needs = {"gripper": "gripper_index"}
 
     image_aug: bool = True
@@ -81,7 +82,7 @@ class ObjectiveSettings(Settings):
     inference; 0: the policy without the suffix."""
 
     def problems(self) -> Iterator[str]:
-        """Yield an error for guidance by outputs that are not trained."""
+        """Yield an error if guidance needs outputs that are not trained."""
         yield from super().problems()
         if self.labels is not None and self.label_dropout == 0 and self.guidance != 1:
             yield "objective.label_dropout=0 trains no sample without a suffix; raise it, or set objective.guidance=1."

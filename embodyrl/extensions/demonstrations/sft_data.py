@@ -56,7 +56,7 @@ def load_samples(cfg: Config, env: EnvSpec, policy: PolicySpec) -> tuple[Samples
 
 
 def _checked(cfg: Config, training: Samples) -> Samples:
-    """Return the samples.
+    """Return the samples after checking them.
 
     Raises:
         ConfigError: no chunk is by the authors of `data.actors`.

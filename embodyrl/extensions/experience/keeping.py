@@ -19,7 +19,7 @@ _PER_STEP = 10**6
 
 
 class KeptEpisodesWriter:
-    """Appends episodes to a data set until it has `runner.keep_episodes_gb`; a resumed run repeats none."""
+    """Writer of episodes into a data set up to `runner.keep_episodes_gb`; a resumed run appends no episode twice."""
 
     def __init__(self, run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> None:
         cfg = run_plan.cfg
@@ -68,5 +68,5 @@ class KeptEpisodesWriter:
 
 
 def open_writer(run_plan: RunPlan, arena: Arena, folder: Path, say: Callable[[str], None]) -> KeptEpisodesWriter:
-    """Open the data set of a run's episodes, or continue it."""
+    """Create or reopen the data set of a run's episodes."""
     return KeptEpisodesWriter(run_plan, arena, folder, say)

@@ -87,7 +87,7 @@ def describe(found: DataSet) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """Conditions of episodes; None: any."""
+    """Conditions on episodes; None: no condition."""
 
     success: bool | None = None
     low: float | None = None
@@ -99,7 +99,7 @@ class Selection:
     version: int | None = None
 
     def chooses(self, found: DataSet, row: dict[str, Any]) -> bool:
-        """Return whether an episode satisfies all conditions; unknown values satisfy none."""
+        """Return whether an episode satisfies all conditions; an unknown value satisfies no condition."""
         earned = row.get(f"{OWN}return")
         return (
             (self.success is None or row.get(f"{OWN}success") is self.success)
@@ -111,7 +111,7 @@ class Selection:
 
 
 def write_set(out: Path, sources: Sequence[DataSet], selection: Selection) -> None:
-    """Copy the selected episodes of data sets of one environment into a new one; an incomplete copy is continued.
+    """Copy selected episodes of data sets of one environment into a new data set; resume an incomplete copy.
 
     Raises:
         ConfigError: environments or frame rates differ, or no episode is selected.

@@ -1,1 +1,1 @@
-"""Success against the delay of the policy."""
+"""Tables and plots of success against the inference delay."""

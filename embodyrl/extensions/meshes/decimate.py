@@ -42,9 +42,9 @@ class VisualMesh:
     normal: _Floats
     """[P, 3] unit vectors."""
     texcoord: _Floats
-    """[P, 2]"""
+    """[P, 2] texture coordinates."""
     faces: _Indices
-    """[F, 3]"""
+    """[F, 3] vertex indices of the triangles."""
     textured: bool
 
     def subset(self, faces: _Indices) -> VisualMesh:

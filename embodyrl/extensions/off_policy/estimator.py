@@ -21,8 +21,8 @@ class ReplaySettings(BufferSettings, DiscountSettings):
     tau: Annotated[float, Field(gt=0, le=1)] = 0.005
     """Polyak coefficient of the target critics, per update."""
     critics: Annotated[int, Field(ge=2, le=100)] = 2
-    """Number of critics. More than two as in REDQ: the target is the minimum of two sampled critics, the policy uses
-    the mean."""
+    """Number of critics.
+    With more than two (REDQ), the target is the minimum of two sampled critics, the policy uses the mean."""
     policy_interval: Count = 1
     """Number of critic updates per update of policy and temperature."""
     critic_layer_norm: bool = False

@@ -95,7 +95,7 @@ class FilteredLearner(Learner):
             weights_changed(self._policy.module)
 
     def _deal(self, obs: Observation, actions: FloatArray) -> list[tuple[IntArray, bool]]:
-        """Split positions into micro-batches; see `deal`."""
+        """Split sample positions into micro-batches (see `deal`)."""
         cfg, costs = self._trainer.cfg, np.ones(self._batch_size, np.int64)
         if cfg.max_tokens_per_mbs is not None and isinstance(self._policy, TextPolicy):
             costs = self._policy.prompt_lengths(obs) + (actions[:, :, 0] >= 0).sum(1)
@@ -142,7 +142,7 @@ class FilteredLearner(Learner):
         return records
 
     def _followed(self, records: IntArray, episode: IntArray) -> FloatArray:
-        """Return the actions [N, H, A] from each chunk on; the last action of an episode repeats."""
+        """Return the actions [N, H, A] that follow from each chunk on; the last action of an episode repeats."""
         valid, actions = self._arena[Record.valid][records], self._arena[Record.action][records]
         convert_gripper(actions, self._gripper, self._policy.spec.gripper)
         # Executed actions of all episodes, one after the other, and where each chunk and each episode begins there.
@@ -166,7 +166,7 @@ class FilteredLearner(Learner):
             save_state(folder, REPLAY, self._replay.state())
 
     def load(self, folder: Path) -> None:
-        """Restore the state written by `save`; without trained weights, use the policy's."""
+        """Restore the state written by `save`; without saved trained weights, train the weights of the policy."""
         ranks = self._trainer.ranks
         ranks.train()
         self._aside = {name: weight.detach().clone() for name, weight in self._weights.items()}

@@ -75,7 +75,7 @@ class OpenEpisodes:
         self._held: dict[int, list[Frames]] = {}
 
     def whole(self, new: Frames, earlier: Mapping[int, int], going_on: Mapping[int, int]) -> list[Frames]:
-        """Join new frames with earlier frames of their episodes; return the episodes that ended or are not continued.
+        """Join new frames with earlier frames of their episodes; return the complete episodes.
 
         Args:
             new: frames of some episodes.
@@ -106,7 +106,7 @@ class OpenEpisodes:
 
 
 def join(parts: Sequence[Frames], *, one: bool = True) -> Frames:
-    """Concatenate parts: of one episode (`one`), or of one episode each."""
+    """Concatenate parts of one episode (`one`), or one part of each episode."""
     names = [item.name for item in fields(Frames) if item.name != "seen"]
     seen = {name: np.concatenate([part.seen[name] for part in parts]) for name in parts[0].seen}
     joined = Frames(seen=seen, **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

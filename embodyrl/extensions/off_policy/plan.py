@@ -61,7 +61,7 @@ def _unread(policy: PolicySpec) -> Iterator[tuple[str, str]]:
 
 
 def _demonstration_problems(folder: str, cfg: Config, env: EnvSpec) -> Iterator[str]:
-    """Yield the reasons why frames, or transitions, of a data set do not fit this environment."""
+    """Yield the reasons why frames, or transitions, of a data set do not match this environment."""
     if env.action.kind is ActionKind.text:
         yield "algorithm.demonstrations contains robot actions; train on replies with `embodyrl sft`."
         return

@@ -45,7 +45,7 @@ class Transitions:
     """[B] indices of the last observations; arbitrary where the discount is 0."""
     reward: FloatArray
     discount: FloatArray
-    """[B] discount; `reward` likewise."""
+    """[B] discount; `reward` has the same shape."""
     moved: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     """[R] indices of the transitions with a relabelled goal."""
     goal: FloatArray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
@@ -87,9 +87,8 @@ class ReplayBuffer:
         return np.flatnonzero(self._arrays["ahead"][: self._count]) if self._count else np.zeros(0, np.int64)
 
     def __getitem__(self, field: str) -> np.ndarray:
-        """Return a field [n, ...] of all observations, or `action`, `reward` and `discount` of the transitions from
-        them. `ahead` is the length of a transition in chunks, `left` the number of later observations in the
-        episode.
+        """Return a field [n, ...] of all observations, or `action`, `reward` or `discount` of their transitions.
+        `ahead` is the length of a transition in chunks, `left` the number of later observations in the episode.
         """
         return self._arrays[field]
 
@@ -109,7 +108,7 @@ class ReplayBuffer:
         return {"next": self._next, "size": self._size} | {n: a[: self._count] for n, a in self._arrays.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`; from a larger buffer, its newest part."""
+        """Restore the result of `state`; of a larger buffer, restore only the newest part."""
         arrays = {name: array for name, array in state.items() if name not in ("next", "size")}
         if not arrays:
             return

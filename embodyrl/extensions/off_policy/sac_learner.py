@@ -39,7 +39,7 @@ FEATURES = "features"
 
 
 class SacLearner(Learner):
-    """Learner that trains critics and the policy, which the rollout worker shares."""
+    """Learner that trains critics and the policy, which the rollout worker also uses."""
 
     def __init__(self, context: LearnerContext) -> None:
         assert context.algorithm is not None
@@ -236,7 +236,7 @@ class SacLearner(Learner):
         return self._kept(self._arena, records)
 
     def _kept(self, fields: Fields, records: IntArray) -> dict[str, np.ndarray]:
-        """Return the features of the observations of some records."""
+        """Return the frozen policy's features of the observations of some records."""
         with torch.no_grad():
             features = [self._policy.features(read_observation(fields, part)) for part in self._parts_of(records)]
         return {FEATURES: torch.cat(features).cpu().numpy()}

@@ -30,7 +30,7 @@ class LoadedPolicy:
     """A policy in this process, with the spec of its training environment."""
 
     policy: Policy
-    """The policy with its interface: `module`, `score` for gradients, `values`, `save`."""
+    """Policy with its interface: `module`, `score` for gradients, `values`, `save`."""
     run_plan: RunPlan
 
     def __repr__(self) -> str:
@@ -83,7 +83,7 @@ class LoadedPolicy:
         )
 
     def _part(self, one: dict[str, Any], name: str, shape: tuple[int, ...], read: bool) -> np.ndarray:
-        """Return a part of an observation; zeros for a part that the policy does not read."""
+        """Return an entry of an observation; zeros for an entry that the policy does not use."""
         if name not in one and not (read and np.prod(shape)):
             return np.zeros(shape, np.uint8)
         found = np.asarray(one[name]) if name in one else None

@@ -49,7 +49,7 @@ def export_env(args: argparse.Namespace) -> int:
 
 
 def _requirement(env_type: str) -> str:
-    """Return the line of pip for the simulator of an environment."""
+    """Return the requirement of the simulator of an environment in the format of pip."""
     found = extensions().get(env_type)
     extras = ",".join(sorted(set(found.requires.values()))) if found else ""
     return f"embodyrl{f'[{extras}]' if extras else ''}=={__version__}"

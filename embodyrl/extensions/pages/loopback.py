@@ -19,7 +19,7 @@ from embodyrl.errors import ConfigError, EmbodyError
 from embodyrl.extensions.pages.limited import LimitedServer
 
 Answer = tuple[str, bytes]
-"""Content type and body."""
+"""Content type and body of a response."""
 _LONGEST = 1 << 20
 """Maximum size of a request in bytes; the chat page sends whole conversations."""
 _MOST_CLIENTS = 64

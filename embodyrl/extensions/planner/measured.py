@@ -17,7 +17,7 @@ class Measured:
 
     rates: Mapping[str, float]
     report: str
-    """Path of the report."""
+    """Path of the report with the measurements."""
     day: str
 
 

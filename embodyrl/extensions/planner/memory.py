@@ -37,7 +37,7 @@ class MemoryPlan:
     """Memory in bytes of each part of a policy process, and of the other processes of its host."""
 
     weights: int
-    """Weights, and during training also their average, if the policy uses it."""
+    """Weights; during training also the moving average of the weights, if the policy has one."""
     gathered: int
     """Full weights during rollouts, if training shards the weights."""
     reference: int
@@ -50,13 +50,13 @@ class MemoryPlan:
     acting_batch: int
     """Activations of the largest inference batch."""
     keeps_acting: bool
-    """Inference memory that stays allocated during training, for example by CUDA graphs."""
+    """True if inference memory stays allocated during training, for example by CUDA graphs."""
     building: int
     """Full float32 weights before sharding or casting, or the memory for loading demonstrations, if larger."""
     engine: int
     """Minimum memory of vLLM."""
     sleeps: bool
-    """vLLM frees its memory during updates."""
+    """True if vLLM frees its memory during updates."""
     process: int
     saving: int
     """GPUs: host memory of the first rank, which gathers full weights, then full moments, and has the replay buffer."""
@@ -66,12 +66,12 @@ class MemoryPlan:
     """Memory of each rollout process."""
     env_worker: int
     env_gpu: int
-    """Memory of each env worker on its GPU."""
+    """GPU memory of each env worker."""
     replay: int
     """Off-policy without GPUs: the replay buffer at the end of the run."""
     arena: int
     checkpoint: int
-    """Size on disk."""
+    """Size of a checkpoint on disk."""
     on_gpu: bool
     gradient_sync: str
     """Gradient synchronization between ranks: step or micro_batch."""
@@ -209,7 +209,7 @@ def _acting_batch(run_plan: RunPlan, cfg: Config, costs: PolicyCosts) -> int:
 
 
 def _beside(run_plan: RunPlan, path: str | None) -> PolicyCosts | None:
-    """Return the costs of a second model of the same kind: a teacher, or a separate critic without adapters."""
+    """Return the memory of a second model of the same kind: a teacher, or a separate critic without adapters."""
     if path is None:
         return None
     model = run_plan.cfg.model
@@ -284,9 +284,7 @@ def _activations(cfg: Config, costs: PolicyCosts, trained: int, *, copies: bool,
 
 
 def _whole_at_a_time(costs: PolicyCosts) -> int:
-    """Return the bytes of the gradients of one layer and of the output matrix before they are sharded; 0 with
-    adapters.
-    """
+    """Return the bytes of the unsharded gradients of one layer and of the output matrix; 0 with adapters."""
     return 0 if costs.num_trained is not None else 4 * (costs.outside_layers // 2 + costs.largest_layer[0])
 
 

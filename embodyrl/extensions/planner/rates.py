@@ -47,15 +47,15 @@ UNKNOWN = Speed("H100", 650e12, 50e12, 2.8e12)
 ACTING = 1.4
 """Ratio of inference time to the time of the matrix products alone: OpenVLA-OFT 7B, batches of 32 and 64 on an H100."""
 TRAINING = 2.2
-"""The same for an update: 1.8 in micro-batches of 16 with recomputed layers, 2.6 to 2.8 of 8 without
-(docs/results/gpu.md)."""
+"""Ratio of update time to the time of the matrix products alone: 1.8 in micro-batches of 16 with recomputed layers,
+2.6 to 2.8 in micro-batches of 8 without (docs/results/gpu.md)."""
 CHUNK = 8
 """Number of actions of the chunk in `EnvCosts.chunk_s`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Rate of each resource on its own, per second; 0: unknown or irrelevant."""
+    """Maximum rate of each resource, per second; 0: unknown or irrelevant."""
 
     simulators: float
     """Env chunks per second."""

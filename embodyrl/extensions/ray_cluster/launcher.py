@@ -38,7 +38,7 @@ _STOP_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """Result of one request."""
+    """Result or error of one request."""
 
     replies: tuple[Reply, ...]
     rows: list[Rows]
@@ -222,7 +222,7 @@ class RayLauncher(OpenRequests[_Handle]):
         self._handles[spec.name] = handle
 
     def _left(self) -> dict[int, Node]:
-        """Return the nodes of the run that are left or have returned, by number."""
+        """Return the usable nodes of the run by number, including nodes that rejoined."""
         usable = [node for name, node in self._living.items() if name not in self._lost]
         return ray_nodes.left_of(self._nodes, usable)
 
@@ -277,7 +277,7 @@ class RayLauncher(OpenRequests[_Handle]):
             self._reap_with_host(name)
 
     def _note_living(self) -> None:
-        """List the live nodes before a worker is placed."""
+        """Update the list of live nodes before a worker is placed."""
         try:
             if not self.lost:
                 self._set_living(ray_nodes.living())

@@ -112,12 +112,12 @@ def living() -> dict[str, Node]:
 
 
 def in_order(nodes: Iterable[Node], driver: str) -> list[Node]:
-    """Return the nodes in the order of their numbers: the driver's node first, the others by address."""
+    """Return the nodes in the order of their numbers: the driver's node first, then the other nodes by address."""
     return sorted(nodes, key=lambda node: (node.id != driver, node.order))
 
 
 def left_of(nodes: Sequence[Node], usable: Iterable[Node]) -> dict[int, Node]:
-    """Return the nodes that are usable, by number; a host that returned is a new node with the same address."""
+    """Return the usable nodes by number; a host that rejoined is a new node with the same address."""
     by_id, known = {node.id: node for node in usable}, {node.id for node in nodes}
     returned = {node.address: node for name, node in by_id.items() if name not in known}
     found = {number: by_id.get(node.id, returned.get(node.address)) for number, node in enumerate(nodes)}

@@ -21,7 +21,7 @@ class Rows:
     """Index in `Pools`."""
     records: np.ndarray
     fields: dict[str, np.ndarray]
-    """Arrays [n, ...] by field name; of a weight bucket only the used bytes."""
+    """Arrays [n, ...] by field name; for a weight bucket, only the used bytes."""
 
 
 def copy_in(pools: Pools, request: Request) -> list[Rows]:

@@ -20,7 +20,7 @@ _OF_STAGES = {
     **{key: {"eval"} for key in ("eval", "video", "video_cfg")},
     "collect": {"collect"},
 }
-"""Stages of the keys below a name; those of other names apply to all stages."""
+"""Stages of the keys below each name; keys below other names apply to all stages."""
 _SPLITS = {
     **{f"runner.{key}": {"sft"} for key in ("max_steps", "max_epochs", "save_interval", "val_check_interval")},
     "env.train.": {"collect"},
@@ -42,7 +42,7 @@ _SET = {
     "runner.on_existing": "the same command resumes an incomplete run",
     "runner.resume_dir": "the same command resumes an incomplete run",
 }
-"""Keys that the rounds set, with the reason."""
+"""Keys that the rounds set themselves, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Arguments:
 
 
 def stages_of(name: str) -> set[str]:
-    """Return the stages that use a key or group."""
+    """Return the stages that a key or group applies to."""
     split = [stages for prefix, stages in _SPLITS.items() if name.startswith(prefix)]
     return split[0] if split else _OF_STAGES.get(name.partition(".")[0], STAGES)
 

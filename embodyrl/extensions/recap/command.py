@@ -44,7 +44,7 @@ def recap(args: argparse.Namespace) -> int:
 
 
 class Rounds:
-    """The rounds of one command; finished stages are found by their files and are not repeated."""
+    """Rounds of one command; stages whose output files exist are not repeated."""
 
     def __init__(self, arguments: Arguments, config_dirs: Sequence[Path] = ()) -> None:
         self._arguments, self._cfg, self._dirs = arguments, arguments.cfg, config_dirs
@@ -80,7 +80,7 @@ class Rounds:
         return [self._arguments.demos, *(str(self._arguments.out / f"episodes_{n}") for n in range(1, number + 1))]
 
     def _collect(self, number: int, data: Path, acting: list[str]) -> None:
-        """Sample episodes of the policy of the round before; each round has another seed."""
+        """Collect episodes of the previous round's policy; each round has a different seed."""
         named = [write_word("collect.out", str(data)), f"seed={self._arguments.seed + number}"]
         fixed = ["collect.filter=all", "eval.sampling_params.do_sample=true", *named]
         cfg = self._compose("collect", [*acting, *self._words("collect"), *fixed, *self._run_words(f"{data.name}_run")])
@@ -110,7 +110,7 @@ class Rounds:
         return self._compose("sft", [*self._arguments.model, *self._words("sft"), *words, *named])
 
     def _evaluate(self, name: str, acting: list[str]) -> dict[str, Any]:
-        """Evaluate a policy on env.eval; return the fields of `Round`."""
+        """Evaluate a policy on env.eval; return the evaluation's fields of `Round`."""
         if not self._cfg.evaluate:
             return {}
         run = self._arguments.out / f"{name}_eval"

@@ -1,4 +1,4 @@
-"""The value stage of a round, in a process of its own: the driver of a run loads neither frames nor torch."""
+"""Value stage of a round in a separate process, so that the driver of a run loads neither frames nor torch."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _with_statistics(stage: Stage, demos: Demonstrations, env: EnvSpec, folder: 
 
 
 def _frames(outcomes: Outcomes, chosen: BoolArray) -> IntArray:
-    """Return the counted frames of the chosen episodes [E]."""
+    """Return the indices of the counted frames of the chosen episodes [E]."""
     parts = [np.arange(outcomes.start[e], outcomes.end[e]) for e in np.flatnonzero(chosen)]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 

@@ -15,16 +15,17 @@ class RecapSettings(Settings):
     """Config keys for rounds of collection, value training, labels and SFT (RECAP, arXiv 2511.14759)."""
 
     out: Path
-    """Output folder: episodes, labels, runs and the report; the same command resumes an incomplete one."""
+    """Output folder: episodes, labels, runs and the report; the same command resumes an incomplete RECAP run."""
     rounds: Count = 2
     """Number of rounds; each trains from the initial weights on all data so far."""
     advantage_steps: Annotated[int, Field(ge=1, le=10**6)] | None = 50
-    """N of the advantage: N rewards and the value after N env steps; null: all rewards of the episode (Monte Carlo)."""
+    """N of the N-step advantage: N rewards and the value after N env steps; null: all rewards of the episode (Monte
+    Carlo)."""
     positive_share: Annotated[float, Field(gt=0, lt=1)] = 0.3
     """Fraction of the frames of each task that get the label "positive" by rank."""
     failure_penalty: Annotated[float, Field(ge=0, le=1000)] = 1.0
-    """Penalty of a failed episode, as a multiple of the longest episode of its task. Values below 1 can rate the end of
-    a failure above the start of a success."""
+    """Penalty of a failed episode, as a multiple of the longest episode of its task.
+    With values below 1, the end of a failure can have a higher return than the start of a success."""
     labels: LabelSource = LabelSource.advantage
     """advantage: rank of the advantage. shuffled: the same labels in random order within each task, as a control."""
     value_from: ValueInput = ValueInput.policy
@@ -37,7 +38,7 @@ class RecapSettings(Settings):
     value_lr: Positive = 1e-3
     """Learning rate of the value models."""
     value_folds: Annotated[int, Field(ge=1, le=20)] = 2
-    """Number of value models. Each rates the episodes that it did not train on; 1: one model rates its own episodes, so
-    errors are those on training data."""
+    """Number of value models. Each model predicts values of episodes that it did not train on.
+    1: one model, which also predicts values of its training episodes."""
     evaluate: bool = True
-    """Evaluate the initial policy and that of each round on env.eval."""
+    """Evaluate the initial policy and the policy of each round on env.eval."""

@@ -20,11 +20,11 @@ class Outcomes:
     end: IntArray
     """[E] end index (exclusive) of the counted frames: those up to the first success."""
     success: BoolArray
-    """[E]"""
+    """[E] True if the episode succeeded."""
     task: IntArray
-    """[E] number of the task."""
+    """[E] index of the task."""
     frames: int
-    """N."""
+    """Number of frames, N."""
 
     @classmethod
     def of(cls, demos: Demonstrations) -> Self:
@@ -93,7 +93,7 @@ def thresholds(outcomes: Outcomes, advantage: DoubleArray, positive_share: float
 
 
 def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, float]) -> BoolArray:
-    """Return [N]: the advantage is at least the threshold of the task; False after the first success."""
+    """Return the mask [N] of frames whose advantage is at least the task's threshold; False after the first success."""
     task = outcomes.task_of_frame
     labels = np.zeros(outcomes.frames, np.bool_)
     for one, limit in limits.items():
@@ -102,12 +102,12 @@ def ranked_labels(outcomes: Outcomes, advantage: DoubleArray, limits: dict[int, 
 
 
 def forced(demos: Demonstrations) -> BoolArray:
-    """Return [N]: actions of an expert, a person, or an unknown author, which always count as positive."""
+    """Return the mask [N] of actions of an expert, a person or an unknown actor, which always count as positive."""
     return demos.actor != Actor.policy
 
 
 def shuffled(outcomes: Outcomes, labels: BoolArray, free: BoolArray, seed: int) -> BoolArray:
-    """Return the labels with those of `free` frames [N] in random order within each task."""
+    """Return labels in which the labels of `free` frames [N] are shuffled within each task."""
     found, task = labels.copy(), outcomes.task_of_frame
     rng = np.random.default_rng(seed)
     for one in np.unique(outcomes.task).tolist():

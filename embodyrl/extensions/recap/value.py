@@ -101,7 +101,7 @@ class NetworkValue(ValueModel):
 
 
 def shrunk(images: np.ndarray) -> np.ndarray:
-    """Average images [N, C, H, W, 3] over squares, so that no side exceeds `MAX_EDGE`; smaller ones are unchanged."""
+    """Average images [N, C, H, W, 3] over squares, so that no side exceeds `MAX_EDGE`; smaller images are unchanged."""
     height, width = images.shape[2:4]
     by = max(1, math.ceil(max(height, width) / MAX_EDGE))
     if by == 1 or not images.size:

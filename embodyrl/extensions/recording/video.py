@@ -61,7 +61,7 @@ class VideoRecorder:
         self._last: ByteArray | None = None
         self._actor, self._highlighted = "", False
         self.success = False
-        """The goal was reached in some frame."""
+        """True if the goal was reached in some frame."""
 
     def add(self, frame: ByteArray, success: bool, *, actor: str = "", highlighted: bool = False) -> None:
         """Append the frame [H, W, 3] uint8 of the next env step.
@@ -200,5 +200,5 @@ class VideoRecorder:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the first line: imageio appends the whole ffmpeg command."""
+    """Return the first line of an error of imageio, which appends the whole ffmpeg command."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""The result card of a run: facts for a paper's appendix, as JSON and Markdown, from the run's files."""
+"""Result card of a run: data for a paper's appendix, as JSON and Markdown, from the run's files."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ _SIZES = ("effective_episodes", "episodes")
 
 
 def curve(history: History, metric: str, label: str, color: int) -> Line:
-    """Return one metric of one run: success rates with a pooled 95 % band, others as mean and range."""
+    """Return one metric of one run: success rates with a pooled 95 % band, other metrics as mean and range."""
     rows = [row for row in history.rows if row.get(metric) is not None]
     per_point = max(1, -(-len(rows) // _MAX_POINTS))
     kind = metric.rpartition("/")[0]

@@ -70,7 +70,7 @@ def card(args: argparse.Namespace) -> int:
 
 
 def _watch(args: argparse.Namespace, runs: Sequence[Path], write: Callable[[Path], object]) -> int:
-    """Serve the page to this machine; each request renders the current state of the run."""
+    """Serve the page on this machine; each request renders the current state of the run."""
     from embodyrl.extensions.pages.loopback import Answer, Loopback
 
     if args.json or not args.port.isdecimal():
@@ -108,7 +108,7 @@ def view(args: argparse.Namespace) -> int:
 
 
 def picture(history: History) -> RenderableType:
-    """Return the dashboard of a training run or the table of an evaluation."""
+    """Return the dashboard of a training run, or the table of an evaluation, for a terminal."""
     from rich.console import Group
     from rich.text import Text
 

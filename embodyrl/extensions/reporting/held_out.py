@@ -80,7 +80,7 @@ def _used(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> dict[str, set[i
 
 
 def _with_rows_of(made: Mapping[str, Any], cfg: Config, env: EnvSpec) -> EnvSpec | None:
-    """Return the environment with that run's split of the rows; None: the rows, and therefore their ids, differ."""
+    """Return the environment with that run's split of the rows; None if the rows, and therefore their ids, differ."""
     if not cfg.reads_rows:
         return env
     share = made.get("data.val_share")
@@ -109,7 +109,7 @@ def _shown(made: Mapping[str, Any], env: EnvSpec) -> dict[str, set[int]] | None:
 
 
 def _by_expert(made: Mapping[str, Any]) -> bool:
-    """Return whether the run is a round of `embodyrl dagger`, which acts and trains on demonstrations."""
+    """Return whether the run is a round of `embodyrl dagger`, which collects states and trains on demonstrations."""
     return "dagger.rounds" in made
 
 

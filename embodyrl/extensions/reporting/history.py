@@ -35,20 +35,20 @@ _SUCCESS = {"train/success_once", "eval/success_once"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """The episodes of one validation, by episode number."""
+    """Episodes of one validation, by episode number."""
 
     step: int
     episodes: tuple[EpisodeRow, ...]
 
     @property
     def own(self) -> tuple[EpisodeRow, ...]:
-        """Episodes of the environment's own suite; all, unless other suites were also evaluated."""
+        """Episodes of the environment's own suite; all episodes if no other suites were evaluated."""
         suite = own_suite(self.episodes)
         return tuple(e for e in self.episodes if e.suite == suite)
 
     @property
     def suites(self) -> dict[str, Score]:
-        """Score of each suite, the environment's own first; empty if there is one."""
+        """Score of each suite, the environment's own suite first; empty if there is only one suite."""
         names = dict.fromkeys([own_suite(self.episodes), *(e.suite for e in self.episodes)])
         scores = {name: score_of([e for e in self.episodes if e.suite == name]) for name in names}
         return scores if len(scores) > 1 else {}
@@ -78,7 +78,7 @@ class History:
         return self.folder.name
 
     def text(self, name: str | Path) -> str:
-        """Return the content of a text file of the run; empty if it is missing or a link to a file outside."""
+        """Return the content of a text file of the run; empty if the file is missing or a link to another folder."""
         path = self.folder / name
         return path.read_text(encoding="utf-8", errors="replace") if _is_within(path, self.folder) else ""
 
@@ -91,7 +91,7 @@ class History:
         return [(int(row["step"] or 0), float(row[name] or 0)) for row in self.rows if row.get(name) is not None]
 
     def find_video(self, stored: str) -> Path | None:
-        """Return the path of a video, also after the folders were moved together; None if it is missing.
+        """Return the path of a video, also after all folders were moved together; None if the video is missing.
 
         The run's files are untrusted: only MP4 files in a folder with the run's name are accepted.
         """

@@ -13,7 +13,9 @@ from embodyrl.monitor.protocol import Monitor, RunInfo
 
 
 class HostedMonitor(Monitor, ABC):
-    """Logger of scalars and settings to a hosted service; videos stay files. Subclasses start the service's run."""
+    """Logger of scalars and settings to a hosted service; videos remain local files.
+    Subclasses start the service's run.
+    """
 
     requires: ClassVar[str]
     """Importable package; checked before a run starts."""

@@ -1,4 +1,4 @@
-"""Builds a report: reads runs, plots, and fills the template."""
+"""Generation of a report: read runs, plot curves, and fill in the template."""
 
 import json
 import re
@@ -146,7 +146,7 @@ def _view(history: History, defaults: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _what(history: History) -> str:
-    """Return environment, model, algorithm, seed, date and commit, if the files contain them."""
+    """Return environment, model, algorithm, seed, date and commit, if known from the files."""
     values, machine = flat(history.config), history.text("env.txt").splitlines()
     env = next((values[k] for k in ("env.task_suite_name", "env.id", "env.env_type") if values.get(k)), None)
     algorithm = values.get("algorithm.adv_type") if history.rows else None
@@ -158,7 +158,7 @@ def _what(history: History) -> str:
 
 
 def _tiles(history: History, steps: Sequence[dict[str, float | None]]) -> list[tuple[str, str, str]]:
-    """Return label, value and small print of each tile."""
+    """Return label, value and explanation of each tile."""
     tiles = []
     if history.evaluations:
         ends = dict.fromkeys((history.evaluations[0], history.evaluations[-1]))

@@ -24,7 +24,7 @@ from embodyrl.monitor.intervals import Rate, student_t
 from embodyrl.monitor.paired import SIGNIFICANT
 
 Matrix = npt.NDArray[np.float64]
-"""[runs, tasks]"""
+"""Scores [runs, tasks]."""
 
 _DRAWS = 2000
 _SEED = 20211015
@@ -167,7 +167,7 @@ class SeedGroup:
 
 
 def seed_groups(histories: Sequence[History]) -> list[SeedGroup]:
-    """Group runs whose configs differ only in seed and name, in the order of their first run.
+    """Group runs whose configs differ only in seed and name; groups are in the order of their first run.
 
     Runs with equal seeds are not grouped, because they are not independent samples of seeds.
     """

@@ -14,7 +14,7 @@ from embodyrl.monitor.intervals import student_t
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The new scores of a recipe in one evaluation (before or after training), against the stored cards."""
+    """New scores of a recipe in one evaluation (before or after training), compared with the stored cards."""
 
     name: str
     end: str
@@ -24,7 +24,7 @@ class Comparison:
     """Lower bound of the 95 % prediction interval for the mean of the new seeds."""
     high: float
     success: bool
-    """Scores are success rates, not returns."""
+    """True if scores are success rates, False if returns."""
 
     @property
     def drifted(self) -> bool:
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def compare(name: str, stored: Sequence[Card], new: Sequence[Card]) -> list[Comparison]:
-    """Compare the evaluations before and after training that both sides have."""
+    """Compare the evaluations before and after training that both new and stored cards contain."""
     ends = [("after", AFTER)]
     if all(len(card["figures"]) > 1 for card in (*stored, *new)):
         ends.insert(0, ("before", BEFORE))
@@ -70,7 +70,7 @@ def prediction_interval(rows: Sequence[dict[str, Any]], count: int) -> tuple[flo
 
 
 def _variance(row: dict[str, Any]) -> float:
-    """Return the variance of one evaluation's score: with two successes and two failures more (Agresti and Coull)."""
+    """Return the variance of one evaluation's score, with two successes and two failures added (Agresti and Coull)."""
     n = row["episodes"]
     if row["kind"] == "success":
         p = (row["value"] * n + 2) / (n + 4)

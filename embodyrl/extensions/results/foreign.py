@@ -75,7 +75,7 @@ def _outcome(value: object) -> bool:
 
 
 def _vla_eval(raw: Mapping[str, Any]) -> tuple[str, Outcomes, int]:
-    """Return source, successes by task, and the number of episodes with an infrastructure error, which do not count."""
+    """Return source, successes by task, and the number of episodes with an infrastructure error, which are excluded."""
     outcomes: Outcomes = {}
     dropped = 0
     for task in raw["tasks"]:

@@ -1,4 +1,4 @@
-"""Run recipes one by one; a later call continues where an earlier one stopped."""
+"""Run recipes one by one; a later call resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Job:
         return (self.run / CARD_JSON).is_file()
 
     def words(self) -> list[str]:
-        """Return the command line; an interrupted run resumes from its newest checkpoint."""
+        """Return the arguments of a run; an interrupted run resumes from its newest checkpoint."""
         place = [f"runner.output_dir={self.out}", f"runner.experiment_name={self.run.name}"]
         command = [sys.executable, "-m", "embodyrl.cli.main"]
         return [*command, *self.recipe.words(self.seed), *place, "runner.on_existing=resume"]

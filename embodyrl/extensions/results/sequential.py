@@ -54,7 +54,7 @@ class Verdict:
     """State of the test after some pairs."""
 
     pairs: int
-    """Number of pairs that were needed, or of all pairs without a decision."""
+    """Number of pairs after which the test decided, or of all pairs without a decision."""
     only_first: int
     only_second: int
     p_value: float
@@ -149,7 +149,7 @@ def _most_pairs(cfg: Config) -> int:
 
 
 def covering(plan: EpisodeList) -> int:
-    """Return the smallest `eval.episodes` with all episodes of a plan, which leaves out copies between others."""
+    """Return the smallest `eval.episodes` that includes all episodes of a plan, which skips repeated episodes."""
     return max(episode.episode_id for episode in plan.episodes) + 1
 
 

@@ -33,7 +33,7 @@ class Recipe:
     """Page with details, relative to the folder of the table."""
     video: str = ""
     claimed: str = ""
-    """Earlier result whose run folders no longer exist."""
+    """Earlier result without stored run folders."""
 
     def words(self, seed: int) -> list[str]:
         """Return the arguments of `embodyrl` for one seed."""

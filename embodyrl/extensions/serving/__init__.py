@@ -1,1 +1,1 @@
-"""Policy server, and a web page to watch and control a policy."""
+"""Policy server for robot policies."""

@@ -11,8 +11,8 @@ from embodyrl.policies.remote.dialects import MessageError
 from embodyrl.types import EnvSpec, FloatArray
 
 PREFIX, DELAY = "rtc/prefix", "rtc/delay"
-"""Keys of a request: the rest [n, A] of the previous chunk from the observation on, in the environment's units, and
-the number of its actions that will be executed before the reply arrives."""
+"""Keys of a request: the actions [n, A] of the previous chunk from the observation on, in the environment's units,
+and the number of these actions that are executed before the reply arrives."""
 
 
 def read_committed(message: object, env: EnvSpec) -> FloatArray:

@@ -26,7 +26,7 @@ _HERE = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The server of a policy with a protocol of its own."""
+    """Server of a policy with its own protocol."""
 
     protocol: str
     facts: Sequence[tuple[str, str]]
@@ -38,7 +38,7 @@ class Serving:
 SERVERS: Registry[Callable[[Config], Serving | None]] = Registry(
     "server", group="embodyrl.servers", wants="a function of a config", fits=takes(1)
 )
-"""Servers for other policies than those of robots: return the server of a config, or None."""
+"""Servers of policies other than robot policies: functions that return the server of a config, or None."""
 
 
 def serve(cfg: Config, *, say: Callable[[str], None], ready: Callable[[str, str], None]) -> None:

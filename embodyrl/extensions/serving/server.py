@@ -70,7 +70,7 @@ class Answering:
 
 
 class PolicyThread:
-    """Thread that runs calls in order. A call that never returns does not prevent the process from exiting."""
+    """Thread that runs calls in order; a call that never returns does not keep the process from exiting."""
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
@@ -280,7 +280,7 @@ class _Client:
 
 
 async def _unpacked(data: bytes | str) -> Any:
-    """Decode a message in another thread, because images take time."""
+    """Decode a message in another thread, because decoding images takes time."""
     return await asyncio.to_thread(unpack, data)
 
 
@@ -296,7 +296,7 @@ def _message(kind: str, payload: dict[str, Any], sequence: int) -> bytes:
 
 
 def _silent() -> logging.Logger:
-    """Return a logger without output: the library logs a traceback for every client without WebSocket."""
+    """Return a logger without output; websockets would log a traceback for every client without WebSocket."""
     logger = logging.Logger("embodyrl.serve")
     logger.addHandler(logging.NullHandler())
     return logger

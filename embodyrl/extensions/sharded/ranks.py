@@ -261,7 +261,7 @@ def _whole(shard: Tensor, *, keep: bool) -> Tensor:
 
 
 def _scatter(whole: Tensor, like: DTensor, source: int | None = None) -> Tensor:
-    """Return this rank's shard of a tensor of rank `source`; None: every rank has the tensor, and no data are sent."""
+    """Return this rank's shard of a tensor of rank `source`; None: every rank has the tensor, so nothing is sent."""
     shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=source)
     return shard.to(like.to_local().device)
 

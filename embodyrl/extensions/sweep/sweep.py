@@ -54,7 +54,7 @@ def expand(words: Sequence[str]) -> list[list[str]]:
 
 
 def sweep(command: str, words: Sequence[str], config_dirs: Sequence[Path]) -> int:
-    """Check every combination, then run all; returns 1 if a run failed, 128 + n on signal n.
+    """Check every combination, then run all combinations; return 1 if a run failed, 128 + n on signal n.
 
     A signal is forwarded to the current run, which saves a checkpoint and prints the resume command.
 

@@ -24,9 +24,9 @@ class Kind:
     """A kind of template."""
 
     group: str = ""
-    """Config group of the new option; empty: selected by its path."""
+    """Config group of the new option; empty: the option is selected by its path."""
     entries: str = ""
-    """Entry-point group of the package; empty: a file in ./conf without a package."""
+    """Entry-point group of the package; empty: the template is a file in ./conf without a package."""
     target: str = ""
     """Attribute named by the entry point."""
     then: Sequence[str] = (_TRY,)

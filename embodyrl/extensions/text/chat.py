@@ -14,7 +14,7 @@ from embodyrl.errors import ConfigError
 from embodyrl.files import read_json
 
 Turn = tuple[str, str]
-"""Role and text."""
+"""Role and text of one message."""
 
 
 class RefusedMessages(Exception):
@@ -27,7 +27,7 @@ class ChatTemplate:
 
     source: str
     tokens: Mapping[str, str]
-    """Texts of bos_token and others."""
+    """Texts of the special tokens, such as bos_token."""
 
     @classmethod
     def read(cls, folder: Path) -> ChatTemplate | None:
@@ -94,7 +94,7 @@ def _environment() -> Any:
 
 
 def roles_problem(template: ChatTemplate, roles: Sequence[str], *, parts: bool) -> str | None:
-    """Return the problem of a sequence of roles with its fix, or None; `parts`: contents are lists of parts."""
+    """Return the error of a sequence of roles with its fix, or None; `parts`: contents are lists of parts."""
 
     def refusal(named: Iterable[str]) -> str | None:
         turns = [{"role": role, "content": [{"type": "text", "text": "?"}] if parts else "?"} for role in named]

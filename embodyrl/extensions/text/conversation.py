@@ -17,10 +17,10 @@ class TextRow:
     rejected: str | None = None
     """The rejected answer of a preference pair; `reference` is the chosen answer."""
     pictures: tuple[Any, ...] = ()
-    """One for each <image> in the messages (without any: before the user's first): files, their bytes or pixels [H, W,
-    3]; rows that were read contain `Picture`."""
+    """One image for each <image> in the messages; without <image>, the images precede the user's first message.
+    Each image is a file, its bytes or pixels [H, W, 3]; rows that were read contain `Picture`."""
     group: str | None = None
-    """Consecutive rows of one group are all training rows or all validation rows."""
+    """Name of a group; consecutive rows of one group are all training rows or all validation rows."""
 
 
 def place_pictures(messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> tuple[Message, ...]:

@@ -1,4 +1,4 @@
-"""Rows of text tasks from JSON lines, Parquet, a folder of either, or a function of the user, with their images."""
+"""Rows of text tasks from JSON lines, Parquet, a folder of such files, or a function of the user, with images."""
 
 import json
 import re
@@ -317,7 +317,7 @@ def _answer(value: Any) -> str:
 
 
 def _column(raw: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a column, or of a field of one: a.b is field b of column a."""
+    """Return the value of a column, or of a field of a column: a.b is field b of column a."""
     if key in raw or "." not in key:
         return raw.get(key)
     head, _, rest = key.partition(".")

@@ -1,4 +1,4 @@
-"""GPU check of vLLM: versions, and an engine with 0.5B parameters: generation, sleep mode, and new weights."""
+"""GPU check of vLLM: versions, and an engine with 0.5B parameters that generates, sleeps and loads new weights."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ _REPLY = 32
 
 
 def check_vllm() -> GpuResult:
-    """Import vLLM, compare versions, and test a policy whose replies vLLM generates.
+    """Import vLLM, compare versions, and test a policy that generates replies with vLLM.
 
     Raises:
         MissingDependencyError: vLLM cannot be imported.
@@ -94,7 +94,7 @@ def write_model(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def run_engine(parts: GpuParts, folder: Path, device: str, *, backend: str = "vllm") -> str:
-    """Generate, sleep, change the weights, wake up and generate again; record memory and seconds of each step."""
+    """Generate, sleep, change the weights, wake up and generate again; record memory and duration of each step."""
     import torch
 
     from embodyrl.config.shared import Precision

@@ -75,7 +75,7 @@ class Picture:
 
 
 def pictures_of(value: Any, folder: Path | None, where: str, longest: int | None) -> tuple[Picture, ...]:
-    """Return the images in a column: one or a list of files in `folder`, bytes, or pixels.
+    """Return the images in a column: one image or a list, each as a file in `folder`, bytes, or pixels.
 
     An image may also be a mapping with `bytes` or `path`, as Hugging Face data sets store it.
 

@@ -38,7 +38,7 @@ def checked_rows(cfg: Config, data: RowSettings) -> TextRows:
 
 
 def tokenizer_folder(cfg: Config) -> Path | None:
-    """Return the tokenizer folder for prompt lengths; None: a model with its own small vocabulary."""
+    """Return the tokenizer folder for prompt lengths; None for a model with its own small vocabulary."""
     return language_model_folder(cfg.model.weights) if cfg.model.weights is not None else None
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from embodyrl.commands.train import TrainResult
 
 Reward = Callable[[str, str, str], float]
-"""(prompt, response, reference) -> number; at least 1 is success."""
+"""Function (prompt, response, reference) -> number; a number of at least 1 is a success."""
 
 
 class GRPO:

@@ -27,7 +27,7 @@ _REACHES = {
     "processors of other processes": "import os; os.sched_setaffinity(os.getppid(), {0})",
     "scheduling": "import os; os.sched_setscheduler(os.getppid(), os.SCHED_BATCH, os.sched_param(0))",
 }
-"""Resources that a kernel without Landlock or seccomp cannot block; tested at run time."""
+"""Resources that cannot be blocked on a kernel without Landlock or seccomp; tested at run time."""
 _RUNNER, _CALLS = (Path(__file__).with_name(name) for name in ("sandboxed.py", "sandboxed_calls.py"))
 
 _OPERATIONS: dict[type, Callable[[float, float], float]] = {
@@ -66,7 +66,7 @@ def _value(node: ast.AST) -> float:
 
 
 def calculate(expression: str) -> str:
-    """Evaluate an expression and format its value, whole numbers without a point (see `evaluate`)."""
+    """Evaluate an expression and format its value; integers have no decimal point (see `evaluate`)."""
     value = evaluate(expression)
     return str(int(value)) if value.is_integer() else f"{value:.6g}"
 
@@ -139,7 +139,7 @@ def _carry_out(
 
 
 def _put(held: IO[bytes], test: str | Mapping[str, str]) -> dict[str, Any]:
-    """Write a test to a file; return the part that the process that forks programs may read."""
+    """Write a test to a file; return the part that the forking process may read."""
     if not test:
         return {}
     text = json.dumps(test if isinstance(test, str) else dict(test)).encode()
@@ -162,7 +162,7 @@ def confinement() -> tuple[bool, str]:
 
 @functools.cache
 def _bubblewrap() -> tuple[str, ...]:
-    """Return the command that starts a process in separate namespaces; empty if that does not work."""
+    """Return the command that starts a process in separate namespaces; empty if namespaces are unavailable."""
     hidden = [p for p in {tempfile.gettempdir(), str(Path.home())} if p != "/" and Path(p).is_dir()]
     # Root keeps its rights until `sandboxed.py` drops them, and needs no user namespace, where the user `nobody` has no
     # id.

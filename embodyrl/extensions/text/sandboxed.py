@@ -72,7 +72,7 @@ _BY_ARGUMENT = (
     *(("ioctl", (1, "is", command)) for command in (0x5452, 0x8901, 0x8902)),
     ("prlimit64", (0, "not", 0)),
 )
-"""System calls that are blocked for these arguments: signals to, and limits of, other processes."""
+"""System calls that are blocked with these arguments: signals to other processes, and limits of other processes."""
 _NUMBERS = {
     "x86_64": {"fcntl": 72, "ioctl": 16, "prlimit64": 302},
     "aarch64": {"fcntl": 25, "ioctl": 29, "prlimit64": 261},
@@ -245,9 +245,7 @@ def _sweep(pid: int) -> int:
 
 
 def _confine(request: dict[str, Any], place: str, owner: int | None, files: list[int]) -> None:
-    """Drop all resources of the child that programs may not use: descriptors, rights, time, memory, processes,
-    threads.
-    """
+    """Drop all resources that the program may not use: descriptors, rights, time, memory, processes, threads."""
     os.setsid()
     aside = [fcntl.fcntl(source, fcntl.F_DUPFD, 100) for source in files]
     for target, source in enumerate(aside):
@@ -331,7 +329,7 @@ def _run(program: str) -> None:
 
 
 def _exit_code(action: Callable[[], Any]) -> int:
-    """Return the exit code of a child's function; write the reason of a failure to its stderr."""
+    """Run a child's function and return its exit code; write the reason of a failure to stderr."""
     code = 0
     try:
         try:

@@ -57,7 +57,7 @@ _SHOWN = (
 
 
 class Link:
-    """One end of the pipes: writes and reads messages, and keeps the objects to which the other end has numbers."""
+    """One end of the pipes: writes and reads messages, and stores the objects that messages refer to by number."""
 
     def __init__(self, incoming, outgoing):
         self._in, self._out = os.fdopen(incoming, "rb"), os.fdopen(outgoing, "wb")
@@ -165,7 +165,7 @@ class Link:
             self.send({"raised": [type(error).__name__, str(error)[:1000], _shown(type(error))]})
 
     def exception(self, name, text, shown):
-        """Rebuild an exception of the other process: a built-in exception, or its own by name."""
+        """Rebuild an exception of the other process: a built-in exception, or the program's own class by name."""
         found = getattr(builtins, name, None)
         return (found if isinstance(found, type) and issubclass(found, Exception) else Foreign.of(name, shown))(text)
 

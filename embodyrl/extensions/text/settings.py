@@ -28,8 +28,8 @@ class DataSettings(Settings):
     needs = {"val_path=null": "val_share"}
 
     path: Annotated[Path | None, NumbersStates] = None
-    """Folder of demonstrations, as `embodyrl collect` writes it; text: a .jsonl or .parquet file, a folder of them, or
-    package.module:function."""
+    """Folder of demonstrations in the format of `embodyrl collect`.
+    For text: a .jsonl or .parquet file, a folder of such files, or package.module:function."""
     val_path: Annotated[Path | None, NumbersStates] = None
     """Validation data; default: a fraction of data.path."""
     val_share: Annotated[float, Field(ge=0, lt=1), NumbersStates] = 0.1

@@ -10,7 +10,8 @@ from embodyrl.extensions.text.conversation import TextRow
 ROWS, HELD_OUT_ROWS = 2000, 500
 _ASKS = 'Think step by step, and write the answer after "####".'
 _LARGEST, _STEP, _RESERVED = 40, 5, 3
-"""Numbers n up to the largest: those with n mod 5 = 3 occur only in validation, all others only in training."""
+"""Numbers n up to the first value: those with n mod 5 = 3 occur only in validation, all other numbers only in
+training."""
 _TRIES = 100
 _NAMES = ("Ana", "Ben", "Chen", "Dina", "Emil", "Fatima", "Goran", "Hana", "Ivan", "Jun", "Kofi", "Lea")
 _THINGS = ("apples", "books", "cards", "coins", "eggs", "flowers", "marbles", "pencils", "shells", "stickers")

@@ -10,7 +10,7 @@ from embodyrl.extensions.text.conversation import TextRow
 
 ROWS = 20_000
 _SPARE = 1000
-"""Number of consecutive repeated samples after which no further questions are expected."""
+"""Number of consecutive repeated samples after which no new questions are expected."""
 
 Draw = Callable[[random.Random], tuple[str, str]]
 """Function that samples a (prompt, answer) pair."""

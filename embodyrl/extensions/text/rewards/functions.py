@@ -11,12 +11,12 @@ from embodyrl.extensions.text.sandbox import SECONDS, evaluate, run_tests
 
 
 def exact(prompt: str, response: str, reference: str) -> float:
-    """Return 1 if the response equals the reference without surrounding blanks."""
+    """Return 1 if the response equals the reference after stripping whitespace."""
     return float(response.strip() == reference.strip())
 
 
 def overlap(prompt: str, response: str, reference: str) -> float:
-    """Return the fraction of positions where response and reference agree, including their ends; a dense `exact`."""
+    """Return the fraction of equal positions of response and reference, including their ends; a dense `exact`."""
     said, wanted = [*response.strip(), None], [*reference.strip(), None]
     return sum(a == b for a, b in zip(said, wanted, strict=False)) / max(len(said), len(wanted))
 
@@ -42,7 +42,7 @@ def number(prompt: str, response: str, reference: str) -> float:
 
 
 class _Math:
-    r"""1 if the answer has the value of the reference; the answer is the last `\boxed{}`, `####` or plain number.
+    r"""Return 1 if the answer (the last `\boxed{}`, `####` or plain number) has the value of the reference.
 
     Numbers are compared with numbers, so an expression such as 18 + 4 is not the answer 22. If the reference is an
     expression, a box is compared by the math-verify package, unless it only repeats a part of the prompt.

@@ -32,7 +32,7 @@ def chosen(cfg: JudgeSettings) -> list[str]:
 
 
 def problems(cfg: JudgeSettings) -> list[str]:
-    """Return config problems of `reward`, one line each."""
+    """Return config errors of `reward`, one line each."""
     if cfg.name is None and cfg.path is None:
         return [
             f"reward.name and reward.path: set one of them, a registered reward ({', '.join(REWARDS.names())}), or "
@@ -85,7 +85,7 @@ class RewardJudge:
     _children: list[_Child] = field(default_factory=list, repr=False)
 
     def __call__(self, answers: Sequence[Answer]) -> list[Judgement]:
-        """Return the rewards of a batch; a function that fails or times out gives 0 and is counted as a component."""
+        """Return the rewards of a batch; a function that fails or times out returns 0, and the failure is counted."""
         while len(self._children) < self.cfg.workers:
             self._children.append(_Child(self.names, self.cfg.timeout_s))
         stride = len(self._children)
@@ -179,7 +179,7 @@ class _Child:
         return replies
 
     def _line(self, seconds: float, clock: RunClock) -> bytes | None:
-        """Return the next line of the process's output; empty: the process exited; None: timeout in run time."""
+        """Return the next output line of the process; empty: the process exited; None: timeout."""
         assert self._process is not None and self._process.stdout is not None
         while b"\n" not in self._buffer:
             if (left := seconds - clock.now()) <= 0:

@@ -19,8 +19,8 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _SPACED = re.compile(r"(?<![\w.^])[0-9]{1,3}(?: [0-9]{3})+(?![0-9]| ?/)")
-"""A number with plain spaces between groups of three digits; the flexible patterns of verl and lm-eval do not accept it
-in text, their comparisons of boxes do."""
+"""Number with plain spaces between groups of three digits.
+The flexible patterns of verl and lm-eval reject such a number in text; their comparisons of boxes accept it."""
 _WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mathit|mbox|bm|boldsymbol)\s*\{([^{}]*)\}")
 _UNIT_POWER = re.compile(r"(?<=[A-Za-z])\s*\^\s*(?:\{[0-9]\}|[0-9])|\^\s*(?:\{\s*\\circ\s*\}|\\circ)")
 _BESIDE = re.compile(

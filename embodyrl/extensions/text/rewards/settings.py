@@ -19,7 +19,7 @@ class JudgeSettings(Settings):
     address of a reward service, or the folder of a reward model.
     """
     weights: dict[str, float] = {}
-    """Weight of each reward by name (default 1); names other than reward.name are added to the reward."""
+    """Weight of each reward by name (default 1); names other than reward.name add a further reward."""
     overlong_buffer: Index = 0
     """Number of tokens before max_new_tokens over which the penalty grows from 0 to overlong_penalty (DAPO); 0: no
     penalty."""
