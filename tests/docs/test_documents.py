@@ -58,6 +58,7 @@ COMPOSED = {
 ELSEWHERE = {
     "owner/": "tests/extensions/demonstrations/test_push.py has a hub",
     " me/": "the same",
+    "env=text/openenv": "needs a server; tests/extensions/openenv runs it",
     "embodyrl convert": "tests/extensions/conversion writes sources of each format",
     "embodyrl doctor": "tests/extensions/doctor",
     "embodyrl data": "tests/extensions/experience",

@@ -1,0 +1,51 @@
+"""Config keys for environments of OpenEnv servers."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from embodyrl.config.settings import Index, Must, NumbersStates, Seconds
+from embodyrl.envs.settings import EnvSettings, RewardFactor
+
+
+class OpenEnvSettings(EnvSettings):
+    """Config keys for an environment on an OpenEnv server."""
+
+    url: Annotated[
+        Annotated[str, Field(pattern=r"^(https?|wss?)://[^\s/]+(/\S*)?$"), Must("http://HOST:PORT")] | None,
+        NumbersStates,
+    ] = None
+    """Address of the server, for example http://127.0.0.1:8000."""
+    action_key: str | None = None
+    """Field of the action that contains the reply; null: the only required text field of the server's actions."""
+    action: dict[str, Any] = {}
+    """Further fields of every action."""
+    observation_key: str | None = None
+    """Field of the observation that the prompt shows, nested fields as a.b; null: all fields except metadata, as
+    JSON."""
+    observation_bytes: Annotated[int, Field(ge=16, le=1 << 20)] = 1 << 11
+    """Maximum bytes of an observation in the prompt; the rest is cut."""
+    prompt: str = ""
+    """Text before every observation, such as the rules."""
+    history: Index = 0
+    """Number of earlier turns in the prompt, in addition to the current observation."""
+    max_turns: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Maximum replies of one episode."""
+    success_reward: Annotated[float, Field(ge=-(10**6), le=10**6)] = 1.0
+    """Reward of a turn that counts as success, or more."""
+    reward_coef: RewardFactor = 1.0
+    """Factor that multiplies all rewards."""
+    connect_timeout_s: Seconds = 60.0
+    """Seconds to wait until the server accepts a connection."""
+    answer_timeout_s: Seconds = 120.0
+    """Time limit of a reset or a step on the server."""
+
+    @property
+    def title(self) -> str:
+        """Name of the environment in evaluation protocols."""
+        return f"openenv {self.url}"
+
+    @property
+    def max_chunks(self) -> int:
+        """Maximum number of replies of an episode."""
+        return self.max_turns
